@@ -852,7 +852,7 @@ def _chat_pictures_unread(stage: Stage) -> None:
     _chat_pictures(stage)
     stage.chat.presenter.attach(())
     stage.chat.presenter.choose_model("")
-    stage.chat.attaching.choose()
+    stage.chat.attaching.give([_picture(300, 200)])
 
 
 def _handbook() -> bytes:

@@ -141,6 +141,19 @@ class DocumentIndex:
         rows = self._ask(f"SELECT {_PIECE} FROM {_JOINED} WHERE d.id = ? ORDER BY f.name, c.place", document)
         return [Piece(*row) for row in rows]
 
+    def spread(self, document: str, most: int) -> list[Piece]:
+        """So many pieces from all over a document, the first among them; it may be larger than memory."""
+        ((count,),) = self._ask(f"SELECT count(*) FROM {_JOINED} WHERE d.id = ?", document)
+        rows = self._ask(
+            f"SELECT {_PIECE} FROM {_JOINED} WHERE c.seq IN (SELECT seq FROM (SELECT c.seq AS seq, "
+            f"ROW_NUMBER() OVER (ORDER BY f.name, c.place) AS number FROM {_JOINED} WHERE d.id = ?) "
+            "WHERE (number - 1) % ? = 0 LIMIT ?) ORDER BY f.name, c.place",
+            document,
+            max(-(-count // most), 1),
+            most,
+        )
+        return [Piece(*row) for row in rows]
+
     def pieces_at(self, document: str, name: str, first: int, last: int) -> list[Piece]:
         """Those of a file from one place to another, as far as they are there."""
         rows = self._ask(

@@ -25,6 +25,8 @@ _PART_CHARACTERS = 2400
 _PART_TOKENS = 24
 """Of the line that names a part."""
 _MOST_HITS, _BEST = 10, 4
+_SPREAD_TOKENS = 300
+"""Of a piece, about, where some from all over are given."""
 _HITS_SHARE = 0.7
 """Of the passages' tokens that hits may take; the rest is for what stands around them."""
 _LEAST_WORDS = 3
@@ -179,7 +181,8 @@ def _passages(
             for near in index.pieces_at(hit.document, hit.name, hit.place - 1, hit.place + 1):
                 choose(near, 0)
     else:  # a question about all of it, such as for a summary: beginnings, and places all over
-        for piece in _spread([index.pieces(id_) for id_ in documents], room):
+        some = max(room // _SPREAD_TOKENS // len(documents), 1)
+        for piece in sorted((one for id_ in documents for one in index.spread(id_, some)), key=lambda one: one.place):
             choose(piece, 0)
     order = {id_: number for number, id_ in enumerate(documents)}
     pieces = sorted(chosen.values(), key=lambda piece: (order[piece.document], piece.name, piece.place))
@@ -194,16 +197,6 @@ def _passages(
         _source(number, passage, is_best=any(piece.seq in best for piece in passage))
         for number, passage in enumerate(passages, start=numbered + 1)
     ]
-
-
-def _spread(documents: Sequence[Sequence[Piece]], room: int) -> list[Piece]:
-    """Of each document its beginning and then pieces at equal distances, as many as may fit."""
-    some = max(room // 300 // max(len(documents), 1), 1)
-    found: list[Piece] = []
-    for pieces in documents:
-        step = max(len(pieces) / some, 1.0)
-        found += [pieces[int(number * step)] for number in range(min(some, len(pieces)))]
-    return sorted(found, key=lambda piece: piece.place)
 
 
 def _follows(one: Piece, other: Piece) -> bool:

@@ -26,6 +26,10 @@ MOST_FOLDER_FILE_BYTES = 50 * 10**6
 MOST_FILES = 20_000
 MOST_ENTRIES = 200_000
 """Of a folder, looked at: where there are more, most are not for reading."""
+MOST_FOLDER_CHARACTERS = 200 * 10**6
+"""About as many as in 60,000 pages."""
+_SAMPLED = 16
+"""Pieces by which a document's tokens are counted."""
 _SLICE_S = 0.5
 """After which reading a folder lets others have their turn."""
 _WATCHED_FOLDERS = 500
@@ -46,6 +50,8 @@ class _Folder:
     left: list[tuple[Path, str, FileState]]
     of: int
     note: str = ""
+    characters: int = 0
+    """Read so far, with what was known before."""
 
 
 class Documents(QObject):
@@ -176,9 +182,7 @@ class Documents(QObject):
         """Some pieces from all over a document, by which its tokens are counted."""
 
         def look() -> tuple[str, ...]:
-            pieces = self._asked_index.pieces(attachment.id)
-            step = max(len(pieces) // 12, 1)
-            return tuple(piece.text for piece in pieces[::step][:16])
+            return tuple(piece.text for piece in self._asked_index.spread(attachment.id, _SAMPLED))
 
         self._asking.add(look, done, lambda _error: None)
 
@@ -261,7 +265,8 @@ class Documents(QObject):
             for name, (path, state) in sorted(files.items(), reverse=True)
             if name not in known or (known[name].size, known[name].mtime_ns) != (state.size, state.mtime_ns)
         ]
-        return _Folder(replace(one, problem=""), left, max(len(left), 1), note)
+        characters = self._index.figures(one.id).characters
+        return _Folder(replace(one, problem=""), left, max(len(left), 1), note, characters)
 
     def _some(self, folder: _Folder) -> _Folder:
         """Reads files of a folder for a while."""
@@ -271,6 +276,10 @@ class Documents(QObject):
         while folder.left and time.monotonic() < until:
             if self._closing.is_set() or one.id in self._gone:
                 raise RequestCancelled
+            if folder.characters > MOST_FOLDER_CHARACTERS:
+                words = f"It has more than {MOST_FOLDER_CHARACTERS:,} characters of text: the rest is left out."
+                folder.left, folder.note = [], f"{folder.note} {words}".strip()
+                break
             path, name, state = folder.left.pop()
             try:
                 digest = digest_of(read_foreign(path, MOST_FOLDER_FILE_BYTES))
@@ -286,6 +295,7 @@ class Documents(QObject):
             else:
                 read = self._document(path, MOST_FOLDER_FILE_BYTES, lambda _share: None)
                 self._index.put(one.id, name, state, read)
+                folder.characters += sum(len(part.text) for part in read.parts)
             self._tell(one.id, 1 - len(folder.left) / folder.of)
         return folder
 

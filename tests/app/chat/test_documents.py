@@ -278,6 +278,23 @@ def test_of_a_folder_with_too_many_files_the_rest_is_left_out(
     assert "more than 5 entries" in attach(page, qtbot, other)[1].remark
 
 
+def test_a_folder_with_very_much_text_or_one_that_is_gone_says_so(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MOST_FOLDER_CHARACTERS", 10)
+    (one,) = attach(page, qtbot, folder)
+    assert one.files == 1
+    assert "more than 10 characters" in one.remark
+    moved = folder.rename(folder.parent / "moved")
+    page.documents._look_again()
+    qtbot.waitUntil(lambda: "not there any more" in page.presenter.attachments[0].problem)
+    assert ask(page, engine, qtbot, "Who is the keeper?").endswith("Who is the keeper?")
+    answer(engine, "Nobody knows.")
+    moved.rename(folder)
+    page.documents._look_again()
+    qtbot.waitUntil(lambda: not page.presenter.model.rows[0].message.attachments[0].problem)
+
+
 def test_bad_files_say_so_on_their_chips_and_the_chat_goes_on(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
 ) -> None:
