@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QKeyEvent, QMouseEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QScrollArea, QSizePolicy, QVBoxLayout, QWidget
 
 from app.icons import IconMark
 from app.services.chat_store import Attachment
 from app.theme import scaled, set_look
-from app.views.chat.icon_button import IconButton
+from app.views.chat.icon_button import SIDE_PX, IconButton
 from app.views.chat.phrases import attachment_text
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import FlowLayout
 
 WIDEST_PX, LEAST_PX = 300, 150
 GAP_PX = 8
-LARGEST_SHARE, LEAST_HEIGHT_PX = 0.27, 70
+LARGEST_SHARE, LEAST_HEIGHT_PX = 0.27, 44
 """Of the window's height that they may take above the box."""
-ICON_PX = 18
+ICON_PX, ABOVE_PX = 18, 6
+BESIDE_PX = 10 + ICON_PX + GAP_PX + 8 + 2
+"""The icon, margins and frame."""
 
 
 class AttachmentRow(QWidget):
@@ -135,7 +137,7 @@ class AttachmentShelf(QScrollArea):
         return QSize(hint.width(), min(hint.height(), self._most))
 
     def minimumSizeHint(self) -> QSize:
-        return QSize(0, min(self._row.minimumSizeHint().height(), self._most))
+        return QSize(0, LEAST_HEIGHT_PX // 2)
 
     @property
     def _most(self) -> int:
@@ -166,7 +168,7 @@ class AttachmentChip(QFrame):
         words.addWidget(self._name)
         words.addWidget(self._details)
         row = QHBoxLayout(self)
-        row.setContentsMargins(10, 6, 6 if removable else 12, 6)
+        row.setContentsMargins(10, ABOVE_PX, 8, ABOVE_PX)
         row.setSpacing(8)
         row.addWidget(self._mark)
         row.addWidget(self._warning)
@@ -191,7 +193,7 @@ class AttachmentChip(QFrame):
         set_look(self, "attachment", "failed" if fails else "sound")
         self.setAccessibleName(f"{attachment.name}: {details}")
         self.setToolTip("\n".join(filter(None, (attachment.path or attachment.name, details, attachment.remark))))
-        self._fit()
+        self.updateGeometry()
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
         if self._removable and event.key() in (Qt.Key.Key_Delete, Qt.Key.Key_Backspace):
@@ -207,14 +209,34 @@ class AttachmentChip(QFrame):
         else:
             super().mouseReleaseEvent(event)
 
-    def _fit(self) -> None:
+    def sizeHint(self) -> QSize:
         """As wide as its words in one line, between limits; a long sentence wraps."""
-        margins = self.contentsMargins()
-        beside = 10 + ICON_PX + 8 + (40 if self.button is not None else 13) + margins.left() + margins.right()
+        for label in (self._name, self._details):
+            label.ensurePolished()
+        words = self._details.fontMetrics().horizontalAdvance(self._details.text()) + 4
+        wanted = max(self._name.sizeHint().width(), words) + self._beside
+        width = min(max(wanted, scaled(LEAST_PX)), scaled(WIDEST_PX))
+        return QSize(width, self.heightForWidth(width))
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(scaled(LEAST_PX) // 2, 0)
+
+    def hasHeightForWidth(self) -> bool:
+        return True
+
+    def heightForWidth(self, width: int) -> int:
+        self._details.ensurePolished()
         metrics = self._details.fontMetrics()
-        wanted = max(self._name.sizeHint().width(), metrics.horizontalAdvance(self._details.text()) + 4)
-        width = max(min(wanted + beside, scaled(WIDEST_PX)), min(scaled(LEAST_PX), wanted + beside))
-        room = width - beside
-        lines = metrics.boundingRect(0, 0, room, 1000, Qt.TextFlag.TextWordWrap, self._details.text()).height()
-        self._details.setFixedHeight(max(lines, metrics.lineSpacing()))
-        self.setFixedSize(width, self._name.sizeHint().height() + self._details.height() + 14)
+        room = max(width - self._beside, 20)
+        lines = metrics.boundingRect(0, 0, room, 10_000, Qt.TextFlag.TextWordWrap, self._details.text()).height()
+        return self._name.sizeHint().height() + max(lines, metrics.lineSpacing()) + 2 * ABOVE_PX + 2
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() in (QEvent.Type.StyleChange, QEvent.Type.FontChange):
+            self.updateGeometry()
+
+    @property
+    def _beside(self) -> int:
+        """What stands beside the words."""
+        return BESIDE_PX + (SIDE_PX + GAP_PX if self._removable else 0)

@@ -11,7 +11,7 @@ from app.services.chat_store import Attachment, Conversation
 from app.services.thumbnails import Thumbnails
 from app.theme import set_look, use_tabular_figures
 from app.views.chat.attachment_row import AttachmentRow, AttachmentShelf
-from app.views.chat.growing_edit import GrowingEdit
+from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
 from app.views.chat.system_prompt_popover import SystemPromptPopover
@@ -22,6 +22,8 @@ from engine.common.model_info import ModelInfo
 
 SPACING_PX = 10
 LEAST_CHIP_PX = 60
+BESIDE_CHIPS_SHARE = 0.15
+"""Of the window's height, for the box below documents."""
 
 
 class Composer(QFrame):
@@ -145,6 +147,8 @@ class Composer(QFrame):
         self.pictures.show_pictures(pictures)
         self.attachments.show_attachments(attachments, where)
         self._shelf.fit()
+        self.box.largest_share = LARGEST_SHARE if not attachments else BESIDE_CHIPS_SHARE
+        self.box.fit()
         self._has_more = bool(pictures or attachments)
         self._show_button()
 
