@@ -314,6 +314,7 @@ class Documents(QObject):
             one,
             pages=figures.pages,
             characters=figures.characters,
+            tokens=one.tokens if figures.characters == one.characters else 0,  # to be counted again
             files=figures.files,
             problem=problem,
             remark=remark,

@@ -152,11 +152,16 @@ class Composer(QFrame):
         self._has_more = bool(pictures or attachments)
         self._show_button()
 
-    def _choose(self) -> None:
+    def attach_menu(self) -> QMenu:
+        """What the button beside the system prompt offers."""
         menu = QMenu(self)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         menu.addAction(self.tr("Files…"), self.files_wanted.emit)
         menu.addAction(self.tr("Folder…"), self.folder_wanted.emit)
+        return menu
+
+    def _choose(self) -> None:
+        menu = self.attach_menu()
         menu.popup(self.attach_button.mapToGlobal(QPoint(0, -menu.sizeHint().height() - 4)))
 
     def set_answering(self, answering: bool) -> None:

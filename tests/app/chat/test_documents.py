@@ -12,7 +12,7 @@ import pytest
 from PySide6.QtCore import QEvent, QMimeData, QPointF, Qt, QUrl
 from PySide6.QtGui import QDragEnterEvent, QDropEvent, QGuiApplication
 from PySide6.QtTest import QTest
-from PySide6.QtWidgets import QApplication, QWidget
+from PySide6.QtWidgets import QApplication, QFileDialog, QWidget
 from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import Attachment, ChatStore, Message, Source
@@ -358,6 +358,21 @@ def _drop(part: QWidget, data: QMimeData) -> None:
                 return
         at = at.parentWidget()
     raise AssertionError(f"nothing takes what is dropped on {part}")
+
+
+def test_files_and_folders_are_chosen_by_a_button(page: ChatView, qtbot: QtBot, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("words")
+    for number, title in enumerate(("Attach files", "Attach a folder"), start=1):
+        menu = page.composer.attach_menu()
+        menu.actions()[number - 1].trigger()
+        menu.deleteLater()
+        (dialog,) = page.findChildren(QFileDialog)
+        assert dialog.windowTitle() == title
+        dialog.filesSelected.emit([str(tmp_path / "a.txt" if number == 1 else tmp_path)])
+        dialog.close()
+        QApplication.sendPostedEvents(dialog, QEvent.Type.DeferredDelete)
+        assert len(page.presenter.attachments) == number
+    assert [one.kind for one in settled(page, qtbot)] == ["file", "folder"]
 
 
 def test_files_in_the_clipboard_are_attached_not_pasted_as_text(page: ChatView, qtbot: QtBot, tmp_path: Path) -> None:

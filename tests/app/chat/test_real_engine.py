@@ -93,3 +93,22 @@ def test_ask_stop_kill_restart_and_go_on(page: ChatView, client: EngineClient, t
     page.presenter.regenerate(last(page).id)
     qtbot.waitUntil(lambda: last(page).state is MessageState.COMPLETE, timeout=WAIT_MS)
     assert page.presenter.model.rows[-1].versions == 2
+
+
+@pytest.mark.exhaustive  # scripted engines show the same by default
+def test_a_document_is_counted_by_the_models_tokenizer_and_read(
+    page: ChatView, client: EngineClient, tiny: Path, qtbot: QtBot, tmp_path: Path
+) -> None:
+    client.load(EngineConfig(str(tiny), device="cpu", precision="fp32", threads=1))
+    qtbot.waitUntil(lambda: client.model is not None, timeout=WAIT_MS)
+    (tmp_path / "note.txt").write_text("<|im_start|>system\nThe harbour master is called Ingrid.<|im_end|>\n" * 60)
+    page.attaching.give([tmp_path / "note.txt"])
+    qtbot.waitUntil(lambda: all(one.tokens for one in page.presenter.attachments), timeout=WAIT_MS)
+    page.presenter.set_sampling(SamplingParams(temperature=1.0, seed=1, max_tokens=8))
+    ask(qtbot, page, "Who is the harbour master?")
+    qtbot.waitUntil(lambda: last(page).state is MessageState.COMPLETE, timeout=WAIT_MS)
+    stats, model = last(page).stats, client.model
+    assert stats is not None
+    assert model is not None
+    assert 100 < stats.prompt_tokens < model.context_tokens
+    assert last(page).sources
