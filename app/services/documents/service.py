@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -371,7 +372,7 @@ class Documents(QObject):
                 self._reading.add(lambda: self._index.forget([one.id]))
             self._begin_waiting()
             return
-        why = reason(error) if isinstance(error, OSError) else type(error).__name__
+        why = reason(error) if isinstance(error, OSError | sqlite3.Error) else type(error).__name__
         self._finish(replace(one, problem=f"could not be indexed ({why})", is_read=True), None)
 
     def _finish(self, one: Attachment, parts: tuple[Part, ...] | None) -> None:

@@ -41,7 +41,6 @@ from app.views.chat.model_picker import ModelPicker
 from app.views.chat.phrases import (
     gone_text,
     leaves_text,
-    left_out_text,
     not_taken_text,
     too_long_text,
     translate,
@@ -221,7 +220,7 @@ class ChatView(Page):
         self.attaching = Attaching(do, self.composer, self.documents, self._tell, self)
         self.attaching.count_with(self._counter, self._client)
         do.attached.connect(self._count)
-        do.left_out.connect(lambda names: self._tell(left_out_text(names)))
+        do.told.connect(self._tell)
         do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
         self.composer.sampling_changed.connect(do.set_sampling)

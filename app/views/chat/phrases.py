@@ -12,6 +12,7 @@ from app.services.chat_store import Attachment, Message, MessageState, Source
 from app.services.settings import STARTER
 from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
+from engine.common.foreign import reason
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.remote.endpoint import Endpoint, RemoteModel, called
@@ -241,6 +242,12 @@ def left_out_text(names: Sequence[str]) -> str:
     more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1) if len(names) > 1 else names[0]
     words = translate("Chat", "There was no room for {0} beside this chat: ask in a new chat, or shorten this one.")
     return words.format(more)
+
+
+def not_looked_into_text(error: Exception) -> str:
+    """That nothing of a chat's documents could be found."""
+    words = translate("Chat", "The documents could not be looked into ({0}): the answer is given without them.")
+    return words.format(reason(error))
 
 
 def unseen_text(remote: RemoteModel | None) -> str:

@@ -20,7 +20,7 @@ from app.services.documents import Asked, Documents, Given
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
-from app.views.chat.phrases import gone_text, translate
+from app.views.chat.phrases import gone_text, left_out_text, not_looked_into_text, translate
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
@@ -43,7 +43,7 @@ class ChatPresenter(QObject):
         deleted: a `Conversation` that `undo_delete` can restore.
         draft_replaced: new text for the composer.
         attached: what goes with the next message of the current chat is other pictures or documents now.
-        left_out: names of documents that there was no room for.
+        told: a sentence about the documents of the current chat.
     """
 
     shown = Signal(object)
@@ -51,7 +51,7 @@ class ChatPresenter(QObject):
     deleted = Signal(object)
     draft_replaced = Signal(str)
     attached = Signal()
-    left_out = Signal(object)
+    told = Signal(str)
 
     def __init__(
         self,
@@ -468,12 +468,16 @@ class ChatPresenter(QObject):
                 self._store.set_sources(told)
                 self._on_answer(told)
             if given.left_out:
-                self.left_out.emit(given.left_out)
+                self.told.emit(left_out_text(given.left_out))
             messages = prompt_of(chat.system_prompt, lineage, sees=sees, given=given.before)
             self.queue.ask(told, messages, chat.sampling, remote)
 
+        def ask_without(error: Exception) -> None:
+            self.told.emit(not_looked_into_text(error))
+            ask(Given())
+
         self.queue.hold(answer)
-        self._documents.ask(asked, ask, lambda _error: ask(Given()))
+        self._documents.ask(asked, ask, ask_without)
 
     def _choose(self, message_id: str) -> None:
         self.model.choose(message_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -385,6 +386,21 @@ def test_files_in_the_clipboard_are_attached_not_pasted_as_text(page: ChatView, 
     assert page.composer.text == ""
     page.composer.box.paste()  # the same again
     assert len(page.presenter.attachments) == 1
+
+
+def test_without_an_index_the_chat_says_so_and_goes_on(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_index: DocumentIndex) -> sqlite3.Connection:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(DocumentIndex, "_connected", refuse)
+    (tmp_path / "a.txt").write_text("words")
+    (one,) = attach(page, qtbot, tmp_path / "a.txt")
+    assert one.problem.startswith("could not be indexed (database or disk is full")
+    assert ask(page, engine, qtbot, "What?") == "What?"
+    answer(engine, "Nothing.")
+    assert "without them" in page.notice_banner.text
 
 
 def test_the_chip_says_when_it_goes_to_another_server(
