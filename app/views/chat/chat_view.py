@@ -65,6 +65,8 @@ PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
 ANSWER_TOKENS = 1200
 """Of the context, left to an answer where documents could take all of it."""
+_BEGINNING = 3
+"""The last piece of a document that is shown of its beginning, before what stands after it."""
 _IMPORT_AFTER_MS = 150
 """Not while the window is opening."""
 
@@ -211,7 +213,7 @@ class ChatView(Page):
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
         self.transcript.source_opened.connect(self._open_source)
-        self.transcript.attachment_opened.connect(lambda one: self._open_source(Source(0, one.id, one.name, last=3)))
+        self.transcript.attachment_opened.connect(self._open_attachment)
         self.empty.example_chosen.connect(self._send_example)
         self.empty.model_wanted.connect(self._choose_first)
         self.composer.sent.connect(self._send)
@@ -513,6 +515,13 @@ class ChatView(Page):
 
     def _open_source(self, source: Source) -> None:
         PassageDialog(source, self.documents.surroundings, self).open()
+
+    def _open_attachment(self, one: Attachment) -> None:
+        """How a document begins, or a folder where the system shows such."""
+        if one.kind == "folder" and one.path:
+            QDesktopServices.openUrl(QUrl.fromLocalFile(one.path))
+        elif one.characters:
+            self._open_source(Source(0, one.id, one.name, last=_BEGINNING))
 
     def _open_link(self, url: QUrl) -> None:
         if url.scheme() in ("http", "https", "mailto"):

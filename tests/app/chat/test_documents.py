@@ -481,6 +481,18 @@ def test_an_import_brings_texts_but_names_no_place_to_read(
     assert "called Ingrid" in engine.requests[-1].command.messages[0].content
 
 
+def test_a_document_of_a_message_opens(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, book: Path) -> None:
+    attach(page, qtbot, book)
+    ask(page, engine, qtbot, "What word?")
+    answer(engine, "None.")
+    turn = page.transcript.turns[0]
+    assert isinstance(turn, UserMessage)
+    QTest.keyClick(turn.attachments.chips[0], Qt.Key.Key_Return)
+    (dialog,) = page.findChildren(PassageDialog)
+    qtbot.waitUntil(lambda: dialog.text.toPlainText().startswith("Page 1 tells"))
+    dialog.close()
+
+
 def test_a_source_whose_document_is_gone_says_so(page: ChatView, qtbot: QtBot) -> None:
     page._open_source(Source(1, "unknown", "a.pdf", 3))
     (dialog,) = page.findChildren(PassageDialog)
