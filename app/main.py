@@ -198,6 +198,7 @@ def _chat(services: Services) -> Page:
         the.library,
         the.speeds,
         the.endpoints,
+        the.documents,
     )
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)

@@ -27,7 +27,7 @@ _LIBRARY_THREADS = (
     "InductorSubproc",
 )
 # Processes that are kept as long as this one: a library's, and the one that templates and tokenizers run in.
-_KEPT_PROCESSES = ("multiprocessing.resource_tracker", "engine.foreign_text.child")
+_KEPT_PROCESSES = ("multiprocessing.resource_tracker", "engine.foreign_text.child", "engine.batch_files.document_child")
 # What libraries keep in the temporary folder for the life of the process.
 _LIBRARY_FILES = ("torchinductor_",)
 

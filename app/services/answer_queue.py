@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -32,6 +32,7 @@ CANCELLED = "cancelled"
 class Stage(Enum):
     """What an answer is waiting for or doing."""
 
+    LOOKING_UP = "looking into documents"
     NO_ENGINE = "no engine"
     NO_MODEL = "no model"
     LOADING = "loading"
@@ -69,15 +70,19 @@ class _Turn:
 
 UNSEEN = "[a picture]"
 """What a model that reads text only gets of a message without any."""
+UNREAD = "[a document that could not be read]"
 
 
-def prompt_of(system_prompt: str, lineage: Iterable[Message], *, sees: bool = False) -> tuple[ChatMessage, ...]:
+def prompt_of(
+    system_prompt: str, lineage: Iterable[Message], *, sees: bool = False, given: Mapping[str, str] | None = None
+) -> tuple[ChatMessage, ...]:
     """The messages to send: empty answers are left out, and consecutive turns of one role are merged.
 
     What was thought goes along: which of it the model reads again, its chat template decides.
 
     Args:
         sees: the model reads pictures; else they are left out.
+        given: by the ids of messages, what is given to read before them, of documents.
     """
     turns: list[tuple[Role, str, str, tuple[Picture, ...]]] = []
     if system_prompt.strip():
@@ -86,6 +91,9 @@ def prompt_of(system_prompt: str, lineage: Iterable[Message], *, sees: bool = Fa
         content, pictures = message.content, message.pictures if sees else ()
         if not content.strip() and message.pictures and not sees:
             content = UNSEEN
+        if not content.strip() and message.attachments and message.id not in (given or {}):
+            content = UNREAD
+        content = "\n\n".join(filter(None, ((given or {}).get(message.id, ""), content)))
         if not content.strip() and not pictures:
             continue
         if turns and turns[-1][0] == message.role:
@@ -128,12 +136,22 @@ class AnswerQueue(QObject):
         self._clock = clock
         self._waiting: deque[_Turn] = deque()
         self._running: dict[str, _Turn] = {}
+        self._held: dict[str, Message] = {}
         self._phases: dict[str, Phase] = {}
         self._pace = QTimer(self, interval=SHOW_MS)
         self._pace.timeout.connect(self._emit_texts)
         client.state_changed.connect(self._start_waiting)
         client.model_loaded.connect(self._start_waiting)
         client.loading_changed.connect(self._report_waiting)
+
+    def hold(self, answer: Message) -> None:
+        """An answer whose prompt is still being put together: `ask` follows, unless it is stopped before."""
+        self._held[answer.id] = answer
+        self._set_phase(_Turn(answer, (), None), Phase(Stage.LOOKING_UP))
+
+    def is_held(self, message_id: str) -> bool:
+        """Whether an answer still waits for its prompt."""
+        return message_id in self._held
 
     def ask(
         self,
@@ -148,6 +166,7 @@ class AnswerQueue(QObject):
             sampling: None is the own sampling of the model that answers.
             remote: another server's model answers, and no other.
         """
+        self._held.pop(answer.id, None)
         self._waiting.append(_Turn(answer, messages, sampling, remote))
         if remote is None:
             self.model_wanted.emit()
@@ -159,6 +178,9 @@ class AnswerQueue(QObject):
 
     def stop(self, message_id: str) -> None:
         """Stop an answer now, running or waiting; the text so far is kept."""
+        if message_id in self._held:
+            self._end(_Turn(self._held.pop(message_id), (), None), MessageState.PARTIAL, "", CANCELLED, None)
+            return
         for turn in list(self._running.values()):
             if turn.answer.id == message_id:
                 turn.cancelling = True
@@ -183,7 +205,7 @@ class AnswerQueue(QObject):
 
     @property
     def is_idle(self) -> bool:
-        return not self._running and not self._waiting
+        return not self._running and not self._waiting and not self._held
 
     # --- starting ---
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from app.services.api_server import ApiServer
     from app.services.batch_jobs import BatchJobs
     from app.services.batch_sample import BatchSample
+    from app.services.documents import Documents
     from app.services.downloads import Downloads
     from app.services.endpoints import Endpoints
     from app.services.engine_part import EnginePart
@@ -152,6 +153,13 @@ class Services:
         return Endpoints(self.settings)
 
     @cached_property
+    def documents(self) -> Documents:
+        """Documents of chats."""
+        from app.services.documents import Documents
+
+        return Documents(self.store)
+
+    @cached_property
     def api_server(self) -> ApiServer:
         """Other programs' way to the model."""
         from app.services.api_server import ApiServer
@@ -165,7 +173,17 @@ class Services:
             self.jobs.close_down()
         if "tuning" in made:
             self.tuning.close()
-        for name in ("engine_part", "updates", "downloads", "library", "hub", "speeds", "api_server", "endpoints"):
+        for name in (
+            "engine_part",
+            "updates",
+            "downloads",
+            "library",
+            "hub",
+            "speeds",
+            "api_server",
+            "endpoints",
+            "documents",
+        ):
             if name in made:
                 made[name].close()
         self.telemetry.close()

@@ -8,7 +8,8 @@ which only a process can be stopped from doing.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -39,6 +40,7 @@ class _Question:
     key: str
     path: str
     texts: tuple[str, ...]
+    done: Callable[[int], object] | None = None
 
 
 class TokenCounter(QObject):
@@ -58,6 +60,7 @@ class TokenCounter(QObject):
         self._path = ""
         self._known: dict[str, int] = {}
         self._without_tokenizer = False
+        self._samples: deque[_Question] = deque()
         self._pause = QTimer(self, singleShot=True, interval=PAUSE_MS)
         self._pause.timeout.connect(self._ask)
         self._watch = QTimer(self, interval=_LOOK_MS)
@@ -65,7 +68,15 @@ class TokenCounter(QObject):
 
     def count(self, key: str, model_path: str, texts: Sequence[str]) -> None:
         """Request the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""
+        if self._question is not None and self._question.done is not None:
+            self._samples.appendleft(self._question)
         self._question = _Question(key, model_path, tuple(texts))
+        if not self._pause.isActive():
+            self._pause.start()
+
+    def measure(self, model_path: str, texts: Sequence[str], done: Callable[[int], object]) -> None:
+        """Tells `done` the tokens of these texts alone, when no prompt is to be counted."""
+        self._samples.append(_Question("", model_path, tuple(texts), done))
         if not self._pause.isActive():
             self._pause.start()
 
@@ -79,6 +90,7 @@ class TokenCounter(QObject):
         self._pause.stop()
         self._watch.stop()
         self._question = None
+        self._samples.clear()
         process, self._process = self._process, None
         if process is not None:
             process.finished.disconnect()
@@ -89,6 +101,8 @@ class TokenCounter(QObject):
         self._asked = None
 
     def _ask(self) -> None:
+        if self._asked is None and self._question is None and self._samples:
+            self._question = self._samples.popleft()
         question = self._question
         if question is None or self._asked is not None:
             return
@@ -109,7 +123,13 @@ class TokenCounter(QObject):
 
     def _tell(self, question: _Question) -> None:
         self._question = None
-        self.counted.emit(question.key, self.estimate(question.path, question.texts))
+        tokens = self.estimate(question.path, question.texts)
+        if question.done is not None:
+            question.done(tokens - TOKENS_PER_TURN * len(question.texts))
+        else:
+            self.counted.emit(question.key, tokens)
+        if self._samples and not self._pause.isActive():
+            self._pause.start()
 
     def _running(self) -> QProcess:
         if self._process is None:

@@ -1,28 +1,26 @@
 """Opens an input file or folder by its name.
 
-The text of a pdf is one row; a folder is the rows of all its supported files, sorted by name, with the file's name. A
-text file in a folder is one row, too.
+The text of a pdf, docx or HTML page is one row; a folder is the rows of all its supported files, sorted by name, with
+the file's name. A text file in a folder is one row, too.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine.batch_files.documents import DOCUMENTS
 from engine.batch_files.rows import FileRows, Row, RowSource, SeenColumns, unique_names
 from engine.batch_files.tables import ParquetRows, SpreadsheetRows
-from engine.batch_files.text_rows import MAX_LINE_CHARACTERS, DelimitedRows, JsonLines, TextLines, WholeText
+from engine.batch_files.text_rows import DelimitedRows, JsonLines, TextLines, WholeText
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import reason
 from engine.common.plain_text import plain_line, quoted
 
-_MAX_PAGES = 5_000
 
-
-class PdfText(FileRows):
+class DocumentText(FileRows):
     """The whole file is one row with the columns `file`, `pages` and `text`; if unreadable, the row has a problem."""
 
     def __init__(self, path: Path) -> None:
@@ -31,48 +29,15 @@ class PdfText(FileRows):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return ("file", "pages", "text")
+        return ("file", "pages", "text") if self._path.suffix.lower() == ".pdf" else ("file", "text")
 
     def rows(self) -> Iterator[Row]:
         """See `RowSource`."""
-        if self._row is None:  # a long book takes a minute
-            text, pages, problem = _text_of(self._path)
-            self._row = Row(0, {"file": self._path.name, "pages": pages, "text": text}, problem, 1.0)
+        if self._row is None:  # a long book takes a while
+            read = DOCUMENTS.read(self._path)
+            fields = {"file": self._path.name, "pages": read.pages, "text": read.text}
+            self._row = Row(0, {name: fields[name] for name in self.columns}, read.problem, 1.0)
         yield self._row
-
-
-def _why_not(reader: Any) -> str:
-    """Why an encrypted file cannot be read, completing a sentence; empty if it opens without a password."""
-    from pypdf.errors import DependencyError
-
-    try:
-        return "" if reader.decrypt("") else "is protected by a password; save it without one"
-    except DependencyError:  # AES needs another package, so it is unknown whether there is a password
-        return "is encrypted with AES, which is not supported; print it to a new pdf, or save it unprotected"
-
-
-def _text_of(path: Path) -> tuple[str, int, str]:
-    import pypdf
-
-    logging.getLogger("pypdf").setLevel(logging.ERROR)  # it warns about every minor defect
-    try:
-        with pypdf.PdfReader(path) as reader:
-            if reader.is_encrypted and (why_not := _why_not(reader)):
-                return "", 0, why_not
-            pages = len(reader.pages)
-            if pages > _MAX_PAGES:
-                return "", pages, f"has {pages:,} pages, more than {_MAX_PAGES:,}"
-            parts: list[str] = []
-            length = 0
-            for page in reader.pages:
-                parts.append(page.extract_text())
-                length += len(parts[-1])
-                if length > MAX_LINE_CHARACTERS:
-                    return "", pages, f"has more than {MAX_LINE_CHARACTERS:,} characters"
-    except Exception as error:  # anything a damaged or hostile file makes the parser raise
-        return "", 0, f"cannot be read as a pdf ({str(error)[:80] or type(error).__name__})"
-    text = "\n\n".join(parts).encode("utf-8", "replace").decode("utf-8").strip()
-    return text, pages, "" if text else "contains no text, possibly only images"
 
 
 class FolderRows(FileRows):
@@ -143,7 +108,7 @@ class FolderRows(FileRows):
         return {**fields, "file": name}
 
 
-_NAMED = (PdfText, WholeText)
+_NAMED = (DocumentText, WholeText)
 """Their column `file` is the one that a folder adds."""
 
 
@@ -178,10 +143,13 @@ _READERS: dict[str, _Opener] = {
     ".ndjson": lambda path, form: JsonLines(path, encoding=form.encoding),
     ".parquet": lambda path, _form: ParquetRows(path),
     ".xlsx": lambda path, _form: SpreadsheetRows(path),
-    ".pdf": lambda path, _form: PdfText(path),
+    ".pdf": lambda path, _form: DocumentText(path),
+    ".docx": lambda path, _form: DocumentText(path),
+    ".html": lambda path, _form: DocumentText(path),
+    ".htm": lambda path, _form: DocumentText(path),
 }
 INPUT_SUFFIXES = tuple(_READERS)
-_USUAL = "txt, md, csv, tsv, jsonl, parquet, xlsx or pdf"
+_USUAL = "txt, md, csv, tsv, jsonl, parquet, xlsx, pdf, docx or html"
 
 
 def open_source(path: Path, form: InputForm | None = None) -> RowSource:
@@ -196,13 +164,22 @@ def open_source(path: Path, form: InputForm | None = None) -> RowSource:
         first = next(source.rows(), None)
         if first is None:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no rows: there is nothing to answer.")
-        if first.problem and isinstance(source, PdfText | WholeText):  # the only row
+        if first.problem and isinstance(source, DocumentText | WholeText):  # the only row
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} {first.problem}.")
     except OSError as error:
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"{path} cannot be read ({error.strerror or error}): check the path."
         ) from None
     return source
+
+
+def rows_of(path: Path) -> RowSource:
+    """The rows of a file, which may have none.
+
+    Raises:
+        EngineError: as `open_source`.
+    """
+    return _file(path, InputForm())
 
 
 def _file(path: Path, form: InputForm) -> RowSource:

@@ -180,6 +180,13 @@ class SpreadsheetRows(FileRows):
             values = (None if value is _UNCOMPUTED else value for value in padded)
             yield Row(index, dict(zip(self._columns, values, strict=False)), problem, share)
 
+    def sheets(self) -> Iterator[tuple[str, Iterator[list[Any]]]]:
+        """All sheets that are shown: the name and the non-empty lines of each."""
+        with _opened(self._path) as book:
+            for sheet in _sheets(book):
+                lines = (line for _share, line in self._lines(book, sheet))
+                yield sheet.title, ([None if value in _NONE else value for value in line] for line in lines)
+
     def _values(self) -> Iterator[tuple[float, list[Any]]]:
         """Non-empty lines, the first of them the header, each with the share read so far."""
         with _opened(self._path) as book:

@@ -60,7 +60,11 @@ def encoding_of(path: Path, asked: str | None) -> str:
                 ErrorCode.INVALID_REQUEST, f"There is no encoding called {asked!r}: use for example utf-8 or cp1252."
             ) from None
     with open_foreign(path) as file:
-        start = file.read(_LOOKED_AT)
+        return marked_encoding(file.read(_LOOKED_AT))
+
+
+def marked_encoding(start: bytes) -> str:
+    """The encoding of a text by how it begins; UTF-8 if nothing there says otherwise."""
     return next((name for mark, name in _MARKS if start.startswith(mark)), _unmarked(start))
 
 

@@ -19,12 +19,9 @@ system allows it.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import itertools
 import json
-import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -32,6 +29,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.chat import ROLES
+from engine.common.confined import dies_after, limit_memory
 from engine.common.foreign import read_foreign
 from engine.foreign_text.provenance import Spans, is_control, own, own_bytes, spans_of
 from engine.foreign_text.templates import TemplateRefusedError, render
@@ -325,30 +323,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     while line := requests.readline():
         request = json.loads(line)
         body = requests.read(request.get("bytes", 0))
-        with _dies_after(request["seconds"]):
+        with dies_after(request["seconds"]):
             reply = _reply(child, request, body)
         answers.write(reply)
         answers.flush()
-
-
-@contextlib.contextmanager
-def _dies_after(seconds: float) -> Iterator[None]:
-    """Ends this process if it is not done by then, even if a library holds the GIL forever."""
-    if sys.platform != "win32":
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the system's own end, which needs nothing of Python
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    else:
-        with open(os.devnull, "wb") as nowhere:
-            # A C thread.  It reads the frames of a thread that runs, which may crash: the end is the same.
-            faulthandler.dump_traceback_later(seconds, exit=True, file=nowhere)
-            try:
-                yield
-            finally:
-                faulthandler.cancel_dump_traceback_later()
 
 
 def _reply(child: _Child, request: dict[str, Any], body: bytes) -> bytes:
@@ -364,16 +342,6 @@ def _reply(child: _Child, request: dict[str, Any], body: bytes) -> bytes:
     return json.dumps(answer).encode("ascii") + b"\n"
 
 
-def limit_memory() -> None:
-    """Limits this process to `MEMORY_BYTES` where the system allows it; the parent watches it too."""
-    if sys.platform != "win32":
-        import resource
-
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-
-
 if __name__ == "__main__":
-    limit_memory()
+    limit_memory(MEMORY_BYTES)
     serve(sys.stdin.buffer, sys.stdout.buffer)

@@ -8,7 +8,6 @@ import hashlib
 import itertools
 import json
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -19,15 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import psutil
-
+from engine.common.confined import Exchange, end, memory_of, started
 from engine.common.errors import RequestCancelled
-from engine.common.paths import confined_module
 from engine.common.plain_text import plain_line
 from engine.foreign_text.child import MEMORY_BYTES, TOKENIZER_NAME
 from engine.foreign_text.provenance import Spans
 from engine.foreign_text.templates import TemplateRefusedError
 
+_CHILD = "engine.foreign_text.child"
 _LOOK_S, _SENT_WITHIN_S = 0.02, 0.1
 _MOST_TRIES = 3
 """Attempts after which a template that was stopped is not retried: thousands of rows would wait for each."""
@@ -83,7 +81,7 @@ class ForeignText:
         self.limits = limits or RequestLimits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._exchange: _Exchange | None = None
+        self._exchange: Exchange | None = None
         self._held: weakref.ref[Any] | None = None
         self._checked: Path | None = None
         """Whose tokenizer the process still has from a check."""
@@ -107,7 +105,7 @@ class ForeignText:
             try:
                 if not self._is_alive():
                     self._end()
-                    self._process = _started()
+                    self._process = started(_CHILD)
             finally:
                 self._lock.release()
 
@@ -287,9 +285,7 @@ class ForeignText:
             raise _too_big(self.limits.template_bytes if request["do"] == "render" else self.limits.memory_bytes)
         raise ForeignTextError(f"fails ({plain_line(answer['problem']).rstrip('.')})")
 
-    def _begin(
-        self, request: dict[str, Any], body: bytes = b"", *, cancelled: Callable[[], bool] = _never
-    ) -> _Exchange:
+    def _begin(self, request: dict[str, Any], body: bytes = b"", *, cancelled: Callable[[], bool] = _never) -> Exchange:
         """Sends a request, after collecting an earlier request's pending answer."""
         before = self._exchange
         if before is not None:
@@ -300,17 +296,17 @@ class ForeignText:
                 raise ForeignTextError(f"fails ({plain_line(why).rstrip('.')})")
         if not self._is_alive():
             self._end()
-            self._process = _started()
+            self._process = started(_CHILD)
         assert self._process is not None
         line = json.dumps(request)
         seconds = self.limits.seconds + (len(line) + len(body)) / self.limits.characters_per_s
         most_bytes = self.limits.template_bytes + 16 * len(line)
         limits = json.dumps({"seconds": seconds, "bytes": len(body), "most_bytes": most_bytes})
         head = f"{line[:-1]}, {limits[1:]}\n".encode("ascii")
-        self._exchange = _Exchange(self._process, head + body, seconds, self._sent)
+        self._exchange = Exchange(self._process, head + body, seconds, self._sent)
         return self._exchange
 
-    def _wait(self, exchange: _Exchange, cancelled: Callable[[], bool]) -> None:
+    def _wait(self, exchange: Exchange, cancelled: Callable[[], bool]) -> None:
         """Waits for the answer or the end of the process; kills it if over its limits or cancelled."""
         try:
             while not exchange.done.wait(_LOOK_S):
@@ -318,7 +314,7 @@ class ForeignText:
                     raise RequestCancelled
                 if time.monotonic() - exchange.begun_s > exchange.seconds + 1.0:  # it should have ended itself by now
                     raise _too_slow(exchange.seconds)
-                if _memory_of(exchange.process) > self.limits.memory_bytes:
+                if memory_of(exchange.process) > self.limits.memory_bytes:
                     raise _too_big(self.limits.memory_bytes)
         except BaseException:
             self._end()
@@ -335,57 +331,7 @@ class ForeignText:
         exchange, self._exchange = self._exchange, None
         self._held = self._checked = None
         if process is not None:
-            process.kill()
-            if exchange is not None:
-                exchange.thread.join()
-            for stream in (process.stdin, process.stdout):
-                with contextlib.suppress(OSError):
-                    stream.close()  # type: ignore[union-attr]
-            process.wait()
-
-
-class _Exchange:
-    """A pending request and its answer, on a thread: pipes have no read timeout on every system."""
-
-    def __init__(self, process: subprocess.Popen[bytes], request: bytes, seconds: float, sent: threading.Event) -> None:
-        self.process, self.seconds = process, seconds
-        self.begun_s = time.monotonic()
-        self._sent = sent
-        self.done = threading.Event()
-        self.answer: dict[str, Any] | None = None
-        """None until it arrives; stays None if the process has ended."""
-        self._request = request
-        self.thread = threading.Thread(target=self._run, name="foreign-text", daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        try:
-            self.process.stdin.write(self._request)
-            self.process.stdin.flush()
-            self._sent.set()
-            self.answer = json.loads(self.process.stdout.readline())
-        except (OSError, ValueError):  # the process has ended, perhaps midway through an answer
-            pass
-        finally:
-            self.done.set()
-
-
-def _started() -> subprocess.Popen[bytes]:
-    command, variables = confined_module("engine.foreign_text.child")
-    # Ctrl-C in a terminal is for the parent, which ends the child.
-    apart: dict[str, Any] = {"start_new_session": True}
-    if sys.platform == "win32":
-        apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
-    return subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=variables,
-        **apart,
-    )
+            end(process, exchange)
 
 
 def _identity(folder: Path) -> tuple[object, ...] | None:
@@ -395,13 +341,6 @@ def _identity(folder: Path) -> tuple[object, ...] | None:
     except OSError:
         return None
     return str(folder), status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _memory_of(process: subprocess.Popen[bytes]) -> int:
-    try:
-        return int(psutil.Process(process.pid).memory_info().rss)
-    except psutil.Error:  # it has ended, which is handled elsewhere
-        return 0
 
 
 def _too_slow(seconds: float) -> ForeignTextError:

@@ -49,10 +49,10 @@ def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "batch",
         help="rows in, rows out: answers a file of prompts",
-        description="Answers every row of a txt, csv, tsv, jsonl, parquet, xlsx, md or pdf file, of a folder of such "
-        "files, or of an OpenAI batch file, many at once.  Answers are greedy without --temperature.  A run that "
-        "was stopped or killed continues with --resume; `switchyard jobs` lists and stops jobs.  On a full disk it "
-        f"waits (without a terminal or with --json for {PATIENCE_S:.0f} s).  Exit codes: 0 "
+        description="Answers every row of a txt, csv, tsv, jsonl, parquet, xlsx, md, pdf, docx or html file, of a "
+        "folder of such files, or of an OpenAI batch file, many at once.  Answers are greedy without --temperature.  A "
+        "run that was stopped or killed continues with --resume; `switchyard jobs` lists and stops jobs.  On a full "
+        f"disk it waits (without a terminal or with --json for {PATIENCE_S:.0f} s).  Exit codes: 0 "
         "every row has an answer or an error, 2 a user error, 1 an internal error, 130 stopped.",
     )
     parser.add_argument("input", metavar="INPUT", help="a file, or a folder of files")

@@ -37,6 +37,7 @@ from app.views.batch import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
+from app.views.chat.source_row import PassageDialog
 from app.views.chat.thought import Thought
 from app.views.main_window import MainWindow
 from app.views.main_window.shortcuts_dialog import ShortcutsDialog
@@ -73,6 +74,7 @@ from tests.app.cache_reports import report
 from tests.app.recorded import STEP_NS, decoded, expert_map, sample, steady_devices
 from tests.app.scripted_batches import ScriptedBatches, row
 from tests.app.scripted_engine import STARTER
+from tests.made_documents import docx, pdf
 
 PATIENCE_S = 30.0
 GIB = 2**30
@@ -893,7 +895,70 @@ def _chat_pictures_unread(stage: Stage) -> None:
     _chat_pictures(stage)
     stage.chat.presenter.attach(())
     stage.chat.presenter.choose_model("")
-    stage.chat.attaching.choose()
+    stage.chat.attaching.give([_picture(300, 200)])
+
+
+def _handbook() -> bytes:
+    """A handbook of 42 pages, one of which says what is asked."""
+    filler = "Readings are taken at eight and written into the log.\nThe gate stays closed while the pump runs."
+    pages = [f"{number}. Part of the handbook\n\n" + "\n".join([filler] * 9) for number in range(1, 43)]
+    pages[11] += "\nThe filter of the intake tower is washed every 36 hours, with the pump at half speed."
+    pages[12] += "\nAfter washing, the first water of the filter is led away for 20 minutes."
+    return pdf(pages, titles=[("Introduction", 0), ("Filters and intake", 10), ("Pumps", 20)])
+
+
+def _chat_documents(stage: Stage) -> None:
+    """Documents and a folder that will go with a message, and what was wrong with some."""
+    folder = stage.folder / "papers"
+    (folder / "waterworks" / "src").mkdir(parents=True)
+    (folder / "handbook.pdf").write_bytes(_handbook())
+    (folder / "minutes.pdf").write_bytes(pdf(["", "", ""]))
+    (folder / "contract.pdf").write_bytes(pdf(["hidden"], password="secret"))
+    docx(folder / "Supply contract with the town, second draft.docx", ["# Supply", *["The town pays for water."] * 40])
+    for number in range(12):
+        (folder / "waterworks" / "src" / f"pump{number}.py").write_text("def run():\n    return 'water'\n" * 30)
+    given = [each for each in sorted(folder.iterdir()) if each.name != "waterworks"]
+    stage.chat.attaching.give([*given, folder / "waterworks"])
+    stage.until(lambda: all(one.is_read for one in stage.chat.presenter.attachments))
+    stage.chat.composer.box.setPlainText("How often is the filter of the intake tower washed?")
+
+
+def _chat_documents_elsewhere(stage: Stage) -> None:
+    """The same, with a model of another server."""
+    _chat_elsewhere_empty(stage)
+    _chat_documents(stage)
+
+
+def _chat_sources(stage: Stage) -> None:
+    """An answer with its sources, and more to be sent."""
+    _chat_documents(stage)
+    chat = stage.chat
+    names = ("handbook.pdf", "waterworks")
+    chat.presenter.document_room = lambda _texts: 3000
+    chat.presenter.attach_documents([one for one in chat.presenter.attachments if one.name in names])
+    before = len(stage.engine.requests)
+    chat._send(chat.composer.text)
+    stage.until(lambda: len(stage.engine.requests) > before)
+    sources = chat.presenter.model.rows[-1].message.sources
+    one, other = (next(each.number for each in sources if each.page == page) for page in (12, 13))
+    stage.engine.write(
+        f"The filter of the intake tower is washed **every 36 hours**, with the pump at half speed [{one}]. After it, "
+        f"the first water is led away for 20 minutes [{other}]."
+    )
+    stage.engine.finish()
+    chat.attaching.give([stage.folder / "papers" / "minutes.pdf"])
+    stage.until(lambda: all(each.is_read for each in chat.presenter.attachments))
+
+
+def _chat_passage(stage: Stage) -> None:
+    """A source that was opened."""
+    _chat_sources(stage)
+    turn = stage.chat.transcript.turns[-1]
+    assert isinstance(turn, AnswerMessage)
+    turn.sources.buttons[0].click()
+    (dialog,) = stage.chat.findChildren(PassageDialog)
+    stage.until(lambda: bool(dialog.text.toPlainText()))
+    stage.dialog = dialog
 
 
 def _chat_elsewhere_models(stage: Stage) -> None:
@@ -953,6 +1018,10 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-elsewhere": _chat_elsewhere,
     "chat-elsewhere-empty": _chat_elsewhere_empty,
     "chat-pictures": _chat_pictures,
+    "chat-documents": _chat_documents,
+    "chat-documents-elsewhere": _chat_documents_elsewhere,
+    "chat-sources": _chat_sources,
+    "chat-passage": _chat_passage,
     "chat-pictures-unread": _chat_pictures_unread,
     "chat-elsewhere-models": _chat_elsewhere_models,
     "chat-elsewhere-question": _chat_elsewhere_question,

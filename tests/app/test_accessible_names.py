@@ -25,6 +25,7 @@ from app.services.answer_queue import AnswerQueue
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.chat_store import ChatStore
+from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
@@ -119,8 +120,9 @@ def test_everything_on_the_chat_page_has_a_name(switchyard_home: Path, qtbot: Qt
     settings, library = Settings(), Library()
     speeds = ModelSpeeds(settings)
     answers = AnswerQueue(engine, store)  # type: ignore[arg-type]
-    page = ChatView(engine, store, settings, answers, counter, library, speeds, Endpoints(settings))  # type: ignore[arg-type]
-    closing = (page.close_down, counter.close, library.close, speeds.close)
+    endpoints, documents = Endpoints(settings), Documents(store)
+    page = ChatView(engine, store, settings, answers, counter, library, speeds, endpoints, documents)  # type: ignore[arg-type]
+    closing = (page.close_down, counter.close, library.close, speeds.close, documents.close)
     qtbot.addWidget(page, before_close_func=lambda _page: [one() for one in closing])
     page.resize(1072, 800)
     with qtbot.waitSignal(store.listed):

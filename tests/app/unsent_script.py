@@ -11,6 +11,7 @@ from PySide6.QtWidgets import QApplication
 
 from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
+from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
@@ -32,6 +33,7 @@ page = ChatView(
     Library(),
     ModelSpeeds(settings),
     Endpoints(settings),
+    Documents(store),
 )
 page.presenter.choose_model("endpoint:Here/m")
 picture = QImage(30, 20, QImage.Format.Format_RGB32)

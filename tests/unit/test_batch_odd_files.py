@@ -6,7 +6,6 @@ import datetime
 import json
 import os
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -199,21 +198,3 @@ def test_a_template_may_name_a_column_that_only_late_rows_have(tmp_path: Path) -
     assert isinstance(asked[300], RowRequest)
     with pytest.raises(EngineError, match="text, late"):
         prepare(BatchJob(str(path), str(tmp_path / "out.csv"), template="{{later}}"))
-
-
-def test_a_pdf_in_a_cipher_that_nobody_here_knows_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pypdf
-    from pypdf.errors import DependencyError
-
-    writer = pypdf.PdfWriter()
-    writer.add_blank_page(100, 100)
-    writer.encrypt("", "owner", algorithm="RC4-128")
-    with open(tmp_path / "input.pdf", "wb") as file:
-        writer.write(file)
-
-    def refuse(*_: object) -> Iterator[None]:
-        raise DependencyError("another package is wanted")
-
-    monkeypatch.setattr(pypdf.PdfReader, "decrypt", refuse)
-    with pytest.raises(EngineError, match="encrypted with AES"):
-        open_source(tmp_path / "input.pdf")

@@ -24,6 +24,7 @@ from engine.batch_files.opening import InputForm, open_source
 from engine.batch_files.result_file import write_result
 from engine.batch_files.rows import Answer
 from engine.common.errors import EngineError, ErrorCode
+from tests.made_documents import pdf
 from tests.refusals import refused
 
 _TEXT = st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\x00"), max_size=30)
@@ -402,30 +403,10 @@ def test_a_spreadsheet_has_the_columns_that_its_first_row_names(tmp_path: Path) 
     ]
 
 
-def _pdf(text: str) -> bytes:
-    """The smallest pdf with one line of text."""
-    content = f"BT /F1 12 Tf 20 100 Td ({text}) Tj ET".encode()
-    objects = [
-        b"<< /Type /Catalog /Pages 2 0 R >>",
-        b"<< /Type /Pages /Kids [3 0 R] /Count 1 >>",
-        b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 200 200] /Contents 4 0 R "
-        b"/Resources << /Font << /F1 << /Type /Font /Subtype /Type1 /BaseFont /Helvetica >> >> >> >>",
-        b"<< /Length %d >>\nstream\n%s\nendstream" % (len(content), content),
-    ]
-    out, places = bytearray(b"%PDF-1.4\n"), []
-    for number, body in enumerate(objects, start=1):
-        places.append(len(out))
-        out += b"%d 0 obj\n%s\nendobj\n" % (number, body)
-    start = len(out)
-    out += b"xref\n0 5\n0000000000 65535 f \n" + b"".join(b"%010d 00000 n \n" % place for place in places)
-    out += b"trailer << /Size 5 /Root 1 0 R >>\nstartxref\n%d\n%%%%EOF\n" % start
-    return bytes(out)
-
-
 def test_a_folder_gives_the_rows_of_all_its_files(tmp_path: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "a.csv").write_text("text\nfrom csv\n")
-    (tmp_path / "b.pdf").write_bytes(_pdf("from pdf"))
+    (tmp_path / "b.pdf").write_bytes(pdf(["from pdf"]))
     (tmp_path / "c.xlsx").write_bytes(b"no sheet")
     (tmp_path / "deep" / "d.md").write_text("# from md")
     (tmp_path / "e.exe").write_bytes(b"no text")
@@ -438,13 +419,7 @@ def test_a_folder_gives_the_rows_of_all_its_files(tmp_path: Path) -> None:
 
 
 def test_a_pdf_with_a_password_is_refused_alone_and_marked_in_a_folder(tmp_path: Path) -> None:
-    import pypdf
-
-    writer = pypdf.PdfWriter()
-    writer.add_blank_page(100, 100)
-    writer.encrypt("secret", algorithm="RC4-128")
-    with open(tmp_path / "input.pdf", "wb") as file:
-        writer.write(file)
+    (tmp_path / "input.pdf").write_bytes(pdf(["hidden"], password="secret"))
     with pytest.raises(EngineError, match=r"input\.pdf .*password"):
         open_source(tmp_path / "input.pdf")
     assert "password" in _problems(tmp_path)[0]

@@ -114,7 +114,7 @@ def test_what_was_stopped_thrice_is_not_tried_again(text: ForeignText, monkeypat
     for _ in range(3):
         with pytest.raises(ForeignTextError, match="seconds"):
             text.render(ENDLESS, {}, never)
-    monkeypatch.setattr(process, "_started", None)  # nothing is started for it
+    monkeypatch.setattr(process, "started", None)  # nothing is started for it
     with pytest.raises(ForeignTextError, match="3 times"):
         text.render(ENDLESS, {}, never)
 

@@ -2,10 +2,12 @@
 
 from app.services.chat_store.records import (
     AnswerStats,
+    Attachment,
     Conversation,
     Message,
     MessageState,
     SearchHit,
+    Source,
     new_id,
 )
 from app.services.chat_store.store import ChatStore
@@ -13,11 +15,13 @@ from app.services.chat_store.tree import MessageTree
 
 __all__ = [
     "AnswerStats",
+    "Attachment",
     "ChatStore",
     "Conversation",
     "Message",
     "MessageState",
     "MessageTree",
     "SearchHit",
+    "Source",
     "new_id",
 ]

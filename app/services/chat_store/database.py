@@ -7,19 +7,28 @@ import dataclasses
 import json
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from app.services.chat_store.records import (
     AnswerStats,
+    Attachment,
     Conversation,
     Message,
     MessageState,
+    Source,
+    attachment_from_dict,
+    attachment_to_dict,
     clean_text,
+    parts_from_list,
     sampling_from_json,
     sampling_to_json,
+    sources_from_json,
+    sources_to_json,
 )
 from app.services.chat_store.schema import transaction
+from engine.batch_files.documents import Part
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 
@@ -171,12 +180,13 @@ class ChatDatabase:
         ).fetchone()
         return conversation_from_row(row) if row else None
 
-    def is_taken(self, conversation_id: str, message_ids: Iterable[str]) -> bool:
-        """Whether one of these ids is taken, even by a deleted chat."""
+    def is_taken(self, conversation_id: str, messages: Iterable[Message]) -> bool:
+        """Whether one of the ids in this chat is taken, even by a deleted one."""
         ask = self.connection.execute
-        return bool(ask("SELECT 1 FROM conversations WHERE id = ?", (conversation_id,)).fetchone()) or any(
-            ask("SELECT 1 FROM messages WHERE id = ?", (id_,)).fetchone() for id_ in message_ids
-        )
+        ids = [("conversations", conversation_id)]
+        for message in messages:
+            ids += [("messages", message.id), *(("documents", one.id) for one in message.attachments)]
+        return any(ask(f"SELECT 1 FROM {table} WHERE id = ?", (id_,)).fetchone() for table, id_ in ids)
 
     def create_conversation(self, conversation: Conversation) -> None:
         """Add a conversation that has no messages yet."""
@@ -220,6 +230,73 @@ class ChatDatabase:
                 _picture_values(conversation_id, pictures),
             )
 
+    # --- documents ---
+
+    def unsent_attachments(self, conversation_id: str) -> tuple[Attachment, ...]:
+        """Those that will go with the next message, in their order."""
+        rows = self.connection.execute(
+            "SELECT d.about FROM unsent_attachments u JOIN documents d ON d.id = u.document_id "
+            "WHERE u.conversation_id = ? ORDER BY u.place",
+            (conversation_id,),
+        )
+        found = [_attachment(about) for (about,) in rows]
+        return tuple(one for one in found if one is not None)
+
+    def set_unsent_attachments(self, conversation_id: str, attachments: Iterable[Attachment]) -> None:
+        """These will go with the next message, and no others; one that nothing else has is gone."""
+        attachments = tuple(attachments)
+        with transaction(self.connection) as c:
+            # Those that stay must not be without an owner in between, which would remove their text.
+            kept = [one.id for one in attachments]
+            c.execute(
+                "DELETE FROM unsent_attachments WHERE conversation_id = ? "
+                f"AND document_id NOT IN ({','.join('?' * len(kept))})",
+                (conversation_id, *kept),
+            )
+            c.execute("UPDATE unsent_attachments SET place = -1 - place WHERE conversation_id = ?", (conversation_id,))
+            for place, attachment in enumerate(attachments):
+                self._add_document(attachment)
+                moved = c.execute(
+                    "UPDATE unsent_attachments SET place = ? WHERE conversation_id = ? AND document_id = ?",
+                    (place, conversation_id, attachment.id),
+                )
+                if not moved.rowcount:
+                    c.execute(
+                        "INSERT INTO unsent_attachments (conversation_id, place, document_id) VALUES (?, ?, ?)",
+                        (conversation_id, place, attachment.id),
+                    )
+
+    def update_document(self, attachment: Attachment, parts: Sequence[Part] | None) -> None:
+        """What is known of a document, and its text if that is given; nothing if no message has it any more."""
+        with transaction(self.connection) as c:
+            c.execute("UPDATE documents SET about = ? WHERE id = ?", (_about(attachment), attachment.id))
+            if parts is not None:
+                c.execute("UPDATE documents SET parts = ? WHERE id = ?", (packed(parts), attachment.id))
+
+    def document_parts(self, document_id: str) -> tuple[Part, ...]:
+        """The text of a document; none of a folder, or of one that is gone."""
+        row = self.connection.execute("SELECT parts FROM documents WHERE id = ?", (document_id,)).fetchone()
+        return unpacked(row[0]) if row and isinstance(row[0], bytes) else ()
+
+    def documents_of(self, conversation_id: str | None = None, *, live: bool = False) -> set[str]:
+        """Ids of documents: of one conversation, or of all; `live` are those of conversations that are not deleted."""
+        where = " AND c.id = ?" if conversation_id is not None else ""
+        where += " AND c.deleted_at IS NULL" if live else ""
+        values = (conversation_id,) if conversation_id is not None else ()
+        rows = self.connection.execute(
+            "SELECT a.document_id FROM attachments a JOIN messages m ON m.id = a.message_id "
+            f"JOIN conversations c ON c.id = m.conversation_id WHERE 1{where} "
+            "UNION SELECT u.document_id FROM unsent_attachments u JOIN conversations c ON c.id = u.conversation_id "
+            f"WHERE 1{where}",
+            (*values, *values),
+        )
+        return {text_of(id_) for (id_,) in rows}
+
+    def set_sources(self, message: Message) -> None:
+        """What an answer was given to read."""
+        with transaction(self.connection):
+            self._insert_sources(message)
+
     def set_deleted(self, conversation_id: str, at: float | None) -> None:
         """Hide a conversation (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
@@ -238,9 +315,39 @@ class ChatDatabase:
         rows = self.connection.execute(
             f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
         )
-        pictures = self._pictures(conversation_id)
-        found = map(message_from_row, rows)
-        return tuple(dataclasses.replace(each, pictures=tuple(pictures.get(each.id, ()))) for each in found)
+        pictures, attachments = self._pictures(conversation_id), self._attachments(conversation_id)
+        sources = self._sources(conversation_id)
+        return tuple(
+            dataclasses.replace(
+                each,
+                pictures=tuple(pictures.get(each.id, ())),
+                attachments=tuple(attachments.get(each.id, ())),
+                sources=sources.get(each.id, ()),
+            )
+            for each in map(message_from_row, rows)
+        )
+
+    def _attachments(self, conversation_id: str) -> dict[str, list[Attachment]]:
+        """By the ids of their messages."""
+        rows = self.connection.execute(
+            "SELECT a.message_id, d.about FROM attachments a JOIN documents d ON d.id = a.document_id "
+            "WHERE a.message_id IN (SELECT id FROM messages WHERE conversation_id = ?) ORDER BY a.message_id, a.place",
+            (conversation_id,),
+        )
+        found: dict[str, list[Attachment]] = {}
+        for message_id, about in rows:
+            if (attachment := _attachment(about)) is not None:
+                found.setdefault(text_of(message_id), []).append(attachment)
+        return found
+
+    def _sources(self, conversation_id: str) -> dict[str, tuple[Source, ...]]:
+        """By the ids of their answers."""
+        rows = self.connection.execute(
+            "SELECT message_id, listed FROM sources "
+            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
+            (conversation_id,),
+        )
+        return {text_of(message_id): sources_from_json(text_of(listed)) for message_id, listed in rows}
 
     def _pictures(self, conversation_id: str) -> dict[str, list[Picture]]:
         """By the ids of their messages."""
@@ -260,6 +367,28 @@ class ChatDatabase:
         self.connection.executemany(
             "INSERT INTO pictures (message_id, place, media, data) VALUES (?,?,?,?)",
             _picture_values(message.id, message.pictures),
+        )
+        self._attach("attachments", "message_id", message.id, message.attachments)
+        if message.sources:
+            self._insert_sources(message)
+
+    def _insert_sources(self, message: Message) -> None:
+        self.connection.execute(
+            "INSERT OR REPLACE INTO sources (message_id, listed) VALUES (?, ?)",
+            (message.id, sources_to_json(message.sources)),
+        )
+
+    def _attach(self, table: str, column: str, owner: str, attachments: Iterable[Attachment]) -> None:
+        for place, attachment in enumerate(attachments):
+            self._add_document(attachment)
+            self.connection.execute(
+                f"INSERT INTO {table} ({column}, place, document_id) VALUES (?, ?, ?)", (owner, place, attachment.id)
+            )
+
+    def _add_document(self, attachment: Attachment) -> None:
+        self.connection.execute(
+            "INSERT OR IGNORE INTO documents (id, about, parts) VALUES (?, ?, ?)",
+            (attachment.id, _about(attachment), packed(attachment.parts) if attachment.parts else None),
         )
 
     def add_message(self, message: Message) -> None:
@@ -308,6 +437,36 @@ class ChatDatabase:
                 "WHERE state = 'streaming'",
                 (reason,),
             ).rowcount
+
+
+_MOST_UNPACKED_BYTES = 256 * 2**20
+
+
+def packed(parts: Iterable[Part]) -> bytes:
+    """The text of a document for the file."""
+    listed = [[part.page, clean_text(part.heading), clean_text(part.text)] for part in parts]
+    return zlib.compress(json.dumps(listed, ensure_ascii=False).encode("utf-8"), 6)
+
+
+def unpacked(data: bytes) -> tuple[Part, ...]:
+    """The text again; empty if the file is damaged there."""
+    try:
+        inflating = zlib.decompressobj()
+        listed = json.loads(inflating.decompress(data, _MOST_UNPACKED_BYTES))
+        return parts_from_list(listed)
+    except (zlib.error, ValueError, RecursionError):
+        return ()
+
+
+def _about(attachment: Attachment) -> str:
+    return json.dumps(attachment_to_dict(attachment), ensure_ascii=False)
+
+
+def _attachment(about: object) -> Attachment | None:
+    try:
+        return attachment_from_dict(json.loads(text_of(about)))
+    except (ValueError, RecursionError):
+        return None
 
 
 def _picture(media: object, data: bytes) -> Picture:

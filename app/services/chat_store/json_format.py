@@ -12,12 +12,17 @@ from typing import Any
 from app.services.chat_store.records import (
     ROLES,
     AnswerStats,
+    Attachment,
     Conversation,
     Message,
     MessageState,
+    attachment_from_dict,
+    attachment_to_dict,
     clean_text,
     new_id,
+    parts_from_list,
     sampling_from_dict,
+    sources_from_list,
 )
 from app.services.chat_store.tree import sound
 from engine.common.chat import Picture, media_of
@@ -55,6 +60,14 @@ def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]]) -> str:
 def _message_fields(message: Message) -> dict[str, Any]:
     fields = dataclasses.asdict(message)
     del fields["conversation_id"]
+    for name in ("attachments", "sources"):
+        if not fields[name]:
+            del fields[name]
+    if message.attachments:
+        fields["attachments"] = [
+            {**attachment_to_dict(one), "parts": [[part.page, part.heading, part.text] for part in one.parts]}
+            for one in message.attachments
+        ]
     return fields
 
 
@@ -115,7 +128,17 @@ def _message(raw: dict[str, Any], conversation_id: str) -> Message:
         reasoning=_text(raw.get("reasoning", "")),
         reasoning_s=_time(raw.get("reasoning_s", 0.0)),
         pictures=tuple(map(_picture, raw.get("pictures", ()))),
+        attachments=tuple(map(_attachment, raw.get("attachments", ()))),
+        sources=sources_from_list(raw.get("sources", [])),
     )
+
+
+def _attachment(raw: dict[str, Any]) -> Attachment:
+    """A document with its text.  Where it lay is not taken over: a stranger could name what is to be read here."""
+    found = attachment_from_dict(raw)
+    if found is None:
+        raise ValueError("no document")
+    return dataclasses.replace(found, path="", parts=parts_from_list(raw.get("parts", [])), is_read=True)
 
 
 def _picture(raw: dict[str, Any]) -> Picture:

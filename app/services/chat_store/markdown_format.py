@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.services.chat_store.json_format import NotAChatFileError, Whole
-from app.services.chat_store.records import Conversation, Message, MessageState, clean_text, new_id
+from app.services.chat_store.records import Conversation, Message, MessageState, clean_text, new_id, shown_sources
 from engine.protocol import Role
 
 _MARK = "<!-- switchyard:"
@@ -65,12 +65,22 @@ def _folded(message: Message) -> str:
 
 
 def _shown(message: Message) -> str:
-    """That a message had pictures, which are not in the document."""
+    """That a message had pictures and documents, which are not in this one, or an answer sources."""
     count = len(message.pictures)
-    if not count:
-        return ""
-    words = "A picture" if count == 1 else f"{count} pictures"
-    return f"{_MARK}pictures -->\n*{words}, not in this file: an export as JSON has them.*\n{_MARK}text -->\n\n"
+    named = [] if not count else ["A picture"] if count == 1 else [f"{count} pictures"]
+    named += [_plain(one.name) for one in message.attachments]
+    shown = f"{', '.join(named)}, not in this file: an export as JSON has them." if named else ""
+    if shown_sources(message):
+        shown = "Sources: " + "; ".join(
+            f"[{one.number}] {_plain(one.name)}{f', page {one.page}' if one.page else ''}"
+            for one in shown_sources(message)
+        )
+    return f"{_MARK}pictures -->\n*{shown}*\n{_MARK}text -->\n\n" if shown else ""
+
+
+def _plain(name: str) -> str:
+    """A file's name in a line of Markdown."""
+    return " ".join(re.sub(r"([*_<>`\[\]\\])", r"\\\1", name).split())
 
 
 def _escaped(text: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
 import uuid
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Literal
 
+from engine.batch_files.documents import Part
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
@@ -45,6 +48,57 @@ class AnswerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class Attachment:
+    """A document that goes with a message: a file, whose text is kept with the chat, or a folder, which is read anew.
+
+    Attributes:
+        path: where it lies on this PC; empty if it came with an imported chat.
+        pages, characters, tokens: of its text; tokens are about as many as the model makes of it, 0 if unknown.
+        files: of a folder, how many were read.
+        problem: why it has no text, completing a sentence about it.
+        remark: what was left out of it, in a sentence.
+        is_read: whether reading it has ended.
+        parts: its text; only on the way into a database or out of it into a file.
+    """
+
+    id: str
+    name: str
+    kind: Literal["file", "folder"] = "file"
+    path: str = ""
+    pages: int = 0
+    characters: int = 0
+    tokens: int = 0
+    files: int = 0
+    problem: str = ""
+    remark: str = ""
+    is_read: bool = False
+    parts: tuple[Part, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A numbered part of a document that an answer was given to read.
+
+    Attributes:
+        number: by which the answer cites it.
+        attachment: the id of the document; `name` is that of the file, within a folder with its path.
+        first, last: places of its pieces in the index.
+        text: of a passage; empty where the whole document was given, which has it.
+        is_best: among those that fit the question best: shown if the answer cites none.
+    """
+
+    number: int
+    attachment: str
+    name: str
+    page: int = 0
+    heading: str = ""
+    first: int = 0
+    last: int = 0
+    text: str = ""
+    is_best: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn, a node of its conversation's tree.
 
@@ -55,6 +109,8 @@ class Message:
         chosen: whether this sibling is on the visible path.
         reasoning: what the model thought before it answered, for `reasoning_s` seconds.
         pictures: what a user's message shows; never changed after it was added.
+        attachments: documents that go with a user's message.
+        sources: what an answer was given to read of documents.
     """
 
     id: str
@@ -72,6 +128,8 @@ class Message:
     reasoning: str = ""
     reasoning_s: float = 0.0
     pictures: tuple[Picture, ...] = ()
+    attachments: tuple[Attachment, ...] = ()
+    sources: tuple[Source, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +178,96 @@ def clean_text(text: str) -> str:
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def attachment_to_dict(attachment: Attachment) -> dict[str, Any]:
+    """The record without its text, as JSON takes it."""
+    fields = dataclasses.asdict(dataclasses.replace(attachment, parts=()))
+    del fields["parts"]
+    return fields
+
+
+def attachment_from_dict(raw: object) -> Attachment | None:
+    """The record of parsed JSON; None if that is none.  Unknown keys are ignored, so that newer files can be read."""
+    found = _record(Attachment, raw)
+    return found if isinstance(found, Attachment) and found.id and found.kind in ("file", "folder") else None
+
+
+def parts_from_list(listed: object) -> tuple[Part, ...]:
+    """Parts of `[page, heading, text]`.
+
+    Raises:
+        ValueError: they are none.
+    """
+    if not isinstance(listed, list):
+        raise ValueError("no list of parts")
+    parts = []
+    for entry in listed:
+        if not isinstance(entry, list) or list(map(type, entry)) != [int, str, str]:
+            raise ValueError("no part of a document")
+        parts.append(Part(clean_text(entry[2]), entry[0], clean_text(entry[1])))
+    return tuple(parts)
+
+
+_CITED = re.compile(r"[\[【]\s*(\d{1,4}(?:\s*[,;–-]\s*\d{1,4})*)\s*[^\]】\d]{0,12}[\]】]")
+
+
+def cited(content: str) -> frozenset[int]:
+    """The numbers in brackets in an answer: `[1]`, `[2, 3]`, `[4-6]`."""
+    numbers: set[int] = set()
+    for found in _CITED.finditer(content):
+        for one in re.split(r"[,;]", found[1]):
+            first, *last = map(int, re.split(r"[–-]", one))
+            numbers.update(range(first, min(last[0], first + 50) + 1) if last else (first,))
+    return frozenset(numbers)
+
+
+def shown_sources(message: Message) -> tuple[Source, ...]:
+    """What stands under an answer: the sources that it cites, or else those that fit the question best."""
+    numbers = cited(message.content) if message.sources else frozenset()
+    named = tuple(source for source in message.sources if source.number in numbers)
+    return named or tuple(source for source in message.sources if source.is_best)
+
+
+def sources_to_json(sources: Iterable[Source]) -> str:
+    """The sources as a JSON list."""
+    return json.dumps([dataclasses.asdict(source) for source in sources], ensure_ascii=False)
+
+
+def sources_from_json(text: str) -> tuple[Source, ...]:
+    """Those that are sound."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return ()
+    return sources_from_list(raw)
+
+
+def sources_from_list(raw: object) -> tuple[Source, ...]:
+    """As `sources_from_json`, from parsed JSON."""
+    found = [_record(Source, entry) for entry in raw] if isinstance(raw, list) else []
+    return tuple(one for one in found if isinstance(one, Source))
+
+
+def _record(kind: type[Attachment] | type[Source], raw: object) -> Attachment | Source | None:
+    """A record of plain fields; None if one that has no default is missing, or one is of another type."""
+    if not isinstance(raw, dict):
+        return None
+    types = {field.name: type(field.default) for field in dataclasses.fields(kind) if field.name != "parts"}
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        wanted = types.get(name)
+        if wanted is None:
+            continue
+        if wanted is type(dataclasses.MISSING):
+            wanted = int if name == "number" else str
+        if type(value) is not wanted:
+            return None
+        values[name] = clean_text(value) if isinstance(value, str) else value
+    try:
+        return kind(**values)
+    except TypeError:
+        return None
 
 
 def sampling_to_json(sampling: SamplingParams | None) -> str | None:

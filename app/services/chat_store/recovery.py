@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import os
 import shutil
 import sqlite3
@@ -12,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from app.services.chat_store.database import (
     CONVERSATION_COLUMNS,
@@ -20,9 +22,19 @@ from app.services.chat_store.database import (
     conversation_from_row,
     message_from_row,
     text_of,
+    unpacked,
 )
 from app.services.chat_store.pages import Pages, Record, Value
-from app.services.chat_store.records import ROLES, Conversation, Message, MessageState
+from app.services.chat_store.records import (
+    ROLES,
+    Attachment,
+    Conversation,
+    Message,
+    MessageState,
+    Source,
+    attachment_from_dict,
+    sources_from_json,
+)
 from app.services.chat_store.schema import check_contents, check_header, connect, damaged, is_damage, migrate
 from app.services.chat_store.tree import sound
 from engine.common.chat import Picture, media_of
@@ -96,6 +108,8 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
             for conversation, _ in trees:
                 if pictures := _in_places(salvaged.shown.get(conversation.id, ())):
                     database.set_unsent_pictures(conversation.id, pictures)
+                if documents := _in_places(salvaged.attached.get(conversation.id, ())):
+                    database.set_unsent_attachments(conversation.id, documents)
         finally:
             database.close()
         moved = _rename_damaged(path)
@@ -172,6 +186,7 @@ def _salvage(path: Path) -> _Salvaged:
         if row.is_whole and isinstance(place, int) and isinstance(data, bytes) and media_of(data) == media:
             picture = Picture(media_of(data), base64.b64encode(data).decode("ascii"))
             shown.setdefault(text_of(owner), []).append((place, picture))
+    attached, sources = _documents(pages)
     index = _Index(pages)
     # A row that an index still lists was not deleted, no matter where it is found.
     missing_conversations = index.conversations - {rowid for rowid, _ in conversation_rows}
@@ -187,9 +202,38 @@ def _salvage(path: Path) -> _Salvaged:
     conversations = [_conversation(row) for _, row in _in_order(conversation_rows) if row.values[1] not in deleted]
     kept = {conversation.id for conversation in conversations}
     messages = [_message(row) for _, row in _in_order(message_rows) if not _was_deleted(row, kept, deleted, index)]
-    messages = [replace(each, pictures=_in_places(shown.get(each.id, ()))) for each in messages]
+    messages = [
+        replace(
+            each,
+            pictures=_in_places(shown.get(each.id, ())),
+            attachments=_in_places(attached.get(each.id, ())),
+            sources=sources.get(each.id, ()),
+        )
+        for each in messages
+    ]
     known = sum(conversation not in deleted for conversation in index.messages.values())
-    return _Salvaged(conversations, messages, shown, known)
+    return _Salvaged(conversations, messages, shown, attached, known)
+
+
+def _documents(pages: Pages) -> tuple[dict[str, list[tuple[int, Attachment]]], dict[str, tuple[Source, ...]]]:
+    """Documents and their places, by the ids of their messages or chats, and sources by those of their answers."""
+    found: dict[str, Attachment] = {}
+    for row in pages.rows(_is_document):
+        _, _id, about, packed_parts = row.values
+        try:
+            document = attachment_from_dict(json.loads(text_of(about)))
+        except (ValueError, RecursionError):
+            continue
+        if document is not None:
+            parts = unpacked(packed_parts) if isinstance(packed_parts, bytes) else ()
+            found[document.id] = replace(document, parts=parts, is_read=document.is_read and bool(parts))
+    attached: dict[str, list[tuple[int, Attachment]]] = {}
+    for row in pages.rows(_is_attached):
+        _, owner, place, id_ = row.values
+        if isinstance(place, int) and text_of(id_) in found:
+            attached.setdefault(text_of(owner), []).append((place, found[text_of(id_)]))
+    listed = {text_of(row.values[1]): sources_from_json(text_of(row.values[2])) for row in pages.rows(_is_sources)}
+    return attached, listed
 
 
 def _in_order(rows: Mapping[tuple[int, Value], Record]) -> list[tuple[tuple[int, Value], Record]]:
@@ -215,12 +259,14 @@ class _Salvaged:
 
     Attributes:
         shown: pictures and their places, by the ids of their messages, or of the conversations they are to be sent in.
+        attached: documents, in the same way.
         known: how many messages the indices list.
     """
 
     conversations: list[Conversation]
     messages: list[Message]
     shown: dict[str, list[tuple[int, Picture]]]
+    attached: dict[str, list[tuple[int, Attachment]]]
     known: int
 
 
@@ -270,8 +316,30 @@ def _is_picture(values: tuple[Value, ...]) -> bool:
     return len(values) == 5 and values[0] is None and isinstance(values[1], str) and isinstance(values[4], bytes)
 
 
-def _in_places(shown: Iterable[tuple[int, Picture]]) -> tuple[Picture, ...]:
-    """Pictures in their order; without a place twice, which a row before its deletion may have."""
+def _is_document(values: tuple[Value, ...]) -> bool:
+    return (
+        len(values) == 4
+        and values[0] is None
+        and isinstance(values[2], str)
+        and values[2].startswith("{")
+        and isinstance(values[3], bytes | None)
+    )
+
+
+def _is_attached(values: tuple[Value, ...]) -> bool:
+    """To a message or a chat: their ids differ."""
+    return len(values) == 4 and isinstance(values[2], int) and all(isinstance(values[at], str) for at in (1, 3))
+
+
+def _is_sources(values: tuple[Value, ...]) -> bool:
+    return len(values) == 3 and isinstance(values[1], str) and isinstance(values[2], str) and values[2][:1] == "["
+
+
+_Shown = TypeVar("_Shown", Picture, Attachment)
+
+
+def _in_places(shown: Iterable[tuple[int, _Shown]]) -> tuple[_Shown, ...]:
+    """Pictures or documents in their order; without a place twice, which a row before its deletion may have."""
     places = dict(shown)
     return tuple(places[place] for place in sorted(places))
 

@@ -121,7 +121,54 @@ _VERSION_5: Migration = (
     """,
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5)
+# Documents of messages, and of chats' next ones. Several may have the same: versions of a message, branches in other
+# chats. One that nobody has any more goes. `about` is the record, `parts` its text, packed; folders have none.
+_VERSION_6: Migration = (
+    """
+    CREATE TABLE documents (
+        seq INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        about TEXT NOT NULL,
+        parts BLOB
+    )
+    """,
+    """
+    CREATE TABLE attachments (
+        seq INTEGER PRIMARY KEY,
+        message_id TEXT NOT NULL REFERENCES messages (id) ON DELETE CASCADE,
+        place INTEGER NOT NULL,
+        document_id TEXT NOT NULL REFERENCES documents (id),
+        UNIQUE (message_id, place)
+    )
+    """,
+    """
+    CREATE TABLE unsent_attachments (
+        seq INTEGER PRIMARY KEY,
+        conversation_id TEXT NOT NULL REFERENCES conversations (id) ON DELETE CASCADE,
+        place INTEGER NOT NULL,
+        document_id TEXT NOT NULL REFERENCES documents (id),
+        UNIQUE (conversation_id, place)
+    )
+    """,
+    "CREATE INDEX attachments_by_document ON attachments (document_id)",
+    "CREATE INDEX unsent_attachments_by_document ON unsent_attachments (document_id)",
+    *(
+        f"CREATE TRIGGER {table}_out AFTER DELETE ON {table} "
+        "WHEN NOT EXISTS (SELECT 1 FROM attachments WHERE document_id = old.document_id) "
+        "AND NOT EXISTS (SELECT 1 FROM unsent_attachments WHERE document_id = old.document_id) BEGIN "
+        "DELETE FROM documents WHERE id = old.document_id; END"
+        for table in ("attachments", "unsent_attachments")
+    ),
+    """
+    CREATE TABLE sources (
+        seq INTEGER PRIMARY KEY,
+        message_id TEXT NOT NULL UNIQUE REFERENCES messages (id) ON DELETE CASCADE,
+        listed TEXT NOT NULL
+    )
+    """,
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6)
 """Entry n migrates a file of version n to version n + 1.  Append only."""
 
 BUSY_TIMEOUT_MS = 2000

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ from typing import Any
 from PySide6.QtCore import QObject, Qt, Signal, SignalInstance
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.records import Conversation, Message
+from app.services.chat_store.records import Attachment, Conversation, Message
 from app.services.chat_store.recovery import Recovery
 from app.services.chat_store.search import search
 from app.services.chat_store.transfer import export_chats, import_chats
 from app.services.chat_store.worker import RETRY_S, Job, StoreWorker
+from engine.batch_files.documents import Part
 from engine.common.chat import Picture
 from engine.common.errors import EngineError
 from engine.common.kept_context import forget_chat, forget_other_chats
@@ -25,7 +27,7 @@ from engine.common.paths import data_dir
 FILE_NAME = "chats.sqlite3"
 CLOSE_S = 10.0
 
-_Loaded = tuple[Conversation | None, tuple[Message, ...], tuple[Picture, ...]]
+_Loaded = tuple[Conversation | None, tuple[Message, ...], tuple[Picture, ...], tuple[Attachment, ...]]
 
 
 class ChatStore(QObject):
@@ -33,23 +35,28 @@ class ChatStore(QObject):
 
     Signals, all emitted on the store's own thread affinity:
         listed: tuple[Conversation, ...], most recently used first.
-        loaded: Conversation, tuple[Message, ...], parents before children, and tuple[Picture, ...] that are not sent.
+        loaded: Conversation, tuple[Message, ...], parents before children, and tuple[Picture, ...] and
+            tuple[Attachment, ...] that are not sent.
         missing: id of a requested conversation that does not exist.
         found: the text searched for and tuple[SearchHit, ...].
         imported: tuple[Conversation, ...] that an import added.
         exported: path of the written file.
         failed: one sentence: an export, import or search failed.
+        documents_known: ids of all documents in chats, once, when the file is open.
+        documents_gone: ids of documents that no chat has any more, as far as a deletion told.
         trouble: one sentence when writes are held up (they are kept and retried), "" when all are done.
         notice: one sentence shown once, such as that a damaged database was recovered.
     """
 
     listed = Signal(object)
-    loaded = Signal(object, object, object)
+    loaded = Signal(object, object, object, object)
     missing = Signal(str)
     found = Signal(str, object)
     imported = Signal(object)
     exported = Signal(str)
     failed = Signal(str)
+    documents_known = Signal(object)
+    documents_gone = Signal(object)
     trouble = Signal(str)
     notice = Signal(str)
 
@@ -68,7 +75,9 @@ class ChatStore(QObject):
             on_read_only=self._on_read_only,
             retry_s=retry_s,
         )
-        self._write(self._begin)
+        self.known_documents: set[str] | None = None
+        """As `documents_known` told, if it has."""
+        self._write(self._begin, self._on_begun)
 
     # --- conversations ---
 
@@ -84,14 +93,15 @@ class ChatStore(QObject):
                 database.conversation(conversation_id),
                 database.messages(conversation_id),
                 database.unsent_pictures(conversation_id),
+                database.unsent_attachments(conversation_id),
             )
 
         def done(result: _Loaded) -> None:
-            conversation, messages, unsent = result
+            conversation, messages, pictures, attachments = result
             if conversation is None:
                 self.missing.emit(conversation_id)
             else:
-                self.loaded.emit(conversation, messages, unsent)
+                self.loaded.emit(conversation, messages, pictures, attachments)
 
         self._read(run, done)
 
@@ -115,15 +125,47 @@ class ChatStore(QObject):
         """Hide a conversation; `restore` undoes it until a later start purges it.  Its kept context is gone at once."""
         now = time.time()
 
-        def run(database: ChatDatabase) -> None:
+        def run(database: ChatDatabase) -> set[str]:
+            documents = database.documents_of(conversation_id)
             database.set_deleted(conversation_id, now)
             forget_chat(conversation_id)
+            return documents - database.documents_of(live=True)
 
-        self._write(run)
+        self._write(run, self.documents_gone.emit)
 
     def restore(self, conversation_id: str) -> None:
         """Restore a deleted conversation."""
         self._write(lambda database: database.set_deleted(conversation_id, None))
+
+    # --- documents ---
+
+    def set_unsent_attachments(self, conversation_id: str, attachments: Sequence[Attachment]) -> None:
+        """Keep these, and no others, for the next message of a conversation."""
+        some = tuple(attachments)
+        self._write(lambda database: database.set_unsent_attachments(conversation_id, some))
+
+    def update_document(self, attachment: Attachment, parts: Sequence[Part] | None = None) -> None:
+        """Write what is known of a document, and its text if that is given."""
+        self._write(lambda database: database.update_document(attachment, parts))
+
+    def set_sources(self, answer: Message) -> None:
+        """Write what an answer was given to read."""
+        self._write(lambda database: database.set_sources(answer))
+
+    def document_parts(self, document_id: str, timeout_s: float = CLOSE_S) -> tuple[Part, ...]:
+        """The text of a document; waits for the store, so not for the window's thread."""
+        found: list[tuple[Part, ...]] = []
+        came = threading.Event()
+
+        def done(parts: tuple[Part, ...]) -> None:
+            found.append(parts)
+            came.set()
+
+        self._worker.submit(
+            Job(lambda database: database.document_parts(document_id), done, lambda _error: came.set(), writes=False)
+        )
+        came.wait(timeout_s)
+        return found[0] if found else ()
 
     # --- messages ---
 
@@ -171,11 +213,18 @@ class ChatStore(QObject):
 
     # --- on the thread, and from it ---
 
-    def _begin(self, database: ChatDatabase) -> None:
+    def _begin(self, database: ChatDatabase) -> set[str] | None:
         database.end_interrupted(self._interrupted())
         database.purge()
-        if database.is_on_disk:  # else the file's chats, which a newer version may have written, are unknown
-            forget_other_chats(database.ids())
+        if not database.is_on_disk:  # the file's chats, which a newer version may have written, are unknown
+            return None
+        forget_other_chats(database.ids())
+        return database.documents_of(live=True)
+
+    def _on_begun(self, known: set[str] | None) -> None:
+        if known is not None:
+            self.known_documents = known
+            self.documents_known.emit(known)
 
     def _write(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None] | None = None) -> None:
         self._submit(run, done, writes=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.json_format import NotAChatFileError, Whole, from_json, to_json
 from app.services.chat_store.markdown_format import from_markdown, to_markdown
-from app.services.chat_store.records import Conversation, new_id
+from app.services.chat_store.records import Attachment, Conversation, Message, new_id
 from app.services.chat_store.tree import MessageTree
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
@@ -27,7 +27,7 @@ def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: 
         EngineError: the file cannot be written; an existing one is untouched.
     """
     chats = [
-        (conversation, database.messages(conversation.id))
+        (conversation, _with_documents(database, conversation.id))
         for id_ in conversation_ids
         if (conversation := database.conversation(id_)) is not None
     ]
@@ -42,6 +42,20 @@ def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: 
         raise EngineError(
             ErrorCode.INVALID_REQUEST, f"The chat could not be written to {path} ({why}): choose another place."
         ) from error
+
+
+def _with_documents(database: ChatDatabase, conversation_id: str) -> list[Message]:
+    """The messages with the texts of their documents, each once, and not with where those lie on this PC."""
+    told: set[str] = set()
+    messages: list[Message] = []
+    for message in database.messages(conversation_id):
+        attachments: list[Attachment] = []
+        for one in message.attachments:
+            parts = database.document_parts(one.id) if one.id not in told else ()
+            attachments.append(replace(one, path="", parts=parts))
+            told.add(one.id)
+        messages.append(replace(message, attachments=tuple(attachments)))
+    return messages
 
 
 def import_chats(database: ChatDatabase, path: Path) -> tuple[Conversation, ...]:
@@ -75,9 +89,10 @@ def _not_imported(path: Path, why: str) -> EngineError:
 def _as_new(database: ChatDatabase, chat: Whole) -> Whole:
     """The chat under free ids: its own where possible, so that an export restores as it was."""
     conversation, messages = chat
-    if not database.is_taken(conversation.id, [message.id for message in messages]):
+    if not database.is_taken(conversation.id, messages):
         return chat
     fresh = {message.id: new_id() for message in messages}
+    documents = {one.id: new_id() for message in messages for one in message.attachments}
     conversation = replace(conversation, id=new_id())
     return conversation, [
         replace(
@@ -85,6 +100,10 @@ def _as_new(database: ChatDatabase, chat: Whole) -> Whole:
             id=fresh[message.id],
             conversation_id=conversation.id,
             parent_id=None if message.parent_id is None else fresh[message.parent_id],
+            attachments=tuple(replace(one, id=documents[one.id]) for one in message.attachments),
+            sources=tuple(
+                replace(one, attachment=documents.get(one.attachment, one.attachment)) for one in message.sources
+            ),
         )
         for message in messages
     ]

@@ -38,7 +38,7 @@ class EmptyBatch(QScrollArea):
         )
         kinds = QLabel(
             self.tr(
-                "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md and pdf, a folder of such files, "
+                "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html, a folder of such files, "
                 "and OpenAI batch files."
             ),
             self._area,

@@ -98,7 +98,7 @@ class BatchPage(Page):
             name = paths[0].name if paths else ""
             self.trouble.show_text(
                 self.tr(
-                    "{0} has an unsupported file type: use txt, md, csv, tsv, jsonl, parquet, xlsx or pdf, "
+                    "{0} has an unsupported file type: use txt, md, csv, tsv, jsonl, parquet, xlsx, pdf, docx or html, "
                     "or a folder of such files."
                 ).format(name)
             )

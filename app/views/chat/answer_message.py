@@ -11,9 +11,11 @@ from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QVBo
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import Message, MessageState
+from app.services.chat_store.records import shown_sources
 from app.theme import scaled, use_tabular_figures
 from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, stats_text, trouble_text
+from app.views.chat.source_row import SourceRow
 from app.views.chat.thought import Thought
 from app.views.chat.version_switch import VersionSwitch
 from app.widgets.answer_text import AnswerView
@@ -30,11 +32,12 @@ Action = Literal["regenerate", "branch", "continue", "restart", "stop"]
 
 
 class AnswerMessage(QWidget):
-    """Signals: `acted` (an `Action`), `version_stepped` (-1 or 1), `link_activated`."""
+    """Signals: `acted` (an `Action`), `version_stepped` (-1 or 1), `link_activated`, `source_opened` (a `Source`)."""
 
     acted = Signal(str)
     version_stepped = Signal(int)
     link_activated = Signal(QUrl)
+    source_opened = Signal(object)
 
     def __init__(self, row: MessageRow, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -46,6 +49,8 @@ class AnswerMessage(QWidget):
         """What was thought before it, if anything was."""
         self.body = AnswerView(self)
         self.body.link_activated.connect(self.link_activated)
+        self.sources = SourceRow(self)
+        self.sources.opened.connect(self.source_opened)
         self._note = self._build_note()
         self._versions = VersionSwitch(self)
         self._versions.step.connect(self.version_stepped)
@@ -69,6 +74,7 @@ class AnswerMessage(QWidget):
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(8)
         column.addWidget(self.body)
+        column.addWidget(self.sources)
         column.addWidget(self._note)
         column.addWidget(Flow(self._versions, self._figures, actions, parent=self))
         self._set_width()
@@ -101,6 +107,7 @@ class AnswerMessage(QWidget):
         self._show_thought(message)
         self.body.show_growing(message.content, grows=streaming)
         self.body.setVisible(bool(message.content))
+        self.sources.show_sources(() if streaming or not message.content else shown_sources(message))
         if not streaming:
             self._phase = None
         self._refresh()

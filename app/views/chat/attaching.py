@@ -1,4 +1,4 @@
-"""Pictures for the next message: chosen, pasted or dropped, prepared, and shown above the box that one writes in."""
+"""Files, folders and pictures for the next message: chosen, pasted or dropped, read, and shown above the box."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from pathlib import Path
 from PySide6.QtCore import QObject
 from PySide6.QtWidgets import QWidget
 
+from app.services.chat_store import Attachment
+from app.services.documents import Documents
+from app.services.engine_client import EngineClient
 from app.services.pictures import Pictures, Prepared, Source, is_picture, too_many
+from app.services.token_counter import TokenCounter
 from app.views.chat.composer import Composer
-from app.views.chat.file_dialogs import ask_pictures
-from app.views.chat.phrases import not_attached_text, text_only_text
+from app.views.chat.file_dialogs import ask_attachments
+from app.views.chat.phrases import text_only_text
 from app.views.chat.presenter import ChatPresenter
+from engine.remote.endpoint import called
 from engine.remote.picture_files import MOST_PICTURES
+
+MOST_DOCUMENTS = 50
 
 
 class Attaching(QObject):
@@ -24,30 +31,62 @@ class Attaching(QObject):
     """
 
     def __init__(
-        self, presenter: ChatPresenter, composer: Composer, tell: Callable[[str], object], page: QWidget
+        self,
+        presenter: ChatPresenter,
+        composer: Composer,
+        documents: Documents,
+        tell: Callable[[str], object],
+        page: QWidget,
     ) -> None:
         super().__init__(page)
         self._presenter, self._composer, self._tell, self._page = presenter, composer, tell, page
-        self._pictures = Pictures(self)
-        composer.pictures_wanted.connect(self.choose)
+        self._pictures, self._documents = Pictures(self), documents
+        composer.files_wanted.connect(self.choose)
+        composer.folder_wanted.connect(lambda: ask_attachments(page, self.give, folder=True))
         composer.given.connect(self.give)
         composer.picture_removed.connect(self._remove)
-        presenter.attached.connect(composer.show_pictures)
+        composer.attachment_removed.connect(self._remove_document)
+        documents.advanced.connect(lambda id_, _share: composer.attachments.update_one(id_))
+        presenter.attached.connect(self.show)
+
+    def count_with(self, counter: TokenCounter, client: EngineClient) -> None:
+        """Counts a sample of each document by the model's own tokenizer, as far as one is loaded."""
+
+        def count(one: Attachment) -> None:
+            if one.tokens or not one.characters or client.model is None:
+                return
+            path = client.model.path
+
+            def measure(texts: tuple[str, ...]) -> None:
+                characters = sum(map(len, texts))
+                if characters:
+                    counter.measure(path, texts, lambda tokens: self._documents.set_tokens(one.id, tokens / characters))
+
+            self._documents.sample(one, measure)
+
+        self._documents.changed.connect(count)
+
+    def show(self) -> None:
+        """Shows what goes with the next message, and goes on with what is in this chat."""
+        remote = self._presenter.remote
+        where = "" if remote is None else remote.endpoint.name or called(remote.endpoint)
+        self._composer.show_attached(self._presenter.pictures, self._presenter.attachments, where)
+        in_turns = (one for row in self._presenter.model.rows for one in row.message.attachments)
+        self._documents.resume((*self._presenter.attachments, *in_turns))
 
     def choose(self) -> None:
         """Asks for files."""
-        if self._may():
-            ask_pictures(self._page, self.give)
+        ask_attachments(self._page, self.give)
 
     def give(self, sources: Sequence[Source]) -> None:
-        """Attaches the pictures once they are prepared, as far as they can be sent; says that nothing else can be."""
-        others = [source.name for source in sources if isinstance(source, Path) and not is_picture(source)]
+        """Attaches what can be; says what else there was."""
+        paths = [source for source in sources if isinstance(source, Path) and not is_picture(source)]
         pictures = [source for source in sources if is_picture(source)]
-        if pictures and not self._may():
-            return
-        if others:
-            self._tell(not_attached_text(others, reads_pictures=self._presenter.reads_pictures))
-        if pictures:
+        if paths:
+            self._attach(paths)
+        if pictures and not self._presenter.reads_pictures:
+            self._tell(text_only_text(self._presenter.remote))
+        elif pictures:
             here = self._presenter.conversation.id
             beside = (*self._presenter.model.pictures, *self._presenter.pictures)
             self._pictures.prepare(pictures, beside, lambda prepared: self._on_prepared(here, prepared))
@@ -56,11 +95,16 @@ class Attaching(QObject):
         """Waits for what is being prepared."""
         self._pictures.close()
 
-    def _may(self) -> bool:
-        """Whether who answers reads pictures; if not it says so."""
-        if not self._presenter.reads_pictures:
-            self._tell(text_only_text(self._presenter.remote))
-        return self._presenter.reads_pictures
+    def _attach(self, paths: Sequence[Path]) -> None:
+        there = self._presenter.attachments
+        known = {one.path for one in there}
+        fresh = [path for path in dict.fromkeys(paths) if str(path.absolute()) not in known]
+        if len(there) + len(fresh) > MOST_DOCUMENTS:
+            words = self.tr("A message takes up to {0} documents: attach the folder that they are in.")
+            self._tell(words.format(MOST_DOCUMENTS))
+            fresh = fresh[: max(MOST_DOCUMENTS - len(there), 0)]
+        self._presenter.attach_documents((*there, *self._documents.attach(fresh)))
+        self._composer.setFocus()
 
     def _on_prepared(self, conversation_id: str, prepared: Prepared) -> None:
         if conversation_id != self._presenter.conversation.id:
@@ -80,3 +124,8 @@ class Attaching(QObject):
         del pictures[number]
         self._presenter.attach(pictures)
         self._composer.setFocus()  # the button that had it is gone
+
+    def _remove_document(self, attachment_id: str) -> None:
+        self._presenter.attach_documents([one for one in self._presenter.attachments if one.id != attachment_id])
+        self._documents.forget([attachment_id])
+        self._composer.setFocus()

@@ -19,7 +19,8 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, 
 from app.models.conversation_list import ConversationListModel, Group
 from app.services.answer_queue import AnswerQueue
 from app.services.background import LatestTask
-from app.services.chat_store import ChatStore, Conversation, MessageState, SearchHit
+from app.services.chat_store import Attachment, ChatStore, Conversation, MessageState, SearchHit, Source
+from app.services.documents import Documents, given_tokens
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
@@ -37,8 +38,16 @@ from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import gone_text, leaves_text, not_taken_text, too_long_text, translate, unseen_text
-from app.views.chat.presenter import ChatPresenter
+from app.views.chat.phrases import (
+    gone_text,
+    leaves_text,
+    not_taken_text,
+    too_long_text,
+    translate,
+    unseen_text,
+)
+from app.views.chat.presenter import ROOM_UNKNOWN, ChatPresenter
+from app.views.chat.source_row import PassageDialog
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.answer_text import import_parser
@@ -54,6 +63,10 @@ from engine.remote.endpoint import RemoteModel, called
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
+ANSWER_TOKENS = 1200
+"""Of the context, left to an answer where documents could take all of it."""
+_BEGINNING = 3
+"""The last piece of a document that is shown of its beginning, before what stands after it."""
 _IMPORT_AFTER_MS = 150
 """Not while the window is opening."""
 
@@ -76,6 +89,7 @@ class ChatView(Page):
         library: Library,
         speeds: ModelSpeeds,
         endpoints: Endpoints,
+        documents: Documents,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
@@ -85,7 +99,9 @@ class ChatView(Page):
         self._endpoints = endpoints
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
         list_model.setParent(self)
-        self.presenter = ChatPresenter(client, store, settings, answers, endpoints, list_model, self)
+        self.presenter = ChatPresenter(client, store, settings, answers, endpoints, documents, list_model, self)
+        self.presenter.document_room = self._document_room
+        self.documents = documents
         self._counter = counter
         self._counter.counted.connect(self._on_counted)
         self.title_bar = TitleBar(client, library, self)
@@ -94,7 +110,7 @@ class ChatView(Page):
         self._thumbnails = Thumbnails(self)
         self.transcript = Transcript(self.presenter.model, self._thumbnails, self)
         self.empty = EmptyChat(self)
-        self.composer = Composer(self._thumbnails, self)
+        self.composer = Composer(self._thumbnails, documents.share, self)
         self.batch_hint = BatchHint(client, self)
         self.batch_hint.opened.connect(lambda: self.page_wanted.emit(BATCH))
         self.trouble_banner = Banner("warning", self)
@@ -196,12 +212,17 @@ class ChatView(Page):
         self.transcript.resent.connect(self._resend)
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
+        self.transcript.source_opened.connect(self._open_source)
+        self.transcript.attachment_opened.connect(self._open_attachment)
         self.empty.example_chosen.connect(self._send_example)
         self.empty.model_wanted.connect(self._choose_first)
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
-        self.attaching = Attaching(do, self.composer, self._tell, self)
+        self.attaching = Attaching(do, self.composer, self.documents, self._tell, self)
+        self.attaching.count_with(self._counter, self._client)
+        do.attached.connect(self._count)
+        do.told.connect(self._tell)
         do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
         self.composer.sampling_changed.connect(do.set_sampling)
@@ -239,7 +260,7 @@ class ChatView(Page):
             (QKeySequence(standard.Undo), self.tr("Restore the deleted chat"), self._undo),
             (QKeySequence("Ctrl+PgUp"), self.tr("Previous chat"), lambda: self.presenter.step(-1)),
             (QKeySequence("Ctrl+PgDown"), self.tr("Next chat"), lambda: self.presenter.step(1)),
-            (QKeySequence("Ctrl+Shift+A"), self.tr("Attach pictures"), self.attaching.choose),
+            (QKeySequence("Ctrl+Shift+A"), self.tr("Attach files"), self.attaching.choose),
             (QKeySequence("Ctrl+L"), self.tr("Write a message"), self.composer.setFocus),
         ):
             add_shortcut(self, keys, words, do)
@@ -419,8 +440,9 @@ class ChatView(Page):
             return
         endpoint = remote.endpoint
         details = self.tr(
-            "The whole chat goes there, now and with each further message: your messages and their pictures, the "
-            "answers and the system prompt. What happens with it is up to who runs that server."
+            "The whole chat goes there, now and with each further message: your messages, their pictures and what "
+            "is read of their documents, the answers and the system prompt. What happens with it is up to who runs "
+            "that server."
         )
         if endpoint.is_plain:
             details += " " + self.tr("The way there is not encrypted: others in the network can read it.")
@@ -491,6 +513,16 @@ class ChatView(Page):
     def _import(self) -> None:
         ask_import_path(self, self.presenter.import_chats)
 
+    def _open_source(self, source: Source) -> None:
+        PassageDialog(source, self.documents.surroundings, self).open()
+
+    def _open_attachment(self, one: Attachment) -> None:
+        """How a document begins, or a folder where the system shows such."""
+        if one.kind == "folder" and one.path:
+            QDesktopServices.openUrl(QUrl.fromLocalFile(one.path))
+        elif one.characters:
+            self._open_source(Source(0, one.id, one.name, last=_BEGINNING))
+
     def _open_link(self, url: QUrl) -> None:
         if url.scheme() in ("http", "https", "mailto"):
             QDesktopServices.openUrl(url)
@@ -518,7 +550,7 @@ class ChatView(Page):
         self._show_told()
         self._on_changed(conversation)
         self.composer.show_conversation(conversation, with_draft=True)
-        self.composer.show_pictures(self.presenter.pictures)
+        self.attaching.show()
         self.panel.set_current(conversation.id)
         for turn in self.transcript.turns:
             self.transcript.set_phase(turn.message_id, self.presenter.queue.phase(turn.message_id))
@@ -540,6 +572,7 @@ class ChatView(Page):
         gone = gone_text(model) if self.presenter.is_elsewhere and remote is None else ""
         self.title_bar.set_remote(remote, gone)
         self.picker.set_chosen(model)
+        self.attaching.show()
         self.composer.set_model(None if self.presenter.is_elsewhere else self._client.model)
         if self._strip is not None:
             self._strip.setVisible(not self.presenter.is_elsewhere)  # it is about this PC
@@ -634,7 +667,8 @@ class ChatView(Page):
             used, more = last.stats.prompt_tokens + last.stats.generated_tokens, [draft] if draft.strip() else []
             if not more or not is_here:
                 self._counting = ""
-                self._show_used(used + self._counter.estimate("", more), about=bool(more))
+                unsent = self._given_tokens(self.presenter.attachments)
+                self._show_used(used + self._counter.estimate("", more) + unsent, about=bool(more or unsent))
                 return
         if not is_here or model is None:
             self._show_used(None, about=True)
@@ -651,8 +685,23 @@ class ChatView(Page):
             return self._context_of(self.presenter.remote)
         return self._client.model.context_tokens if self._client.model is not None else None
 
+    def _document_room(self, texts: Sequence[str]) -> int:
+        """Tokens that documents may take beside these texts and an answer."""
+        limit = self._limit
+        if limit is None:
+            return ROOM_UNKNOWN
+        answer = min(ANSWER_TOKENS, limit // 4)
+        return max(limit - int(1.1 * self._estimate(texts)) - answer, 0)
+
+    def _given_tokens(self, attachments: Sequence[Attachment]) -> int:
+        """About how many tokens of these documents an answer would be given to read."""
+        some = [one for one in attachments if one.characters]
+        return given_tokens(some, self._document_room((*self._said(), self.composer.text))) if some else 0
+
     def _show_used(self, used: int | None, *, about: bool) -> None:
         self.composer.set_context(used, self._limit, about=about)
+        if used is not None and self.presenter.has_documents:  # which take what room there is, and not more
+            used = self._estimate((*self._said(), self.composer.text))
         self._has_room(used, lambda: self._once_agreed(lambda: self._send_now(self.composer.text)))
 
     def _context_of(self, remote: RemoteModel | None) -> int | None:
@@ -667,6 +716,8 @@ class ChatView(Page):
     def _on_counted(self, key: str, tokens: int) -> None:
         model = self._client.model
         if model is not None and key == self._counting and not self.presenter.is_elsewhere:
+            attached = [one for row in self.presenter.model.rows for one in row.message.attachments]
+            tokens += self._given_tokens((*attached, *self.presenter.attachments))
             self._show_used(tokens, about=tokens > 0)
 
     def _set_widths(self) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from PySide6.QtCore import QEvent, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtCore import QEvent, QPoint, Qt, Signal
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, QVBoxLayout, QWidget
 
-from app.services.chat_store import Conversation
+from app.services.chat_store import Attachment, Conversation
 from app.services.thumbnails import Thumbnails
 from app.theme import set_look, use_tabular_figures
-from app.views.chat.growing_edit import GrowingEdit
+from app.views.chat.attachment_row import AttachmentRow, AttachmentShelf
+from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
 from app.views.chat.system_prompt_popover import SystemPromptPopover
@@ -21,14 +22,19 @@ from engine.common.model_info import ModelInfo
 
 SPACING_PX = 10
 LEAST_CHIP_PX = 60
+BESIDE_CHIPS_SHARE = 0.15
+"""Of the window's height, for the box below documents."""
 
 
 class Composer(QFrame):
     """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit;
-    `pictures_wanted` (choose files), `given` (what was pasted or dropped and is no text), `picture_removed` (which)."""
+    `files_wanted` and `folder_wanted` (choose some), `given` (what was pasted or dropped and is no text),
+    `picture_removed` (which) and `attachment_removed` (its id)."""
 
     sent = Signal(str)
-    pictures_wanted = Signal()
+    files_wanted = Signal()
+    folder_wanted = Signal()
+    attachment_removed = Signal(str)
     given = Signal(list)
     picture_removed = Signal(int)
     stopped = Signal()
@@ -36,7 +42,7 @@ class Composer(QFrame):
     system_prompt_changed = Signal(str)
     sampling_changed = Signal(object)
 
-    def __init__(self, thumbnails: Thumbnails, page: QWidget) -> None:
+    def __init__(self, thumbnails: Thumbnails, share: Callable[[str], float | None], page: QWidget) -> None:
         """`page` is the widget that popovers open over."""
         super().__init__(page)
         self.setObjectName("composer")
@@ -54,8 +60,11 @@ class Composer(QFrame):
         self.box.given.connect(self.given)
         self.pictures = PictureRow(thumbnails, self, removable=True)
         self.pictures.removed.connect(self.picture_removed)
-        self._has_pictures = False
-        self.picture_button = IconButton("image", self.tr("Attach pictures"), self.pictures_wanted.emit, self)
+        self.attachments = AttachmentRow(self, share, removable=True)
+        self.attachments.removed.connect(self.attachment_removed)
+        self._shelf = AttachmentShelf(self.attachments, self)
+        self._has_more = False
+        self.attach_button = IconButton("attach", self.tr("Attach files or a folder"), self._choose, self)
         self.system_button = self._chip(self.tr("System prompt"))
         self.system_button.clicked.connect(self.edit_system_prompt)
         self.sampling_button = self._chip("")
@@ -74,7 +83,7 @@ class Composer(QFrame):
         self._sampling.changed.connect(self.sampling_changed)
         self._row = row = QHBoxLayout()
         row.setSpacing(SPACING_PX)
-        row.addWidget(self.picture_button)
+        row.addWidget(self.attach_button)
         row.addWidget(self.system_button)
         row.addWidget(self.sampling_button)
         row.addStretch(1)
@@ -83,6 +92,7 @@ class Composer(QFrame):
         self._column = column = QVBoxLayout(self)
         column.setContentsMargins(15, 13, 13, 12)
         column.setSpacing(12)
+        column.addWidget(self._shelf)
         column.addWidget(self.pictures)
         column.addWidget(self.box)
         column.addLayout(row)
@@ -132,11 +142,27 @@ class Composer(QFrame):
         self.box.moveCursor(self.box.textCursor().MoveOperation.End)
         self._show_button()
 
-    def show_pictures(self, pictures: Sequence[Picture]) -> None:
-        """Shows what will be sent with the text."""
+    def show_attached(self, pictures: Sequence[Picture], attachments: Sequence[Attachment], where: str) -> None:
+        """Shows what will be sent with the text, and the server that it goes to, if any."""
         self.pictures.show_pictures(pictures)
-        self._has_pictures = bool(pictures)
+        self.attachments.show_attachments(attachments, where)
+        self._shelf.fit()
+        self.box.largest_share = LARGEST_SHARE if not attachments else BESIDE_CHIPS_SHARE
+        self.box.fit()
+        self._has_more = bool(pictures or attachments)
         self._show_button()
+
+    def attach_menu(self) -> QMenu:
+        """What the button beside the system prompt offers."""
+        menu = QMenu(self)
+        menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        menu.addAction(self.tr("Files…"), self.files_wanted.emit)
+        menu.addAction(self.tr("Folder…"), self.folder_wanted.emit)
+        return menu
+
+    def _choose(self) -> None:
+        menu = self.attach_menu()
+        menu.popup(self.attach_button.mapToGlobal(QPoint(0, -menu.sizeHint().height() - 4)))
 
     def set_answering(self, answering: bool) -> None:
         """Show Stop instead of Send."""
@@ -169,7 +195,7 @@ class Composer(QFrame):
     def _fit_meter(self) -> None:
         """Shows the longest form of the meter that fits beside the buttons."""
         margins = self._column.contentsMargins()
-        buttons = (self.picture_button, self.system_button, self.sampling_button, self.send_button)
+        buttons = (self.attach_button, self.system_button, self.sampling_button, self.send_button)
         hints = (button.sizeHint().expandedTo(button.minimumSize()).width() for button in buttons)
         taken = sum(hint + SPACING_PX for hint in hints) + 2 * SPACING_PX
         room = self.width() - margins.left() - margins.right() - taken
@@ -201,7 +227,7 @@ class Composer(QFrame):
 
     @property
     def _can_send(self) -> bool:
-        return bool(self.text.strip()) or self._has_pictures
+        return bool(self.text.strip()) or self._has_more
 
     def _on_button(self) -> None:
         if self._answering:

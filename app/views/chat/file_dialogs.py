@@ -45,16 +45,13 @@ def ask_import_path(parent: QWidget, then: Callable[[Path], None]) -> None:
     dialog.open()
 
 
-def ask_pictures(parent: QWidget, then: Callable[[list[Path]], None]) -> None:
-    """Ask for pictures to send."""
+def ask_attachments(parent: QWidget, then: Callable[[list[Path]], None], *, folder: bool = False) -> None:
+    """Ask for files to send, or for a folder."""
     endings = " ".join(f"*{suffix}" for suffix in SUFFIXES)
-    dialog = QFileDialog(
-        parent,
-        translate("Chat", "Attach pictures"),
-        QDir.homePath(),
-        translate("Chat", "Pictures ({0})").format(endings),
-    )
+    filters = (translate("Chat", "All files (*)"), translate("Chat", "Pictures ({0})").format(endings))
+    title = translate("Chat", "Attach a folder") if folder else translate("Chat", "Attach files")
+    dialog = QFileDialog(parent, title, QDir.homePath(), "" if folder else ";;".join(filters))
     dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-    dialog.setFileMode(QFileDialog.FileMode.ExistingFiles)
+    dialog.setFileMode(QFileDialog.FileMode.Directory if folder else QFileDialog.FileMode.ExistingFiles)
     dialog.filesSelected.connect(lambda paths: then([Path(path) for path in paths]))
     dialog.open()

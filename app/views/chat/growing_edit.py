@@ -21,6 +21,7 @@ class GrowingEdit(TextBox):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
+        self.largest_share = LARGEST_SHARE
         self.setProperty("bare", True)
         self.setTabChangesFocus(True)
         self.setVerticalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
@@ -73,7 +74,7 @@ class GrowingEdit(TextBox):
         """Takes the height that its text needs, and that the window has."""
         # QPlainTextDocumentLayout measures height in lines.
         lines, line = max(1, round(self.document().size().height())), self.fontMetrics().lineSpacing()
-        most = max(2, min(MOST_LINES, int(LARGEST_SHARE * self.window().height() / line)))
+        most = max(2, min(MOST_LINES, int(self.largest_share * self.window().height() / line)))
         policy = Qt.ScrollBarPolicy.ScrollBarAsNeeded if lines > most else Qt.ScrollBarPolicy.ScrollBarAlwaysOff
         self.setVerticalScrollBarPolicy(policy)
         self.setFixedHeight(min(lines, most) * line + 4)

@@ -8,10 +8,11 @@ from PySide6.QtCore import QCoreApplication
 
 from app.models.library import ModelRow
 from app.services.answer_queue import CANCELLED, Phase, Stage
-from app.services.chat_store import Message, MessageState
+from app.services.chat_store import Attachment, Message, MessageState, Source
 from app.services.settings import STARTER
 from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
+from engine.common.foreign import reason
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.remote.endpoint import Endpoint, RemoteModel, called
@@ -28,6 +29,8 @@ def phase_text(phase: Phase) -> str:
         return translate("Chat", "waiting for a model: none is loaded")
     if phase.stage is Stage.LOADING:
         return translate("Chat", "waiting for the model to load") + part
+    if phase.stage is Stage.LOOKING_UP:
+        return translate("Chat", "looking into the documents")
     if phase.stage is Stage.QUEUED:
         return translate("Chat", "waiting for another answer")
     if phase.stage is Stage.ASKING:
@@ -199,16 +202,52 @@ def too_long_text(used: int, limit: int, *, is_chat: bool) -> str:
     return words.format(count(used), count(limit))
 
 
-def not_attached_text(names: Sequence[str], *, reads_pictures: bool) -> str:
-    """Why these files cannot go with a message, and what can."""
-    more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1)
-    takes = (
-        translate("Chat", "a message takes text and pictures (PNG, JPEG, WebP, GIF)")
-        if reads_pictures
-        else translate("Chat", "messages to this model take text only")
-    )
-    words = translate("Chat", "{0} cannot be attached: {1}. Copy what the model is to read into the message.")
-    return words.format(names[0] if len(names) == 1 else more, takes)
+def attachment_text(attachment: Attachment, share: float | None, where: str) -> str:
+    """What is known of a document: its pages and tokens, how much has been read, or why it cannot be.
+
+    Args:
+        where: the server that it goes to; empty if it stays on this PC.
+    """
+    if share is not None and (share or not attachment.is_read):
+        return translate("Chat", "Reading… {0}").format(percent(share)) if share else translate("Chat", "Reading…")
+    if attachment.problem:
+        what = translate("Chat", "folder") if attachment.kind == "folder" else translate("Chat", "file")
+        return translate("Chat", "This {0} {1}.").format(what, attachment.problem)
+    if not attachment.is_read:
+        return translate("Chat", "Not read yet")
+    parts = []
+    if attachment.kind == "folder":
+        words = translate("Chat", "1 file") if attachment.files == 1 else translate("Chat", "{0} files")
+        parts.append(words.format(count(attachment.files)))
+    if attachment.pages:
+        words = translate("Chat", "1 page") if attachment.pages == 1 else translate("Chat", "{0} pages")
+        parts.append(words.format(count(attachment.pages)))
+    if attachment.tokens:
+        parts.append(translate("Chat", "{0} tokens").format(count(attachment.tokens)))
+    elif attachment.characters:
+        parts.append(translate("Chat", "about {0} tokens").format(count(-(-attachment.characters // 4))))
+    if where:
+        parts.append(translate("Chat", "goes to {0}").format(where))
+    return SEPARATOR.join(parts)
+
+
+def source_place(source: Source) -> str:
+    """Where in its document a source stands."""
+    page = translate("Chat", "page {0}").format(source.page) if source.page else ""
+    return SEPARATOR.join(filter(None, (page, source.heading)))
+
+
+def left_out_text(names: Sequence[str]) -> str:
+    """That nothing of these documents fits beside the chat."""
+    more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1) if len(names) > 1 else names[0]
+    words = translate("Chat", "There was no room for {0} beside this chat: ask in a new chat, or shorten this one.")
+    return words.format(more)
+
+
+def not_looked_into_text(error: Exception) -> str:
+    """That nothing of a chat's documents could be found."""
+    words = translate("Chat", "The documents could not be looked into ({0}): the answer is given without them.")
+    return words.format(reason(error))
 
 
 def unseen_text(remote: RemoteModel | None) -> str:

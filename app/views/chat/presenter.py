@@ -14,18 +14,21 @@ from app.models.conversation import ConversationModel
 from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
 from app.services.answer_queue import AnswerQueue, prompt_of
-from app.services.chat_store import ChatStore, Conversation, Message, MessageState, MessageTree, new_id
+from app.services.chat_store import Attachment, ChatStore, Conversation, Message, MessageState, MessageTree, new_id
 from app.services.chat_store.records import new_conversation
+from app.services.documents import Asked, Documents, Given
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
-from app.views.chat.phrases import gone_text, translate
+from app.views.chat.phrases import gone_text, left_out_text, not_looked_into_text, translate
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.remote.endpoint import RemoteModel, is_remote
 
 DRAFT_MS = 400
+ROOM_UNKNOWN = 2500
+"""Tokens for documents where nobody knows the model's context."""
 LAST_CHAT = "last_chat"
 
 
@@ -39,14 +42,16 @@ class ChatPresenter(QObject):
         changed: the current `Conversation` has new fields.
         deleted: a `Conversation` that `undo_delete` can restore.
         draft_replaced: new text for the composer.
-        attached: the pictures that go with the next message of the current chat.
+        attached: what goes with the next message of the current chat is other pictures or documents now.
+        told: a sentence about the documents of the current chat.
     """
 
     shown = Signal(object)
     changed = Signal(object)
     deleted = Signal(object)
     draft_replaced = Signal(str)
-    attached = Signal(object)
+    attached = Signal()
+    told = Signal(str)
 
     def __init__(
         self,
@@ -55,6 +60,7 @@ class ChatPresenter(QObject):
         settings: Settings,
         answers: AnswerQueue,
         endpoints: Endpoints,
+        documents: Documents,
         list_model: ConversationListModel,
         parent: QObject | None = None,
         *,
@@ -65,6 +71,7 @@ class ChatPresenter(QObject):
         self._store = store
         self._settings = settings
         self._endpoints = endpoints
+        self._documents = documents
         self._now = now
         self.list_model = list_model
         self.model = ConversationModel(self)
@@ -73,6 +80,9 @@ class ChatPresenter(QObject):
         self._deleted: list[Conversation] = []
         self._attached: dict[str, tuple[Picture, ...]] = {}
         """By chat: what is to be sent with its next message."""
+        self._unsent: dict[str, tuple[Attachment, ...]] = {}
+        self.document_room: Callable[[Sequence[str]], int] = lambda _texts: ROOM_UNKNOWN
+        """How many tokens documents may take beside these texts."""
         self._wanted = ""
         self._wanted_message = ""
         self._opens_last = False
@@ -82,6 +92,7 @@ class ChatPresenter(QObject):
         self._draft_timer.timeout.connect(self._save_draft)
         self._draft = ""
         self.queue.changed.connect(self._on_answer)
+        documents.changed.connect(self._on_document)
         self.shown.connect(self._remember)
         self.changed.connect(self._remember)
         store.listed.connect(self._on_listed)
@@ -247,7 +258,25 @@ class ChatPresenter(QObject):
             self._store_if_new()
             self._attached[self._conversation.id] = tuple(pictures)
             self._store.set_unsent_pictures(self._conversation.id, self.pictures)
-        self.attached.emit(self.pictures)
+        self.attached.emit()
+
+    @property
+    def attachments(self) -> tuple[Attachment, ...]:
+        """Documents that go with the next message."""
+        return self._unsent.get(self._conversation.id, ())
+
+    def attach_documents(self, attachments: Sequence[Attachment]) -> None:
+        """These documents go with the next message, and no others; kept as the draft is until then."""
+        if tuple(attachments) != self.attachments:
+            self._store_if_new()
+            self._unsent[self._conversation.id] = tuple(attachments)
+            self._store.set_unsent_attachments(self._conversation.id, self.attachments)
+        self.attached.emit()
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether any go with the next message or are in the visible turns."""
+        return bool(self.attachments) or any(row.message.attachments for row in self.model.rows)
 
     @property
     def reads_pictures(self) -> bool:
@@ -257,8 +286,8 @@ class ChatPresenter(QObject):
 
     def send(self, text: str) -> bool:
         """Send a message; False if it is empty or an answer is still being written."""
-        pictures = self.pictures
-        if not (text.strip() or pictures) or self.answering_id is not None:
+        pictures, attachments = self.pictures, self.attachments
+        if not (text.strip() or pictures or attachments) or self.answering_id is not None:
             return False
         self._draft_timer.stop()
         self._draft = ""
@@ -267,18 +296,19 @@ class ChatPresenter(QObject):
         if self._client.model is not None and not is_remote(self._conversation.model):
             changes["model"] = self._client.model.name
         if not self._conversation.title:
-            changes["title"] = title_from(text) or translate("Chat", "Picture")
+            changes["title"] = title_from(text) or _title_without_text(attachments)
         # The message first: a window that is killed in between still has it as a draft, too, and never lost it.
-        self._ask(text, self.model.tree.leaf_id(), pictures)
+        self._ask(text, self.model.tree.leaf_id(), pictures, attachments)
         self._change(self._conversation.id, **changes)
         self.attach(())
+        self.attach_documents(())
         return True
 
     def resend(self, message_id: str, text: str) -> None:
         """Send an edited message as another version; what followed the first one is kept."""
         edited = self.model.tree[message_id]
-        if (text.strip() or edited.pictures) and self.answering_id is None:
-            self._ask(text, edited.parent_id, edited.pictures)
+        if (text.strip() or edited.pictures or edited.attachments) and self.answering_id is None:
+            self._ask(text, edited.parent_id, edited.pictures, edited.attachments)
 
     def regenerate(self, message_id: str) -> None:
         """Answer again, as another version."""
@@ -354,7 +384,7 @@ class ChatPresenter(QObject):
 
     def _leave(self) -> None:
         self.flush()
-        said = len(self.model.tree) or self._draft.strip() or self.pictures
+        said = len(self.model.tree) or self._draft.strip() or self.pictures or self.attachments
         empty = not said and not self._conversation.system_prompt
         if self._is_stored and empty and not self._conversation.title:
             self._store.delete(self._conversation.id)
@@ -387,9 +417,23 @@ class ChatPresenter(QObject):
             self._store_if_new()
             self._change(self._conversation.id, draft=self._draft)
 
-    def _ask(self, text: str, parent_id: str | None, pictures: tuple[Picture, ...] = ()) -> None:
-        now = self._now()
-        question = Message(new_id(), self._conversation.id, parent_id, "user", text, created_at=now, pictures=pictures)
+    def _ask(
+        self,
+        text: str,
+        parent_id: str | None,
+        pictures: tuple[Picture, ...] = (),
+        attachments: tuple[Attachment, ...] = (),
+    ) -> None:
+        question = Message(
+            new_id(),
+            self._conversation.id,
+            parent_id,
+            "user",
+            text,
+            created_at=self._now(),
+            pictures=pictures,
+            attachments=attachments,
+        )
         self.model.add(question)
         self._store.add_message(question)
         self._answer(question.id)
@@ -401,13 +445,39 @@ class ChatPresenter(QObject):
             new_id(), self._conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
         )
         lineage = self.model.tree.lineage(parent_id)
-        messages = prompt_of(self._conversation.system_prompt, lineage, sees=self.reads_pictures)
         self.model.add(answer)
         self._store.add_message(answer)
         if self.is_elsewhere and self.remote is None:
             self.queue.refuse(answer, gone_text(self._conversation.model))
+        elif any(message.attachments for message in lineage):
+            self._ask_with_documents(answer, lineage)
         else:
+            messages = prompt_of(self._conversation.system_prompt, lineage, sees=self.reads_pictures)
             self.queue.ask(answer, messages, self._conversation.sampling, self.remote)
+
+    def _ask_with_documents(self, answer: Message, lineage: Sequence[Message]) -> None:
+        """Asks once it has been found out what the model is given to read of them."""
+        chat, remote, sees = self._conversation, self.remote, self.reads_pictures
+        asked = asked_of(lineage, self.document_room([chat.system_prompt, *(each.content for each in lineage)]))
+
+        def ask(given: Given) -> None:
+            if not self.queue.is_held(answer.id):
+                return  # it was stopped
+            told = replace(answer, sources=given.sources)
+            if given.sources:
+                self._store.set_sources(told)
+                self._on_answer(told)
+            if given.left_out:
+                self.told.emit(left_out_text(given.left_out))
+            messages = prompt_of(chat.system_prompt, lineage, sees=sees, given=given.before)
+            self.queue.ask(told, messages, chat.sampling, remote)
+
+        def ask_without(error: Exception) -> None:
+            self.told.emit(not_looked_into_text(error))
+            ask(Given())
+
+        self.queue.hold(answer)
+        self._documents.ask(asked, ask, ask_without)
 
     def _choose(self, message_id: str) -> None:
         self.model.choose(message_id)
@@ -435,6 +505,18 @@ class ChatPresenter(QObject):
         else:
             tree.update(answer)
 
+    def _on_document(self, found: Attachment) -> None:
+        """More is known of a document: wherever it is, it is shown so."""
+        for chat, unsent in self._unsent.items():
+            if any(one.id == found.id for one in unsent):
+                self._unsent[chat] = tuple(found if one.id == found.id else one for one in unsent)
+        for tree in self._trees.values():
+            for message in tree.messages():
+                if any(one.id == found.id for one in message.attachments):
+                    known = tuple(found if one.id == found.id else one for one in message.attachments)
+                    (self.model if tree is self.model.tree else tree).update(replace(message, attachments=known))
+        self.attached.emit()
+
     def _on_listed(self, conversations: tuple[Conversation, ...]) -> None:
         # Chats made before the list was read are newer than the list.
         own = [self._conversation] if self._is_stored else []
@@ -450,7 +532,11 @@ class ChatPresenter(QObject):
         return not self._is_stored and not self._draft
 
     def _on_loaded(
-        self, conversation: Conversation, messages: tuple[Message, ...], unsent: tuple[Picture, ...]
+        self,
+        conversation: Conversation,
+        messages: tuple[Message, ...],
+        pictures: tuple[Picture, ...],
+        attachments: tuple[Attachment, ...],
     ) -> None:
         opens_last, self._opens_last = self._opens_last, False
         if conversation.id != self._wanted or (opens_last and not self._is_untouched):
@@ -458,7 +544,8 @@ class ChatPresenter(QObject):
         self._leave()
         known = self.list_model.conversation(conversation.id) or conversation
         tree = self._trees.get(conversation.id) or MessageTree(messages)
-        self._attached.setdefault(conversation.id, unsent)
+        self._attached.setdefault(conversation.id, pictures)
+        self._unsent.setdefault(conversation.id, attachments)
         self._show(known, tree, stored=True)
 
     def _on_imported(self, conversations: tuple[Conversation, ...]) -> None:
@@ -468,6 +555,18 @@ class ChatPresenter(QObject):
             self.list_model.put(replace(conversation, model=_here(conversation.model)))
         if conversations:
             self.open(conversations[0].id)
+
+
+def _title_without_text(attachments: Sequence[Attachment]) -> str:
+    return title_from(attachments[0].name) if attachments else translate("Chat", "Picture")
+
+
+def asked_of(lineage: Sequence[Message], room: int) -> Asked:
+    """What is asked of the documents in a chat, the last message of which is the question."""
+    questions = [message for message in lineage if message.role == "user"]
+    attached = tuple((message.id, message.attachments) for message in lineage if message.attachments)
+    last, before = questions[-1], questions[-2].content if len(questions) > 1 else ""
+    return Asked(attached, last.id, last.content, before, room)
 
 
 def _here(model: str) -> str:

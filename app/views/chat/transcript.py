@@ -36,12 +36,16 @@ class Transcript(QScrollArea):
         resent: id of a user's message, and its edited text.
         version_stepped: id of a message, and -1 or 1.
         link_activated: a link in an answer.
+        source_opened: a `Source` of an answer.
+        attachment_opened: an `Attachment` of a message.
     """
 
     acted = Signal(str, str)
     resent = Signal(str, str)
     version_stepped = Signal(str, int)
     link_activated = Signal(QUrl)
+    source_opened = Signal(object)
+    attachment_opened = Signal(object)
 
     def __init__(self, model: ConversationModel, thumbnails: Thumbnails, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -167,10 +171,12 @@ class Transcript(QScrollArea):
         if message.role == "user":
             turn = UserMessage(row, self._thumbnails, self._column)
             turn.resent.connect(lambda text: self.resent.emit(message.id, text))
+            turn.attachments.opened.connect(self.attachment_opened)
         else:
             turn = AnswerMessage(row, self._column)
             turn.acted.connect(lambda action: self.acted.emit(message.id, action))
             turn.link_activated.connect(self.link_activated)
+            turn.source_opened.connect(self.source_opened)
             turn.set_engine_down(self._engine_is_down)
         turn.version_stepped.connect(lambda step: self.version_stepped.emit(message.id, step))
         self._turns.insert(number, turn)

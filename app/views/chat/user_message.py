@@ -11,6 +11,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLay
 from app.models.conversation import MessageRow
 from app.services.thumbnails import Thumbnails
 from app.theme import scaled
+from app.views.chat.attachment_row import AttachmentRow
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
@@ -48,6 +49,8 @@ class UserMessage(QWidget):
         self._inside.setSpacing(8)
         self._pictures = PictureRow(thumbnails, self._bubble)
         self._pictures.resized.connect(self._fit)
+        self.attachments = AttachmentRow(self._bubble)
+        self._inside.addWidget(self.attachments)
         self._inside.addWidget(self._pictures)
         self._inside.addWidget(self._text)
         self._versions = VersionSwitch(self)
@@ -80,7 +83,8 @@ class UserMessage(QWidget):
         self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{escaped}</div>')
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
         self._pictures.show_pictures(row.message.pictures)
-        self._text.setVisible(self._editor is None and (bool(row.message.content) or not row.message.pictures))
+        self.attachments.show_attachments(row.message.attachments)
+        self._text.setVisible(self._editor is None and self._has_text)
         self._versions.show_version(row.version, row.versions)
         self._fit()
 
@@ -119,7 +123,7 @@ class UserMessage(QWidget):
             self._editor.deleteLater()
             self._editor = None
             self._actions.deleteLater()
-            self._text.setVisible(bool(self._row.message.content) or not self._row.message.pictures)
+            self._text.setVisible(self._has_text)
             for button in self._buttons:
                 button.show()
             self._fit()
@@ -160,9 +164,14 @@ class UserMessage(QWidget):
     def _resend(self) -> None:
         if self._editor is not None:
             text = self._editor.toPlainText()
-            if text.strip() or self._row.message.pictures:
+            if text.strip() or self._row.message.pictures or self._row.message.attachments:
                 self.stop_editing()
                 self.resent.emit(text)
+
+    @property
+    def _has_text(self) -> bool:
+        message = self._row.message
+        return bool(message.content) or not (message.pictures or message.attachments)
 
     def _copy(self) -> None:
         QGuiApplication.clipboard().setText(self._row.message.content)
@@ -186,12 +195,13 @@ class UserMessage(QWidget):
         longest = max(
             (metrics.horizontalAdvance(line[:2000]) for line in self._row.message.content.split("\n")), default=0
         )
-        width = max(min(longest + 3, room), self._pictures.widest(room))
+        width = max(min(longest + 3, room), self._pictures.widest(room), self.attachments.widest(room))
         self._fit_pictures(width)
         self._bubble.setFixedWidth(width + 2 * PADDING.width())
         self._text.setMinimumHeight(0)  # or the minimum would bound heightForWidth from below
         self._text.setFixedHeight(max(self._text.heightForWidth(width), metrics.lineSpacing()))
 
     def _fit_pictures(self, width: int) -> None:
-        if not self._pictures.isHidden():
-            self._pictures.setFixedHeight(self._pictures.heightForWidth(width))
+        for row in (self._pictures, self.attachments):
+            if not row.isHidden():
+                row.setFixedHeight(row.heightForWidth(width))

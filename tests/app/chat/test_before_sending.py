@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from PySide6.QtCore import QMimeData, QUrl
-from PySide6.QtGui import QGuiApplication, QTextCursor
+from PySide6.QtGui import QGuiApplication, QImage, QTextCursor
 from pytestqt.qtbot import QtBot
 
 from app.views.batch.template_edit import TemplateEdit
@@ -30,26 +30,25 @@ def _files(*paths: Path, text: str = "") -> QMimeData:
     return data
 
 
-def test_a_file_never_becomes_its_address(page: ChatView, tmp_path: Path) -> None:
+def test_a_file_never_becomes_its_address(page: ChatView, qtbot: QtBot, tmp_path: Path) -> None:
     notes, model = tmp_path / "notes.pdf", tmp_path / "model.gguf"
     for path in (notes, model):
         path.write_bytes(b"x")
-    given = [_files(path, text=path.as_uri()) for path in (notes, model, tmp_path, tmp_path / "gone")]
-    given.append(_files(notes, model))
+    given = [_files(path, text=path.as_uri()) for path in (notes, model, tmp_path / "gone")]
     for words in (notes.as_uri(), f"x-special/nautilus-clipboard\ncopy\n{notes.as_uri()}\n"):
         given.append(QMimeData())
         given[-1].setText(words)
     for data in given:
-        page.notice_banner.hide()
+        page.presenter.attach_documents(())
         page.composer.box.insertFromMimeData(data)
         assert page.composer.text == ""
-        assert "cannot be attached: messages to this model take text only" in page.notice_banner.text
-        assert page.notice_banner.isVisible()
-    assert page.notice_banner.text.startswith("notes.pdf cannot")
+        assert len(page.presenter.attachments) == 1
+    assert page.presenter.attachments[0].name == "notes.pdf"
     QGuiApplication.clipboard().setMimeData(_files(notes, model))
     page.composer.box.paste()
     QGuiApplication.clipboard().clear()  # Python's data must not outlive Python
-    assert page.notice_banner.text.startswith("notes.pdf and 1 more cannot")
+    assert [one.name for one in page.presenter.attachments] == ["notes.pdf", "model.gguf"]
+    qtbot.waitUntil(lambda: all(one.is_read for one in page.presenter.attachments))
     sent = QMimeData()
     sent.setText("see file:///etc/hosts, and\nhttps://example.org")
     page.composer.box.insertFromMimeData(sent)
@@ -96,7 +95,7 @@ def test_a_notice_stays_with_its_chat(page: ChatView, engine: ScriptedEngine) ->
     write(page, "Hello")
     engine.finish()
     first = page.presenter.conversation.id
-    page.attaching.choose()
+    page.attaching.give([QImage(3, 3, QImage.Format.Format_RGB32)])
     assert page.notice_banner.text.startswith("Models on this PC read text only")
     page.new_chat()
     assert not page.notice_banner.isVisible()

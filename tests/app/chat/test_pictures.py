@@ -245,12 +245,12 @@ def test_they_are_pasted_dropped_and_chosen_and_taken_away_again(page: ChatView,
     )
     with qtbot.waitSignal(page.presenter.attached):
         page.dropEvent(drop)
-    page.composer.picture_button.click()
+    page.attaching.choose()
     (dialog,) = page.findChildren(QFileDialog)
     with qtbot.waitSignal(page.presenter.attached):
         dialog.filesSelected.emit([str(file)])
     dialog.close()
-    assert len(page.presenter.pictures) == 3
+    qtbot.waitUntil(lambda: len(page.presenter.pictures) == 3)
     assert page.composer.pictures.buttons[0].accessibleName() == "Remove picture 1"
     QTest.keyClick(page.composer.pictures.buttons[0], Qt.Key.Key_Space)
     assert len(page.presenter.pictures) == 2

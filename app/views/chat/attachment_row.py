@@ -1,0 +1,242 @@
+"""Documents of a message as chips, in the chat and above the box that one writes in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from PySide6.QtCore import QEvent, QSize, Qt, Signal
+from PySide6.QtGui import QKeyEvent, QMouseEvent
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QScrollArea, QSizePolicy, QVBoxLayout, QWidget
+
+from app.icons import IconMark
+from app.services.chat_store import Attachment
+from app.theme import scaled, set_look
+from app.views.chat.icon_button import SIDE_PX, IconButton
+from app.views.chat.phrases import attachment_text
+from app.widgets.chip import ElidedLabel
+from app.widgets.flow_layout import FlowLayout
+
+WIDEST_PX, LEAST_PX = 300, 150
+GAP_PX = 8
+LARGEST_SHARE, LEAST_HEIGHT_PX = 0.27, 44
+"""Of the window's height that they may take above the box."""
+ICON_PX, ABOVE_PX = 18, 6
+BESIDE_PX = 10 + ICON_PX + GAP_PX + 8 + 2
+"""The icon, margins and frame."""
+
+
+class AttachmentRow(QWidget):
+    """Wraps into lines.
+
+    Args:
+        share: how much of one has been read; None if it is not being read.
+        removable: each has a button that takes it away, and so does Delete on it.
+
+    Signals: `removed`, with the id of one; `opened`, with one.
+    """
+
+    removed = Signal(str)
+    opened = Signal(object)
+
+    def __init__(
+        self, parent: QWidget, share: Callable[[str], float | None] = lambda _id: None, *, removable: bool = False
+    ) -> None:
+        super().__init__(parent)
+        self._share, self._removable = share, removable
+        self._where = ""
+        self._flow = FlowLayout(self, GAP_PX)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        policy.setHeightForWidth(True)
+        self.setSizePolicy(policy)
+        self.chips: list[AttachmentChip] = []
+        self.hide()
+
+    def show_attachments(self, attachments: Sequence[Attachment], where: str = "") -> None:
+        """Shows these instead; hidden without any.
+
+        Args:
+            where: the server that they go to; empty if they stay on this PC.
+        """
+        self._where = where
+        if [chip.attachment.id for chip in self.chips] != [one.id for one in attachments]:
+            self._make(attachments)
+        for chip, one in zip(self.chips, attachments, strict=True):
+            chip.show_attachment(one, self._share(one.id), where)
+        self.setVisible(bool(attachments))
+        self._flow.invalidate()
+        self.updateGeometry()
+
+    def update_one(self, attachment_id: str) -> None:
+        """Shows how much of one has been read."""
+        for chip in self.chips:
+            if chip.attachment.id == attachment_id:
+                chip.show_attachment(chip.attachment, self._share(attachment_id), self._where)
+
+    def widest(self, room: int) -> int:
+        """How wide it would like to be, at most `room`."""
+        return min(self._flow.sizeHint().width(), room) if self.chips else 0
+
+    def heightForWidth(self, width: int) -> int:
+        return self._flow.heightForWidth(width)
+
+    def hasHeightForWidth(self) -> bool:
+        return True
+
+    def sizeHint(self) -> QSize:
+        return self._flow.sizeHint()
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(0, self._flow.minimumSize().height())
+
+    def _make(self, attachments: Sequence[Attachment]) -> None:
+        while (item := self._flow.takeAt(0)) is not None:
+            widget = item.widget()
+            if widget is not None:
+                widget.hide()
+                widget.deleteLater()
+        self.chips = [AttachmentChip(one, self, removable=self._removable) for one in attachments]
+        for chip in self.chips:
+            chip.removed.connect(self.removed)
+            chip.opened.connect(self.opened)
+            self._flow.addWidget(chip)
+            chip.show()
+
+
+class AttachmentShelf(QScrollArea):
+    """A row that scrolls where it would take too much of the window."""
+
+    def __init__(self, row: AttachmentRow, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._row = row
+        self.setProperty("bare", True)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self.setWidgetResizable(True)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        policy.setHeightForWidth(True)
+        self.setSizePolicy(policy)
+        self.setWidget(row)
+        self.viewport().setAutoFillBackground(False)
+        row.setAutoFillBackground(False)
+        self.fit()
+
+    def fit(self) -> None:
+        """Takes the height of what is in it."""
+        self.setVisible(bool(self._row.chips))
+        self.updateGeometry()
+
+    def heightForWidth(self, width: int) -> int:
+        return min(self._row.heightForWidth(width), self._most)
+
+    def hasHeightForWidth(self) -> bool:
+        return True
+
+    def sizeHint(self) -> QSize:
+        hint = self._row.sizeHint()
+        return QSize(hint.width(), min(hint.height(), self._most))
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(0, LEAST_HEIGHT_PX // 2)
+
+    @property
+    def _most(self) -> int:
+        return max(int(LARGEST_SHARE * self.window().height()), scaled(LEAST_HEIGHT_PX))
+
+
+class AttachmentChip(QFrame):
+    """A name, and below it pages and tokens, how much has been read, or in a sentence why it cannot be."""
+
+    removed = Signal(str)
+    opened = Signal(object)
+
+    def __init__(self, attachment: Attachment, parent: QWidget, *, removable: bool) -> None:
+        super().__init__(parent)
+        self.attachment = attachment
+        self._removable = removable
+        self.setProperty("attachment", "sound")
+        self.setFocusPolicy(Qt.FocusPolicy.TabFocus)
+        icon = "folder" if attachment.kind == "folder" else "document"
+        self._mark = IconMark(icon, "muted", ICON_PX, self)
+        self._warning = IconMark("warning", "danger", ICON_PX, self)
+        self._name = ElidedLabel(self)
+        self._details = QLabel(self)
+        self._details.setProperty("role", "caption")
+        self._details.setWordWrap(True)
+        words = QVBoxLayout()
+        words.setSpacing(0)
+        words.addWidget(self._name)
+        words.addWidget(self._details)
+        row = QHBoxLayout(self)
+        row.setContentsMargins(10, ABOVE_PX, 8, ABOVE_PX)
+        row.setSpacing(8)
+        row.addWidget(self._mark)
+        row.addWidget(self._warning)
+        row.addLayout(words, 1)
+        self.button: IconButton | None = None
+        if removable:
+            name = self.tr("Remove {0}").format(attachment.name)
+            self.button = IconButton("close", name, lambda: self.removed.emit(self.attachment.id), self)
+            row.addWidget(self.button, 0, Qt.AlignmentFlag.AlignTop)
+        else:
+            self.setCursor(Qt.CursorShape.PointingHandCursor)
+
+    def show_attachment(self, attachment: Attachment, share: float | None, where: str) -> None:
+        """Shows what is known of it."""
+        self.attachment = attachment
+        details = attachment_text(attachment, share, where)
+        fails = bool(attachment.problem) and share is None
+        self._name.set_full_text(attachment.name)
+        self._details.setText(details)
+        self._mark.setVisible(not fails)
+        self._warning.setVisible(fails)
+        set_look(self, "attachment", "failed" if fails else "sound")
+        self.setAccessibleName(f"{attachment.name}: {details}")
+        self.setToolTip("\n".join(filter(None, (attachment.path or attachment.name, details, attachment.remark))))
+        self.updateGeometry()
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if self._removable and event.key() in (Qt.Key.Key_Delete, Qt.Key.Key_Backspace):
+            self.removed.emit(self.attachment.id)
+        elif not self._removable and event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter, Qt.Key.Key_Space):
+            self.opened.emit(self.attachment)
+        else:
+            super().keyPressEvent(event)
+
+    def mouseReleaseEvent(self, event: QMouseEvent) -> None:
+        if not self._removable and self.rect().contains(event.position().toPoint()):
+            self.opened.emit(self.attachment)
+        else:
+            super().mouseReleaseEvent(event)
+
+    def sizeHint(self) -> QSize:
+        """As wide as its words in one line, between limits; a long sentence wraps."""
+        for label in (self._name, self._details):
+            label.ensurePolished()
+        words = self._details.fontMetrics().horizontalAdvance(self._details.text()) + 4
+        wanted = max(self._name.sizeHint().width(), words) + self._beside
+        width = min(max(wanted, scaled(LEAST_PX)), scaled(WIDEST_PX))
+        return QSize(width, self.heightForWidth(width))
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(scaled(LEAST_PX) // 2, 0)
+
+    def hasHeightForWidth(self) -> bool:
+        return True
+
+    def heightForWidth(self, width: int) -> int:
+        self._details.ensurePolished()
+        metrics = self._details.fontMetrics()
+        room = max(width - self._beside, 20)
+        lines = metrics.boundingRect(0, 0, room, 10_000, Qt.TextFlag.TextWordWrap, self._details.text()).height()
+        return self._name.sizeHint().height() + max(lines, metrics.lineSpacing()) + 2 * ABOVE_PX + 2
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() in (QEvent.Type.StyleChange, QEvent.Type.FontChange):
+            self.updateGeometry()
+
+    @property
+    def _beside(self) -> int:
+        """What stands beside the words."""
+        return BESIDE_PX + (SIDE_PX + GAP_PX if self._removable else 0)
