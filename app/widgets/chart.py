@@ -32,8 +32,10 @@ from app.widgets.small_font import small_font
 
 pg.setConfigOptions(antialias=True, mouseRateLimit=0)
 
-_GraphicsView = QGraphicsView if TYPE_CHECKING else pg.GraphicsView
-"""pyqtgraph has no types."""
+if TYPE_CHECKING:  # pyqtgraph has no types
+    from PySide6.QtWidgets import QGraphicsView as _GraphicsView
+else:
+    _GraphicsView = pg.GraphicsView
 
 _TEXT_PX = 11.5
 _SAMPLE_PX = 36

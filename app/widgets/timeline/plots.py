@@ -96,7 +96,8 @@ def _outline(area: QRectF, xs: Floats, below: Floats, above: Floats) -> QPolygon
     """Of the area between two curves through the centres of columns, each a share of the height."""
     middles = (xs[:-1] + xs[1:]) / 2
     low, high = (area.bottom() - area.height() * np.clip(shares, 0.0, 1.0) for shares in (below, above))
-    return pg.functions.arrayToQPolygonF(np.concatenate((middles, middles[::-1])), np.concatenate((high, low[::-1])))
+    xs, ys = np.concatenate((middles, middles[::-1])), np.concatenate((high, low[::-1]))
+    return QPolygonF(pg.functions.arrayToQPolygonF(xs, ys))
 
 
 def _known(values: Floats) -> Floats:

@@ -348,13 +348,13 @@ class TimelineView(Chart):
         """Places a help mark to the right of each lane's name; tab order follows the lanes."""
         self._placed = [(row.lane.key, row.area.topLeft()) for row in self.rows]
         before: QWidget = self
-        left = self.viewport().x() + sizes_for(self.font()).gutter - MARK_PX - GUTTER_GAP_PX
+        left = sizes_for(self.font()).gutter - MARK_PX - GUTTER_GAP_PX
         for row in self.rows:
             lane, text = row.lane, lane_explanation(row.lane.key)
             if lane.key not in self._marks and text:
-                self._marks[lane.key] = HelpMark(lane.title, text, self)
+                self._marks[lane.key] = HelpMark(lane.title, text, self.viewport())
             if (mark := self._marks.get(lane.key)) is not None:
-                mark.move(left, round(row.area.top()) - 2 + self.viewport().y())
+                mark.move(left, round(row.area.top()) - 2)
                 mark.show()
                 QWidget.setTabOrder(before, mark)
                 before = mark
