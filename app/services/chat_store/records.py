@@ -99,6 +99,7 @@ class Source:
     is_best: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class Fold:
     """What a model gets instead of a message and all turns before it, on every path that leads through it.
 

@@ -241,7 +241,7 @@ class ChatView(Page):
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
         self.attaching = Attaching(do, self.composer, self.documents, self._tell, self)
-        self.attaching.count_with(self._counter, self._client)
+        self.attaching.count_with(self.room.counter, self._client)
         do.attached.connect(self.room.count)
         do.told.connect(self._tell)
         do.attached.connect(self._show_place)

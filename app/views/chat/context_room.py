@@ -155,7 +155,7 @@ class ContextRoom(QObject):
         """`once_agreed` does something once text may leave this PC; `send` sends what was written."""
         super().__init__(page)
         self._presenter, self._composer, self._edits = presenter, composer, edits
-        self._client, self._counter, self._settings, self._library = client, counter, settings, library
+        self._client, self.counter, self._settings, self._library = client, counter, settings, library
         self._once_agreed, self._send = once_agreed, send
         self.folding = Folding(client, presenter.queue, self._tokens_of, self)
         self.banner = banner = RoomBanner(page)
@@ -250,7 +250,7 @@ class ContextRoom(QObject):
             if not more or not is_here:
                 self._counting = ""
                 unsent = self._given_tokens(presenter.attachments)
-                self._take(used + self._counter.estimate("", more) + unsent, is_about=bool(more or unsent))
+                self._take(used + self.counter.estimate("", more) + unsent, is_about=bool(more or unsent))
                 return
         if last is not None and last.state is MessageState.STREAMING:
             return
@@ -263,7 +263,7 @@ class ContextRoom(QObject):
         if last is not None and not self._is_as_counted(last):  # what is shown is of other turns
             self._take(self._estimate([*presenter.said(), draft]), is_about=True)
         self._counting = self._chat
-        self._counter.count(self._counting, model.path, _said((*presenter.said(), draft)))
+        self.counter.count(self._counting, model.path, _said((*presenter.said(), draft)))
 
     def forget(self) -> None:
         """Another chat is on screen, and is not counted yet."""
@@ -298,7 +298,7 @@ class ContextRoom(QObject):
 
     def _estimate(self, prompt: Sequence[str]) -> int:
         path = self._client.model.path if self._client.model is not None else ""
-        return self._counter.estimate(path, _said(prompt))
+        return self.counter.estimate(path, _said(prompt))
 
     def document_room(self, texts: Sequence[str]) -> int:
         """Tokens that documents may take beside these texts and an answer."""
