@@ -318,7 +318,8 @@ class ChatDatabase:
         ask = self.connection.execute
         gone = "SELECT message_id FROM deleted_messages WHERE deleted_at < ?"
         ask(f"UPDATE messages SET content = '', reasoning = '', stats = NULL WHERE id IN ({gone})", (limit,))
-        ask(f"DELETE FROM pictures WHERE message_id IN ({gone})", (limit,))
+        for what in ("pictures", "attachments", "sources"):
+            ask(f"DELETE FROM {what} WHERE message_id IN ({gone})", (limit,))
         leaves = (
             f"DELETE FROM messages WHERE id IN ({gone}) AND NOT EXISTS "
             "(SELECT 1 FROM messages child WHERE child.conversation_id = messages.conversation_id "

@@ -181,7 +181,8 @@ def without_deleted(messages: Iterable[Message]) -> list[Message]:
         if message.deleted_at and message.id not in followed:
             continue
         followed.add(message.parent_id)
-        kept.append(replace(message, content="", reasoning="", pictures=()) if message.deleted_at else message)
+        said = replace(message, content="", reasoning="", pictures=(), attachments=(), sources=())
+        kept.append(said if message.deleted_at else message)
     return kept[::-1]
 
 
