@@ -187,6 +187,7 @@ def _first_run(services: Services) -> Page:
 
 def _chat(services: Services) -> Page:
     from app.views.chat.chat_view import ChatView
+    from app.widgets.asking import before_loading
 
     the = services
     page = ChatView(
@@ -202,6 +203,7 @@ def _chat(services: Services) -> Page:
     )
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)
+    page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.reload))
     _connect_picker(page.picker, page, services)
     page.picker.add_starter(_starter_for(page.picker, services))
     return page

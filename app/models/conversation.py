@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from PySide6.QtCore import QAbstractListModel, QModelIndex, QObject, QPersistentModelIndex, Qt
 
-from app.services.chat_store import Conversation, Message, MessageTree
+from app.services.chat_store import Conversation, Fold, Message, MessageTree
+from app.services.chat_store.records import digest_of
 from engine.common.chat import Picture
 
 ROW_ROLE = Qt.ItemDataRole.UserRole + 1
@@ -16,12 +18,41 @@ Index = QModelIndex | QPersistentModelIndex
 
 
 @dataclass(frozen=True, slots=True)
+class FoldCard:
+    """What is sent instead of the first `turns` turns.
+
+    Attributes:
+        fold: that of the row's message.
+        turns: how many turns it stands for.
+        is_open: whether these are shown below it.
+        is_outdated: whether they were changed since it was made.
+    """
+
+    fold: Fold
+    turns: int
+    is_open: bool = False
+    is_outdated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class MessageRow:
-    """One turn as shown: the message, which is version `version` of `versions`, counted from 1."""
+    """One turn as shown: the message, which is version `version` of `versions`, counted from 1.
+
+    Attributes:
+        card: set where the row is no turn: the card of the earlier ones.
+        is_folded: whether the card is sent instead of it.
+    """
 
     message: Message
     version: int = 1
     versions: int = 1
+    card: FoldCard | None = None
+    is_folded: bool = False
+
+    @property
+    def key(self) -> tuple[str, bool]:
+        """Whose row it is, whatever has become of it."""
+        return self.message.id, self.card is not None
 
 
 class ConversationModel(QAbstractListModel):
@@ -36,6 +67,7 @@ class ConversationModel(QAbstractListModel):
         """Of rows, by the ids of their messages."""
         self._pictures: tuple[Picture, ...] | None = None
         """Found when they are asked for."""
+        self._shows_folded = False
 
     @property
     def conversation(self) -> Conversation | None:
@@ -52,13 +84,17 @@ class ConversationModel(QAbstractListModel):
     @property
     def last(self) -> Message | None:
         """The end of the visible path."""
+        if self._rows and self._rows[-1].card is not None:
+            path = self._tree.path()
+            return path[-1] if path else None
         return self._rows[-1].message if self._rows else None
 
     @property
     def pictures(self) -> tuple[Picture, ...]:
-        """Those of the visible path."""
+        """Those of the visible path that are not folded."""
         if self._pictures is None:
-            self._pictures = tuple(picture for row in self._rows for picture in row.message.pictures)
+            sent = (row for row in self._rows if row.card is None and not row.is_folded)
+            self._pictures = tuple(picture for row in sent for picture in row.message.pictures)
         return self._pictures
 
     def row(self, number: int) -> MessageRow:
@@ -81,6 +117,7 @@ class ConversationModel(QAbstractListModel):
         self.beginResetModel()
         self._conversation = conversation
         self._tree = tree
+        self._shows_folded = False
         self._rows = self._visible()
         self._note_rows()
         self.endResetModel()
@@ -92,7 +129,13 @@ class ConversationModel(QAbstractListModel):
     def add(self, message: Message) -> None:
         """Put a new message on the visible path."""
         self._tree.add(message)
-        self._follow_tree()
+        self.refresh()
+
+    def add_all(self, messages: Iterable[Message]) -> None:
+        """The same for several, parents before children."""
+        for message in messages:
+            self._tree.add(message)
+        self.refresh()
 
     def update(self, message: Message) -> None:
         """Update a message's text, state and stats; its pictures stay."""
@@ -102,41 +145,61 @@ class ConversationModel(QAbstractListModel):
             self._rows[number] = replace(self._rows[number], message=self._tree[message.id])
             self.dataChanged.emit(self.index(number), self.index(number))
 
-    def choose(self, message_id: str) -> None:
-        """Show this version and the turns that follow it."""
-        self._tree.choose(message_id)
-        self._follow_tree()
+    def choose(self, message_id: str) -> list[str]:
+        """Show this version and the turns that follow it; returns the nodes of the tree that lead there."""
+        chosen = self._tree.choose(message_id)
+        self.refresh()
+        return chosen
+
+    @property
+    def shows_folded(self) -> bool:
+        return self._shows_folded
+
+    def show_folded(self, shown: bool) -> None:
+        """Show the turns that the card stands for, or the card alone."""
+        if shown != self._shows_folded:
+            self._shows_folded = shown
+            self.refresh()
 
     def row_of(self, message_id: str) -> int | None:
         """A message's row; None if it is not on the visible path."""
         return self._numbers.get(message_id)
 
     def _visible(self) -> list[MessageRow]:
-        return [MessageRow(message, *self._tree.versions(message.id)) for message in self._tree.path()]
+        at, earlier, later = self._tree.folded()
+        rows = [MessageRow(message, *self._tree.versions(message.id)) for message in later]
+        if at is None or at.fold is None:
+            return rows
+        turns = [replace(MessageRow(m, *self._tree.versions(m.id)), is_folded=True) for m in earlier]
+        outdated = bool(at.fold.summary) and at.fold.turns != digest_of(earlier)
+        card = MessageRow(at, card=FoldCard(at.fold, len(turns), self._shows_folded, outdated))
+        return [card, *(turns if self._shows_folded else ()), *rows]
 
-    def _follow_tree(self) -> None:
-        """Emit only the difference: rows that still show the same turn stay, the others are replaced."""
-        new = self._visible()
+    def refresh(self) -> None:
+        """Follow the tree.  Emits only the difference: rows that still show the same turn stay."""
+        new, old = self._visible(), self._rows
         same = 0
-        for old_row, new_row in zip(self._rows, new, strict=False):
-            if old_row.message.id != new_row.message.id:
-                break
+        while same < min(len(old), len(new)) and old[same].key == new[same].key:
             same += 1
-        if same < len(self._rows):
-            self.beginRemoveRows(QModelIndex(), same, len(self._rows) - 1)
-            del self._rows[same:]
+        end = 0
+        while end < min(len(old), len(new)) - same and old[-1 - end].key == new[-1 - end].key:
+            end += 1
+        if len(old) - end > same:
+            self.beginRemoveRows(QModelIndex(), same, len(old) - end - 1)
+            self._rows = old[:same] + old[len(old) - end :]
             self._note_rows()
             self.endRemoveRows()
-        for number in range(same):
-            if self._rows[number] != new[number]:
-                self._rows[number] = new[number]
-                self.dataChanged.emit(self.index(number), self.index(number))
-        if len(new) > same:
-            self.beginInsertRows(QModelIndex(), same, len(new) - 1)
-            self._rows.extend(new[same:])
+        if len(new) - end > same:
+            self.beginInsertRows(QModelIndex(), same, len(new) - end - 1)
+            self._rows[same:same] = new[same : len(new) - end]
             self._note_rows()
             self.endInsertRows()
+        for number, row in enumerate(new):
+            if self._rows[number] != row:
+                self._rows[number] = row
+                self.dataChanged.emit(self.index(number), self.index(number))
+        self._note_rows()
 
     def _note_rows(self) -> None:
-        self._numbers = {row.message.id: number for number, row in enumerate(self._rows)}
+        self._numbers = {row.message.id: number for number, row in enumerate(self._rows) if row.card is None}
         self._pictures = None

@@ -10,7 +10,7 @@ from enum import Enum
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
-from app.services.chat_store import AnswerStats, ChatStore, Message, MessageState
+from app.services.chat_store import AnswerStats, ChatStore, Fold, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
 from app.services.sampling_presets import THINKING_TOKENS, own_sampling
@@ -71,6 +71,15 @@ class _Turn:
 UNSEEN = "[a picture]"
 """What a model that reads text only gets of a message without any."""
 UNREAD = "[a document that could not be read]"
+NOT_SENT = "[not in this excerpt]"
+"""Stands for the question where the first turn that is sent is an answer, which most chat templates refuse."""
+_SUMMARY = "Earlier in this conversation, in short:"
+
+
+def instructions_with(system_prompt: str, fold: Fold | None) -> str:
+    """The system prompt, and the summary that stands for the earlier turns."""
+    summary = f"{_SUMMARY}\n\n{fold.summary.strip()}" if fold is not None and fold.summary.strip() else ""
+    return "\n\n".join(filter(None, (system_prompt.strip() and system_prompt, summary)))
 
 
 def prompt_of(
@@ -102,6 +111,8 @@ def prompt_of(
             reasoning = "\n\n".join(filter(None, (thought, message.reasoning)))
             turns.append((message.role, content, reasoning, (*shown, *pictures)))
         else:
+            if message.role == "assistant" and not any(role == "user" for role, *_ in turns):
+                turns.append(("user", NOT_SENT, "", ()))
             turns.append((message.role, content, message.reasoning, pictures))
     return tuple(
         ChatMessage(role, content, reasoning, parts=parts_with(content, pictures))
@@ -219,7 +230,8 @@ class AnswerQueue(QObject):
             self._waiting.remove(turn)
             turn.answer = replace(turn.answer, model=model.name)
             sampling, chat = turn.sampling or own_sampling(model), turn.answer.conversation_id
-            self._follow(turn, self._client.generate(turn.messages, sampling, chat=chat))
+            kept_for = "" if self._store.leaves_out(chat) else chat
+            self._follow(turn, self._client.generate(turn.messages, sampling, chat=kept_for))
             self._set_phase(turn, Phase(Stage.READING))
         self._report_waiting()
 

@@ -59,6 +59,12 @@ class ModelStart(QObject):
         """Loads the model at a path for now, if it is one: else the one that is loaded stays."""
         self._looking.ask(lambda: _checked(model), self._begin_load, lambda error: self._on_not_found(model, error))
 
+    def reload(self) -> None:
+        """Loads the model again, as it is set now."""
+        config = self._client.config
+        if config is not None:
+            self.open(config.model)
+
     def cancel(self) -> None:
         """Stops loading; no model is loaded then, as the one before has made room."""
         self._looking.forget()
@@ -119,6 +125,7 @@ def wanted_config(settings: Settings, model: str) -> EngineConfig:
         threads=settings.threads,
         speculation=guesses,
         kv_precision=settings.kv_precision,
+        context_tokens=settings.context_of(model),
     )
 
 

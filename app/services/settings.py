@@ -19,13 +19,15 @@ translate = QCoreApplication.translate
 ThemeChoice = Literal["system", "light", "dark"]
 ServedTo = Literal["pc", "key", "network"]
 
-T = TypeVar("T", bool, int, float, str, list[Any])
+T = TypeVar("T", bool, int, float, str, list[Any], dict[str, Any])
 
 STARTER = "starter"
 DEFAULT_FONT_PX = 14
 SAVE_DELAY_MS = 400
 DEFAULT_JOBS_AT_ONCE, MOST_JOBS_AT_ONCE = 2, 8
 DEFAULT_SERVER_PORT = 8490
+LEAST_CONTEXT = 512
+"""Tokens: less holds no conversation."""
 
 
 class Settings(QObject):
@@ -130,6 +132,16 @@ class Settings(QObject):
     @kv_precision.setter
     def kv_precision(self, value: KvPrecision) -> None:
         self.set("kv_precision", value)
+
+    def context_of(self, model: str) -> int | None:
+        """The context that a model, given by its path, is loaded with, in tokens; None is its own limit."""
+        value = self.get("context_tokens", {}).get(model)
+        return value if type(value) is int and value >= LEAST_CONTEXT else None
+
+    def set_context_of(self, model: str, tokens: int | None) -> None:
+        """Holds when the model is loaded the next time."""
+        rest = {path: value for path, value in self.get("context_tokens", {}).items() if path != model}
+        self.set("context_tokens", {**rest, model: tokens} if tokens is not None else rest)
 
     @property
     def jobs_at_once(self) -> int:

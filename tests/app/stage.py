@@ -24,7 +24,7 @@ import app.services.tuning as tuning
 import app.widgets.folder_choice as folder_choice
 from app.main import first_run_entry, page_entries
 from app.services.api_server import ServerState
-from app.services.chat_store import AnswerStats, ChatStore, Conversation, Message, MessageState, new_id
+from app.services.chat_store import AnswerStats, ChatStore, Conversation, Folder, Message, MessageState, new_id
 from app.services.engine_part import PartStage
 from app.services.formulas import formulas
 from app.services.hub import RepositoryAnswer
@@ -37,6 +37,7 @@ from app.views.batch import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
+from app.views.chat.fold_card import FoldCard
 from app.views.chat.source_row import PassageDialog
 from app.views.chat.thought import Thought
 from app.views.main_window import MainWindow
@@ -819,7 +820,111 @@ def _chat_too_long(stage: Stage) -> None:
     stage.open_conversation()
     stage.chat.attaching.give([Path("/home/somebody/report.pdf")])
     stage.chat.composer.box.setPlainText("All of it, once more, please. " * 2000)
-    stage.until(stage.chat.room_banner.isVisible)
+    stage.until(stage.chat.room.banner.isVisible)
+
+
+SUMMARY = (
+    "The user asked how a mixture of experts chooses which expert answers. The router scores every expert and keeps "
+    "the best two; a sketch in Python (choose, 4 lines) was given and accepted. Still open: how load is balanced."
+)
+
+
+def _long_conversation(stage: Stage, *, prompt_tokens: int = 6400) -> None:
+    """A chat of eight turns that fills its context."""
+    stage.open_conversation()
+    presenter = stage.chat.presenter
+    chat = presenter.conversation.id
+    for number in range(3):
+        last = presenter.model.last
+        assert last is not None
+        question = Message(new_id(), chat, last.id, "user", f"And what of point {number + 1}?", created_at=3.0 + number)
+        stats = AnswerStats("stop", prompt_tokens=prompt_tokens, generated_tokens=60, ttft_s=0.4, tokens_per_s=12.5)
+        text = f"Point {number + 1}: a router that always picks the same expert is **collapsed**: a loss prevents it."
+        answer = Message(
+            new_id(), chat, question.id, "assistant", text, created_at=3.5 + number, stats=stats, model="Starter"
+        )
+        presenter.model.add_all([question, answer])
+        stage.store.add_messages([question, answer])
+
+
+def _chat_filling(stage: Stage) -> None:
+    """A chat that will soon be too long."""
+    _long_conversation(stage, prompt_tokens=7500)
+
+
+def _chat_context(stage: Stage) -> None:
+    """The length of the context, which was changed, and what it costs."""
+    _long_conversation(stage)
+    stage.chat.room.open()
+    stage.chat.room.popover.tokens.setValue(4096)
+
+
+def _chat_folding(stage: Stage) -> None:
+    """A summary that is being written."""
+    _long_conversation(stage, prompt_tokens=7500)
+    stage.chat.room.fold()
+    stage.engine.read(40, 100)
+
+
+def _chat_folded(stage: Stage) -> None:
+    """A chat whose earlier turns are folded."""
+    _long_conversation(stage, prompt_tokens=7500)
+    turn = stage.chat.presenter.model.rows[3].message.id
+    stage.chat.edits.fold(turn, SUMMARY, "Starter")
+    stage.chat.transcript.verticalScrollBar().setValue(0)
+
+
+def _chat_folded_open(stage: Stage) -> None:
+    """The same, with the turns shown and the summary being edited."""
+    _chat_folded(stage)
+    stage.chat.presenter.model.show_folded(True)
+    card = stage.chat.transcript.turns[0]
+    assert isinstance(card, FoldCard)
+    card.start_editing()
+    stage.breathe(50)
+    stage.chat.transcript.verticalScrollBar().setValue(0)
+
+
+def _chat_full(stage: Stage) -> None:
+    """An answer that ran into the end of the context."""
+    stage.open_conversation()
+    last = stage.chat.presenter.model.last
+    assert last is not None
+    assert last.stats is not None
+    full = replace(last.stats, finish_reason="context", prompt_tokens=7900, generated_tokens=292)
+    stage.chat.presenter.model.update(replace(last, stats=full))
+
+
+def _chat_folders(stage: Stage) -> None:
+    """Folders, one of them collapsed, and a chat in one."""
+    stage.open_conversation()
+    first = stage.chat.presenter.conversation.id
+    for name, is_open in (("Work", True), ("Garden and balcony, next spring", False)):
+        folder = Folder(f"folder-{name}", name, is_open)
+        stage.chat.presenter.list_model.put_folder(folder)
+        stage.store.put_folder(folder)
+    stage.chat.folders.move([first], "folder-Work")
+    stage.chat.panel.set_current(first)
+
+
+def _chat_find(stage: Stage) -> None:
+    """A text is looked for in a chat."""
+    _long_conversation(stage)
+    stage.chat.finding.open("expert")
+    stage.until(lambda: "of" in stage.chat.find_bar.count.text())
+    stage.chat.finding.step(1)
+
+
+def _chat_scratch(stage: Stage) -> None:
+    """A chat that is never stored."""
+    stage.open_conversation()
+    stage.chat.new_scratch()
+
+
+def _chat_edit_answer(stage: Stage) -> None:
+    """An answer is edited."""
+    stage.open_conversation()
+    stage.answers()[0].start_editing()
 
 
 def _chat_loading(stage: Stage) -> None:
@@ -1069,5 +1174,15 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "settings-updates": _settings_updates,
     "licences": _licences,
     "shortcuts": _shortcuts,
+    "chat-context-filling": _chat_filling,
+    "chat-context-length": _chat_context,
+    "chat-context-full": _chat_full,
+    "chat-folding": _chat_folding,
+    "chat-folded": _chat_folded,
+    "chat-folded-open": _chat_folded_open,
+    "chat-folders": _chat_folders,
+    "chat-find": _chat_find,
+    "chat-scratch": _chat_scratch,
+    "chat-edit-answer": _chat_edit_answer,
 }
 """Each begins with the window just opened, on an empty chat."""

@@ -60,7 +60,7 @@ def test_chat_stop_edit_kill_and_restart(screen: Screen, starter: Path, switchya
         assert stopped.content.startswith(so_far)
 
         # An edit: a branch beside the old question, not in its place.
-        window.click("Edit and send again", last=True)
+        window.click("Edit the message", last=True)
         window.widget("Edit message")
         screen.press("ctrl+a")
         screen.type("What is the capital of Italy?")

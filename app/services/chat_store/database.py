@@ -15,6 +15,8 @@ from app.services.chat_store.records import (
     AnswerStats,
     Attachment,
     Conversation,
+    Fold,
+    Folder,
     Message,
     MessageState,
     Source,
@@ -35,9 +37,9 @@ from engine.common.config import SamplingParams
 PURGE_AFTER_S = 3600.0
 """How long a deleted chat can be restored; the next start after that purges it."""
 
-_LAST_MOMENT = 2.0**32
+_LEAST_MOMENT, _LAST_MOMENT = 1.0, 2.0**32
 
-CONVERSATION_COLUMNS = "id, title, pinned, created_at, updated_at, system_prompt, sampling, model, draft"
+CONVERSATION_COLUMNS = "id, title, pinned, created_at, updated_at, system_prompt, sampling, model, draft, folder_id"
 MESSAGE_COLUMNS = (
     "id, conversation_id, parent_id, role, content, state, reason, reason_code, model, created_at, stats, chosen, "
     "reasoning, reasoning_s"
@@ -47,7 +49,7 @@ _PLACES = ",".join("?" * len(MESSAGE_COLUMNS.split(",")))
 
 def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
     """A record from a row of CONVERSATION_COLUMNS."""
-    id_, title, pinned, created, updated, system_prompt, sampling, model, draft = row
+    id_, title, pinned, created, updated, system_prompt, sampling, model, draft, folder_id = row
     return Conversation(
         id=text_of(id_),
         title=text_of(title),
@@ -58,6 +60,7 @@ def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
         sampling=sampling_from_json(text_of(sampling)),
         model=text_of(model),
         draft=text_of(draft),
+        folder_id=text_of(folder_id),
     )
 
 
@@ -73,6 +76,7 @@ def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
         sampling_to_json(conversation.sampling),
         clean_text(conversation.model),
         clean_text(conversation.draft),
+        conversation.folder_id,
     )
 
 
@@ -197,7 +201,7 @@ class ChatDatabase:
         with transaction(self.connection) as c:
             for conversation, messages in whole:
                 c.execute(
-                    f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?)",
+                    f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)",
                     conversation_values(conversation),
                 )
                 for message in messages:
@@ -306,7 +310,45 @@ class ChatDatabase:
         """Remove chats whose time to be restored has passed; returns how many."""
         limit = (time.time() if now is None else now) - PURGE_AFTER_S
         with transaction(self.connection) as c:
+            self._purge_messages(limit)
             return c.execute("DELETE FROM conversations WHERE deleted_at < ?", (limit,)).rowcount
+
+    def _purge_messages(self, limit: float) -> None:
+        """Removes messages that were deleted before `limit`; of those that others follow only what they said."""
+        ask = self.connection.execute
+        gone = "SELECT message_id FROM deleted_messages WHERE deleted_at < ?"
+        ask(f"UPDATE messages SET content = '', reasoning = '', stats = NULL WHERE id IN ({gone})", (limit,))
+        for what in ("pictures", "attachments", "sources"):
+            ask(f"DELETE FROM {what} WHERE message_id IN ({gone})", (limit,))
+        leaves = (
+            f"DELETE FROM messages WHERE id IN ({gone}) AND NOT EXISTS "
+            "(SELECT 1 FROM messages child WHERE child.conversation_id = messages.conversation_id "
+            "AND child.parent_id = messages.id)"
+        )
+        while ask(leaves, (limit,)).rowcount:
+            pass
+
+    # --- folders ---
+
+    def folders(self) -> tuple[Folder, ...]:
+        """All of them, in the order they were made."""
+        rows = self.connection.execute("SELECT id, name, is_open, created_at FROM folders ORDER BY seq")
+        return tuple(folder_from_row(row) for row in rows)
+
+    def put_folder(self, folder: Folder) -> None:
+        """Add a folder, or change its name and whether it is open."""
+        with transaction(self.connection) as c:
+            c.execute(
+                "INSERT INTO folders (id, name, is_open, created_at) VALUES (?,?,?,?) "
+                "ON CONFLICT (id) DO UPDATE SET name = excluded.name, is_open = excluded.is_open",
+                (folder.id, clean_text(folder.name), int(folder.is_open), folder.created_at),
+            )
+
+    def remove_folder(self, folder_id: str) -> None:
+        """Remove a folder; its conversations stay, in none."""
+        with transaction(self.connection) as c:
+            c.execute("UPDATE conversations SET folder_id = '' WHERE folder_id = ?", (folder_id,))
+            c.execute("DELETE FROM folders WHERE id = ?", (folder_id,))
 
     # --- messages ---
 
@@ -317,12 +359,19 @@ class ChatDatabase:
         )
         pictures, attachments = self._pictures(conversation_id), self._attachments(conversation_id)
         sources = self._sources(conversation_id)
+        pictures, folds, deleted = (
+            self._pictures(conversation_id),
+            self._folds(conversation_id),
+            self._deleted(conversation_id),
+        )
         return tuple(
             dataclasses.replace(
                 each,
                 pictures=tuple(pictures.get(each.id, ())),
                 attachments=tuple(attachments.get(each.id, ())),
                 sources=sources.get(each.id, ()),
+                fold=folds.get(each.id),
+                deleted_at=deleted.get(each.id, 0.0),
             )
             for each in map(message_from_row, rows)
         )
@@ -349,6 +398,24 @@ class ChatDatabase:
         )
         return {text_of(message_id): sources_from_json(text_of(listed)) for message_id, listed in rows}
 
+    def _folds(self, conversation_id: str) -> dict[str, Fold]:
+        """By the ids of their messages."""
+        rows = self.connection.execute(
+            "SELECT message_id, summary, is_on, changed_at, model, turns FROM folds "
+            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
+            (conversation_id,),
+        )
+        return {text_of(message_id): fold_from_row(tuple(rest)) for message_id, *rest in rows}
+
+    def _deleted(self, conversation_id: str) -> dict[str, float]:
+        """When messages were deleted, by their ids."""
+        rows = self.connection.execute(
+            "SELECT message_id, deleted_at FROM deleted_messages "
+            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
+            (conversation_id,),
+        )
+        return {text_of(message_id): _moment(at) or _LEAST_MOMENT for message_id, at in rows}
+
     def _pictures(self, conversation_id: str) -> dict[str, list[Picture]]:
         """By the ids of their messages."""
         rows = self.connection.execute(
@@ -371,6 +438,10 @@ class ChatDatabase:
         self._attach("attachments", "message_id", message.id, message.attachments)
         if message.sources:
             self._insert_sources(message)
+        if message.fold is not None:
+            self._put_fold(message.id, message.fold)
+        if message.deleted_at:
+            self._put_deleted(message.id, message.deleted_at)
 
     def _insert_sources(self, message: Message) -> None:
         self.connection.execute(
@@ -391,11 +462,55 @@ class ChatDatabase:
             (attachment.id, _about(attachment), packed(attachment.parts) if attachment.parts else None),
         )
 
+    def _put_fold(self, message_id: str, fold: Fold) -> None:
+        self.connection.execute(
+            "INSERT OR REPLACE INTO folds (message_id, summary, is_on, changed_at, model, turns) VALUES (?,?,?,?,?,?)",
+            (
+                message_id,
+                clean_text(fold.summary),
+                int(fold.is_on),
+                fold.changed_at,
+                clean_text(fold.model),
+                fold.turns,
+            ),
+        )
+
+    def _put_deleted(self, message_id: str, at: float) -> None:
+        self.connection.execute(
+            "INSERT OR REPLACE INTO deleted_messages (message_id, deleted_at) VALUES (?,?)", (message_id, at)
+        )
+
+    def set_fold(self, message_id: str, fold: Fold | None) -> None:
+        """What is sent instead of a message and the turns before it; None for these themselves."""
+        with transaction(self.connection) as c:
+            if fold is None:
+                c.execute("DELETE FROM folds WHERE message_id = ?", (message_id,))
+            elif c.execute("SELECT 1 FROM messages WHERE id = ?", (message_id,)).fetchone():
+                self._put_fold(message_id, fold)
+
+    def set_message_deleted(self, message_id: str, at: float | None) -> None:
+        """Hide a message (`at` in Unix seconds), or restore it (None)."""
+        with transaction(self.connection) as c:
+            if at is None:
+                c.execute("DELETE FROM deleted_messages WHERE message_id = ?", (message_id,))
+            elif c.execute("SELECT 1 FROM messages WHERE id = ?", (message_id,)).fetchone():
+                self._put_deleted(message_id, at)
+
+    def add_messages(self, messages: Iterable[Message]) -> None:
+        """Add messages, parents before children, and put all of them on the visible path; all or none."""
+        with transaction(self.connection):
+            for message in messages:
+                self._unchoose(message.conversation_id, message.parent_id)
+                self._insert(dataclasses.replace(message, chosen=True))
+
+    def remove_messages(self, message_ids: Iterable[str]) -> None:
+        """Remove messages that nothing follows but each other."""
+        with transaction(self.connection) as c:
+            c.executemany("DELETE FROM messages WHERE id = ?", [(id_,) for id_ in message_ids])
+
     def add_message(self, message: Message) -> None:
         """Add a message and put it on the visible path."""
-        with transaction(self.connection):
-            self._unchoose(message.conversation_id, message.parent_id)
-            self._insert(dataclasses.replace(message, chosen=True))
+        self.add_messages([message])
 
     def update_message(self, message: Message) -> None:
         """Write a message's text and reasoning, state, reason and stats."""
@@ -467,6 +582,18 @@ def _attachment(about: object) -> Attachment | None:
         return attachment_from_dict(json.loads(text_of(about)))
     except (ValueError, RecursionError):
         return None
+
+
+def fold_from_row(row: tuple[Any, ...]) -> Fold:
+    """A record from (summary, is_on, changed_at, model, turns)."""
+    summary, is_on, changed_at, model, turns = row
+    return Fold(text_of(summary), bool(is_on), _moment(changed_at), text_of(model), text_of(turns))
+
+
+def folder_from_row(row: tuple[Any, ...]) -> Folder:
+    """A record from (id, name, is_open, created_at)."""
+    id_, name, is_open, created_at = row
+    return Folder(text_of(id_), text_of(name), bool(is_open), _moment(created_at))
 
 
 def _picture(media: object, data: bytes) -> Picture:

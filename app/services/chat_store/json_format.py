@@ -14,6 +14,8 @@ from app.services.chat_store.records import (
     AnswerStats,
     Attachment,
     Conversation,
+    Fold,
+    Folder,
     Message,
     MessageState,
     attachment_from_dict,
@@ -38,12 +40,13 @@ class NotAChatFileError(Exception):
     """The file holds no readable chats; the argument is a clause that says why."""
 
 
-def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]]) -> str:
-    """One JSON document of whole chats."""
+def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]], folders: Iterable[Folder] = ()) -> str:
+    """One JSON document of whole chats, and of the folders that they lie in."""
     return json.dumps(
         {
             "format": FORMAT,
             "version": VERSION,
+            "folders": [dataclasses.asdict(folder) for folder in folders],
             "conversations": [
                 {
                     **dataclasses.asdict(conversation),
@@ -91,6 +94,20 @@ def from_json(text: str) -> list[Whole]:
         raise NotAChatFileError("a conversation in it is incomplete or damaged") from error
 
 
+def folders_in(text: str) -> list[Folder]:
+    """The folders of such a document, as far as they make sense."""
+    raw = parse_json(text).get("folders")
+    found: list[Folder] = []
+    for entry in raw if isinstance(raw, list) else ():
+        try:
+            id_, name, at = _text(entry["id"]), _text(entry["name"]).strip(), _time(entry.get("created_at", 0.0))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            continue
+        if id_ and name:
+            found.append(Folder(id_, name, bool(entry.get("is_open", True)), at))
+    return found
+
+
 def _conversation(raw: dict[str, Any]) -> Whole:
     conversation = Conversation(
         id=_text(raw.get("id", "")) or new_id(),
@@ -102,6 +119,7 @@ def _conversation(raw: dict[str, Any]) -> Whole:
         sampling=sampling_from_dict(raw.get("sampling")),
         model=_text(raw.get("model", "")),
         draft=_text(raw.get("draft", "")),
+        folder_id=_text(raw.get("folder_id", "")),
     )
     return conversation, sound(_message(entry, conversation.id) for entry in raw["messages"])
 
@@ -130,6 +148,20 @@ def _message(raw: dict[str, Any], conversation_id: str) -> Message:
         pictures=tuple(map(_picture, raw.get("pictures", ()))),
         attachments=tuple(map(_attachment, raw.get("attachments", ()))),
         sources=sources_from_list(raw.get("sources", [])),
+        fold=_fold(raw.get("fold")),
+        deleted_at=max(_time(raw.get("deleted_at", 0.0)), 0.0),
+    )
+
+
+def _fold(raw: dict[str, Any] | None) -> Fold | None:
+    if raw is None:
+        return None
+    return Fold(
+        summary=_text(raw["summary"]),
+        is_on=bool(raw["is_on"]),
+        changed_at=_time(raw.get("changed_at", 0.0)),
+        model=_text(raw.get("model", "")),
+        turns=_text(raw.get("turns", "")),
     )
 
 

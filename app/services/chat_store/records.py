@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import time
@@ -99,6 +100,25 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
+class Fold:
+    """What a model gets instead of a message and all turns before it, on every path that leads through it.
+
+    Attributes:
+        summary: of these turns; empty: they are left out.
+        is_on: False once it was undone.
+        changed_at: when what is sent last changed by it.
+        model: who wrote the summary; empty for a person, or for none.
+        turns: `digest_of` the turns that it stands for, as they were then.
+    """
+
+    summary: str = ""
+    is_on: bool = True
+    changed_at: float = 0.0
+    model: str = ""
+    turns: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn, a node of its conversation's tree.
 
@@ -111,6 +131,8 @@ class Message:
         pictures: what a user's message shows; never changed after it was added.
         attachments: documents that go with a user's message.
         sources: what an answer was given to read of documents.
+        fold: what is sent instead of it and of the turns before it, if anything is.
+        deleted_at: when it was deleted, or 0; its place in the tree is kept for what follows it.
     """
 
     id: str
@@ -130,11 +152,17 @@ class Message:
     pictures: tuple[Picture, ...] = ()
     attachments: tuple[Attachment, ...] = ()
     sources: tuple[Source, ...] = ()
+    fold: Fold | None = None
+    deleted_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A conversation without its messages.  `sampling` is None for the model's own; times are Unix seconds."""
+    """A conversation without its messages.  `sampling` is None for the model's own; times are Unix seconds.
+
+    Attributes:
+        folder_id: the folder that it lies in, or empty.
+    """
 
     id: str
     title: str = ""
@@ -145,6 +173,17 @@ class Conversation:
     sampling: SamplingParams | None = None
     model: str = ""
     draft: str = ""
+    folder_id: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of conversations in the list; folders stand in the order of their names."""
+
+    id: str
+    name: str
+    is_open: bool = True
+    created_at: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +194,9 @@ class SearchHit:
     snippet: str
     message_id: str | None = None
 
+
+EDITED = "edited"
+"""The `reason_code` of an answer whose text a person has changed."""
 
 MATCH_START = "\x02"
 MATCH_END = "\x03"
@@ -169,6 +211,15 @@ def new_conversation(**fields: Any) -> Conversation:
     """A conversation created now."""
     now = time.time()
     return Conversation(id=new_id(), created_at=now, updated_at=now, **fields)
+
+
+def digest_of(messages: Iterable[Message]) -> str:
+    """Of what these turns say: another one once one of them was edited, deleted or added."""
+    whole = hashlib.blake2b(digest_size=16)
+    for message in messages:
+        content = message.content.encode("utf-8", "replace")
+        whole.update(f"{message.role} {len(content)} ".encode() + content)
+    return whole.hexdigest()
 
 
 def clean_text(text: str) -> str:

@@ -20,6 +20,8 @@ from app.services.chat_store.database import (
     MESSAGE_COLUMNS,
     ChatDatabase,
     conversation_from_row,
+    fold_from_row,
+    folder_from_row,
     message_from_row,
     text_of,
     unpacked,
@@ -29,6 +31,7 @@ from app.services.chat_store.records import (
     ROLES,
     Attachment,
     Conversation,
+    Folder,
     Message,
     MessageState,
     Source,
@@ -48,6 +51,9 @@ _SURE_CHARACTERS = 16
 
 _MESSAGE_VALUES = tuple(1 + len(MESSAGE_COLUMNS.split(",")) - newer for newer in (0, 2))
 """Columns of a message, and of one that was written before there was reasoning."""
+
+_DELETED_AT = len(CONVERSATION_COLUMNS.split(","))
+"""The column of a conversation, which stands before its folder."""
 
 _SIDE_FILES = ("-wal", "-shm")
 
@@ -104,6 +110,8 @@ def recover(path: Path) -> tuple[ChatDatabase, Recovery]:
         fresh = Path(folder) / "recovered.sqlite3"
         database = open_checked(fresh)
         try:
+            for place in salvaged.folders:
+                database.put_folder(place)
             database.add_conversations(trees)
             for conversation, _ in trees:
                 if pictures := _in_places(salvaged.shown.get(conversation.id, ())):
@@ -187,6 +195,9 @@ def _salvage(path: Path) -> _Salvaged:
             picture = Picture(media_of(data), base64.b64encode(data).decode("ascii"))
             shown.setdefault(text_of(owner), []).append((place, picture))
     attached, sources = _documents(pages)
+    folds = {text_of(row.values[1]): fold_from_row(row.values[2:]) for row in pages.rows(_is_fold) if row.is_whole}
+    gone = {text_of(row.values[1]): float(row.values[2]) for row in pages.rows(_is_deletion)}  # type: ignore[arg-type]
+    folders = {text_of(row.values[1]): folder_from_row(row.values[1:]) for row in pages.rows(_is_folder)}
     index = _Index(pages)
     # A row that an index still lists was not deleted, no matter where it is found.
     missing_conversations = index.conversations - {rowid for rowid, _ in conversation_rows}
@@ -198,7 +209,9 @@ def _salvage(path: Path) -> _Salvaged:
         elif _is_message(row.values) and row.rowid in missing_messages:
             missing_messages.discard(row.rowid)
             message_rows[row.rowid, row.values[1]] = row
-    deleted = {row.values[1] for row in conversation_rows.values() if row.values[-1] is not None} | index.deleted
+    deleted = {
+        row.values[1] for row in conversation_rows.values() if row.values[_DELETED_AT] is not None
+    } | index.deleted
     conversations = [_conversation(row) for _, row in _in_order(conversation_rows) if row.values[1] not in deleted]
     kept = {conversation.id for conversation in conversations}
     messages = [_message(row) for _, row in _in_order(message_rows) if not _was_deleted(row, kept, deleted, index)]
@@ -208,11 +221,13 @@ def _salvage(path: Path) -> _Salvaged:
             pictures=_in_places(shown.get(each.id, ())),
             attachments=_in_places(attached.get(each.id, ())),
             sources=sources.get(each.id, ()),
+            fold=folds.get(each.id),
+            deleted_at=gone.get(each.id, 0.0),
         )
         for each in messages
     ]
     known = sum(conversation not in deleted for conversation in index.messages.values())
-    return _Salvaged(conversations, messages, shown, attached, known)
+    return _Salvaged(conversations, messages, shown, attached, list(folders.values()), known)
 
 
 def _documents(pages: Pages) -> tuple[dict[str, list[tuple[int, Attachment]]], dict[str, tuple[Source, ...]]]:
@@ -267,6 +282,7 @@ class _Salvaged:
     messages: list[Message]
     shown: dict[str, list[tuple[int, Picture]]]
     attached: dict[str, list[tuple[int, Attachment]]]
+    folders: list[Folder]
     known: int
 
 
@@ -303,11 +319,35 @@ class _Index:
 
 def _is_conversation(values: tuple[Value, ...]) -> bool:
     return (
-        len(values) == 1 + len(CONVERSATION_COLUMNS.split(",")) + 1
+        len(values) in (_DELETED_AT + 1, _DELETED_AT + 2)  # without a folder, and with one
         and values[0] is None
         and all(isinstance(values[place], str | bytes) for place in (1, 2))
         and all(isinstance(values[place], int | float) for place in (3, 4, 5))
-        and isinstance(values[-1], int | float | None)
+        and isinstance(values[_DELETED_AT], int | float | None)
+    )
+
+
+def _is_fold(values: tuple[Value, ...]) -> bool:
+    return (
+        len(values) == 7
+        and values[0] is None
+        and all(isinstance(values[place], str | bytes) for place in (1, 2, 5, 6))
+        and isinstance(values[3], int)
+        and isinstance(values[4], int | float)
+    )
+
+
+def _is_deletion(values: tuple[Value, ...]) -> bool:
+    return len(values) == 3 and values[0] is None and isinstance(values[1], str) and isinstance(values[2], int | float)
+
+
+def _is_folder(values: tuple[Value, ...]) -> bool:
+    return (
+        len(values) == 5
+        and values[0] is None
+        and all(isinstance(values[place], str) for place in (1, 2))
+        and isinstance(values[3], int)
+        and isinstance(values[4], int | float)
     )
 
 
@@ -361,7 +401,8 @@ def _nearest(value: Value, allowed: Iterable[str]) -> str | None:
 
 
 def _conversation(row: Record) -> Conversation:
-    return conversation_from_row(row.values[1:-1])
+    folder_id = row.values[_DELETED_AT + 1] if len(row.values) > _DELETED_AT + 1 else ""
+    return conversation_from_row((*row.values[1:_DELETED_AT], folder_id))
 
 
 def _message(row: Record) -> Message:

@@ -168,7 +168,40 @@ _VERSION_6: Migration = (
     """,
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6)
+# Folders of chats; what is sent instead of the earlier turns of a long chat; and messages that were deleted, which
+# keep their place in the tree.
+_VERSION_7: Migration = (
+    """
+    CREATE TABLE folders (
+        seq INTEGER PRIMARY KEY,
+        id TEXT NOT NULL UNIQUE,
+        name TEXT NOT NULL,
+        is_open INTEGER NOT NULL CHECK (is_open IN (0, 1)),
+        created_at REAL NOT NULL
+    )
+    """,
+    "ALTER TABLE conversations ADD COLUMN folder_id TEXT NOT NULL DEFAULT ''",
+    """
+    CREATE TABLE folds (
+        seq INTEGER PRIMARY KEY,
+        message_id TEXT NOT NULL UNIQUE REFERENCES messages (id) ON DELETE CASCADE,
+        summary TEXT NOT NULL,
+        is_on INTEGER NOT NULL CHECK (is_on IN (0, 1)),
+        changed_at REAL NOT NULL,
+        model TEXT NOT NULL,
+        turns TEXT NOT NULL
+    )
+    """,
+    """
+    CREATE TABLE deleted_messages (
+        seq INTEGER PRIMARY KEY,
+        message_id TEXT NOT NULL UNIQUE REFERENCES messages (id) ON DELETE CASCADE,
+        deleted_at REAL NOT NULL
+    )
+    """,
+)
+
+MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7)
 """Entry n migrates a file of version n to version n + 1.  Append only."""
 
 BUSY_TIMEOUT_MS = 2000

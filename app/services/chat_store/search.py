@@ -14,6 +14,7 @@ _SNIPPET_WORDS = 12
 _AROUND = 40
 # Scripts without spaces: the index would take a whole clause for one word, so these are searched as plain text.
 _UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+_LIVING = "m.id NOT IN (SELECT message_id FROM deleted_messages)"
 _COLUMNS = ", ".join(f"c.{name}" for name in CONVERSATION_COLUMNS.split(", "))
 
 
@@ -45,7 +46,7 @@ def _matching(connection: sqlite3.Connection, words: list[str]) -> Iterator[Sear
     for *fields, message_id, snippet in connection.execute(
         f"SELECT {_COLUMNS}, m.id, snippet(messages_fts, 0, ?, ?, '…', {_SNIPPET_WORDS}) FROM messages_fts "
         "JOIN messages m ON m.seq = messages_fts.rowid JOIN conversations c ON c.id = m.conversation_id "
-        "WHERE messages_fts MATCH ? AND c.deleted_at IS NULL ORDER BY messages_fts.rank LIMIT 1000",
+        f"WHERE messages_fts MATCH ? AND c.deleted_at IS NULL AND {_LIVING} ORDER BY messages_fts.rank LIMIT 1000",
         (*marks, query),
     ):
         yield SearchHit(conversation_from_row(tuple(fields)), _one_line(snippet), message_id)
@@ -62,7 +63,7 @@ def _containing(connection: sqlite3.Connection, text: str) -> Iterator[SearchHit
         yield SearchHit(conversation, _around(conversation.title, text))
     for *fields, message_id, content in connection.execute(
         f"SELECT {_COLUMNS}, m.id, m.content FROM messages m JOIN conversations c ON c.id = m.conversation_id "
-        "WHERE m.content LIKE ? ESCAPE '\\' AND c.deleted_at IS NULL ORDER BY m.seq DESC LIMIT 1000",
+        f"WHERE m.content LIKE ? ESCAPE '\\' AND c.deleted_at IS NULL AND {_LIVING} ORDER BY m.seq DESC LIMIT 1000",
         (pattern,),
     ):
         yield SearchHit(conversation_from_row(tuple(fields)), _around(content, text), message_id)

@@ -13,7 +13,7 @@ from typing import Any
 from PySide6.QtCore import QObject, Qt, Signal, SignalInstance
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.records import Attachment, Conversation, Message
+from app.services.chat_store.records import Attachment, Conversation, Fold, Folder, Message
 from app.services.chat_store.recovery import Recovery
 from app.services.chat_store.search import search
 from app.services.chat_store.transfer import export_chats, import_chats
@@ -34,6 +34,7 @@ class ChatStore(QObject):
     """Conversations on disk.  Every call returns at once; the caller makes the records, ids included.
 
     Signals, all emitted on the store's own thread affinity:
+        foldered: tuple[Folder, ...]; always before `listed`, and after an import that brought some.
         listed: tuple[Conversation, ...], most recently used first.
         loaded: Conversation, tuple[Message, ...], parents before children, and tuple[Picture, ...] and
             tuple[Attachment, ...] that are not sent.
@@ -48,6 +49,7 @@ class ChatStore(QObject):
         notice: one sentence shown once, such as that a damaged database was recovered.
     """
 
+    foldered = Signal(object)
     listed = Signal(object)
     loaded = Signal(object, object, object, object)
     missing = Signal(str)
@@ -75,6 +77,7 @@ class ChatStore(QObject):
             on_read_only=self._on_read_only,
             retry_s=retry_s,
         )
+        self._left_out: set[str] = set()
         self.known_documents: set[str] | None = None
         """As `documents_known` told, if it has."""
         self._write(self._begin, self._on_begun)
@@ -82,7 +85,8 @@ class ChatStore(QObject):
     # --- conversations ---
 
     def list_conversations(self) -> None:
-        """Request every conversation: `listed`."""
+        """Request every folder and every conversation: `foldered`, `listed`."""
+        self._read(ChatDatabase.folders, self.foldered.emit)
         self._read(ChatDatabase.conversations, self.listed.emit)
 
     def load(self, conversation_id: str) -> None:
@@ -109,16 +113,35 @@ class ChatStore(QObject):
         """Request the conversations that contain every word of `text`: `found`."""
         self._read(lambda database: search(database.connection, text), lambda hits: self.found.emit(text, hits))
 
+    def leave_out(self, conversation_id: str) -> None:
+        """Nothing of this conversation is to be written, whatever is called; it is not there yet."""
+        self._left_out.add(conversation_id)
+
+    def leaves_out(self, conversation_id: str) -> bool:
+        """Whether nothing of a conversation is written."""
+        return conversation_id in self._left_out
+
+    def take_in(self, conversation: Conversation, messages: Sequence[Message]) -> None:
+        """Write one that was left out so far."""
+        self._left_out.discard(conversation.id)
+        self.create(conversation, messages)
+
     def create(self, conversation: Conversation, messages: Sequence[Message] = ()) -> None:
         """Add a conversation with its first messages."""
+        if self.leaves_out(conversation.id):
+            return
         self._write(lambda database: database.add_conversations([(conversation, messages)]))
 
     def change(self, conversation_id: str, **changes: Any) -> None:
         """Change only these fields of a conversation."""
+        if self.leaves_out(conversation_id):
+            return
         self._write(lambda database: database.change_conversation(conversation_id, changes))
 
     def set_unsent_pictures(self, conversation_id: str, pictures: Sequence[Picture]) -> None:
         """Keep these, and no others, for the next message of a conversation."""
+        if self.leaves_out(conversation_id):
+            return
         self._write(lambda database: database.set_unsent_pictures(conversation_id, pictures))
 
     def delete(self, conversation_id: str) -> None:
@@ -142,6 +165,8 @@ class ChatStore(QObject):
     def set_unsent_attachments(self, conversation_id: str, attachments: Sequence[Attachment]) -> None:
         """Keep these, and no others, for the next message of a conversation."""
         some = tuple(attachments)
+        if self.leaves_out(conversation_id):
+            return
         self._write(lambda database: database.set_unsent_attachments(conversation_id, some))
 
     def update_document(self, attachment: Attachment, parts: Sequence[Part] | None = None) -> None:
@@ -150,6 +175,8 @@ class ChatStore(QObject):
 
     def set_sources(self, answer: Message) -> None:
         """Write what an answer was given to read."""
+        if self.leaves_out(answer.conversation_id):
+            return
         self._write(lambda database: database.set_sources(answer))
 
     def document_parts(self, document_id: str, timeout_s: float = CLOSE_S) -> tuple[Part, ...]:
@@ -167,18 +194,50 @@ class ChatStore(QObject):
         came.wait(timeout_s)
         return found[0] if found else ()
 
+    # --- folders ---
+
+    def put_folder(self, folder: Folder) -> None:
+        """Add a folder, or change its name and whether it is open."""
+        self._write(lambda database: database.put_folder(folder))
+
+    def remove_folder(self, folder_id: str) -> None:
+        """Remove a folder; its conversations stay, in none."""
+        self._write(lambda database: database.remove_folder(folder_id))
+
     # --- messages ---
 
     def add_message(self, message: Message) -> None:
         """Add a message and put it on the visible path."""
-        self._write(lambda database: database.add_message(message))
+        self.add_messages([message])
+
+    def add_messages(self, messages: Sequence[Message]) -> None:
+        """Add messages, parents before children, and put all of them on the visible path."""
+        added = tuple(each for each in messages if not self.leaves_out(each.conversation_id))
+        self._write(lambda database: database.add_messages(added))
+
+    def remove_messages(self, message_ids: Sequence[str]) -> None:
+        """Remove messages that nothing follows but each other, for good."""
+        ids = tuple(message_ids)
+        self._write(lambda database: database.remove_messages(ids))
+
+    def set_fold(self, message_id: str, fold: Fold | None) -> None:
+        """What is sent instead of a message and the turns before it; None for these themselves."""
+        self._write(lambda database: database.set_fold(message_id, fold))
+
+    def set_message_deleted(self, message_id: str, at: float | None) -> None:
+        """Hide a message, until a later start purges it, or restore it (None)."""
+        self._write(lambda database: database.set_message_deleted(message_id, at))
 
     def update_message(self, message: Message) -> None:
         """Write a message's final text, state and stats."""
+        if self.leaves_out(message.conversation_id):
+            return
         self._write(lambda database: database.update_message(message))
 
     def save_step(self, message: Message) -> None:
         """Save an answer's progress.  A newer step replaces one that has not been written yet."""
+        if self.leaves_out(message.conversation_id):
+            return
         self._worker.submit(Job(lambda database: database.save_step(message), replaces=message.id))
 
     def choose(self, message_id: str) -> None:
@@ -194,7 +253,17 @@ class ChatStore(QObject):
 
     def import_chats(self, path: Path) -> None:
         """Add the chats of a .json or .md file: `imported` or `failed`."""
-        self._write(lambda database: import_chats(database, path), self.imported.emit)
+
+        def run(database: ChatDatabase) -> tuple[tuple[Folder, ...], tuple[Conversation, ...]]:
+            imported = import_chats(database, path)
+            return database.folders(), imported
+
+        def done(result: tuple[tuple[Folder, ...], tuple[Conversation, ...]]) -> None:
+            folders, imported = result
+            self.foldered.emit(folders)
+            self.imported.emit(imported)
+
+        self._write(run, done)
 
     # --- end ---
 

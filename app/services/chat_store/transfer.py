@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import NotAChatFileError, Whole, from_json, to_json
+from app.services.chat_store.json_format import NotAChatFileError, Whole, folders_in, from_json, to_json
 from app.services.chat_store.markdown_format import from_markdown, to_markdown
-from app.services.chat_store.records import Attachment, Conversation, Message, new_id
-from app.services.chat_store.tree import MessageTree
+from app.services.chat_store.records import Attachment, Conversation, Folder, Message, new_id
+from app.services.chat_store.tree import MessageTree, without_deleted
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
 from engine.common.foreign import read_foreign, reason
@@ -27,14 +27,15 @@ def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: 
         EngineError: the file cannot be written; an existing one is untouched.
     """
     chats = [
-        (conversation, _with_documents(database, conversation.id))
+        (conversation, without_deleted(_with_documents(database, conversation.id)))
         for id_ in conversation_ids
         if (conversation := database.conversation(id_)) is not None
     ]
     if path.suffix.lower() in (".md", ".markdown"):
         text = "\n".join(to_markdown(conversation, MessageTree(messages).path()) for conversation, messages in chats)
     else:
-        text = to_json(chats)
+        used = {conversation.folder_id for conversation, _ in chats}
+        text = to_json(chats, [folder for folder in database.folders() if folder.id in used])
     try:
         write_whole(path, text)
     except OSError as error:
@@ -74,12 +75,31 @@ def import_chats(database: ChatDatabase, path: Path) -> tuple[Conversation, ...]
         raise _not_imported(path, str(error)) from error
     except OSError as error:
         raise _not_imported(path, reason(error)) from error
-    fresh = [_as_new(database, chat) for chat in chats]
+    places = _places(database, [] if markdown else folders_in(text))
+    fresh = [_as_new(database, _placed(chat, places)) for chat in chats]
     try:
         database.add_conversations(fresh)
     except sqlite3.IntegrityError as error:
         raise _not_imported(path, "two entries in it have the same id") from error
     return tuple(conversation for conversation, _ in fresh)
+
+
+def _places(database: ChatDatabase, brought: Sequence[Folder]) -> dict[str, str]:
+    """The folder here for each folder of a file: the same, else one of that name, else a new one."""
+    known = {folder.id: folder.id for folder in database.folders()}
+    named = {folder.name: folder.id for folder in database.folders()}
+    for folder in brought:
+        if folder.id not in known:
+            if folder.name not in named:
+                database.put_folder(folder)
+                named[folder.name] = folder.id
+            known[folder.id] = named[folder.name]
+    return known
+
+
+def _placed(chat: Whole, places: Mapping[str, str]) -> Whole:
+    conversation, messages = chat
+    return replace(conversation, folder_id=places.get(conversation.folder_id, "")), messages
 
 
 def _not_imported(path: Path, why: str) -> EngineError:

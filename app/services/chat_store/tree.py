@@ -1,6 +1,9 @@
 """A conversation's tree: regenerating adds a sibling, editing adds a branch.
 
 Every node with children has exactly one chosen child; the chosen ones from the root form the visible path.
+
+A deleted message keeps its node, and what follows it stays where it is: nothing is moved or copied, so undoing it is
+exact.  It is only passed over: its place among the versions of a turn is taken by those of the next one.
 """
 
 from __future__ import annotations
@@ -8,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from app.services.chat_store.records import Message
+from app.services.chat_store.records import Fold, Message
 
 
 class MessageTree:
@@ -47,11 +50,54 @@ class MessageTree:
     def update(self, message: Message) -> None:
         """Replace a message's text, state and stats; its place stays."""
         old = self._by_id[message.id]
-        self._by_id[message.id] = replace(message, parent_id=old.parent_id)
+        self._by_id[message.id] = replace(
+            message, parent_id=old.parent_id, pictures=old.pictures, fold=old.fold, deleted_at=old.deleted_at
+        )
 
-    def choose(self, message_id: str) -> None:
-        """Show this message instead of its siblings."""
-        self._chosen[self._by_id[message_id].parent_id] = message_id
+    def set_fold(self, message_id: str, fold: Fold | None) -> None:
+        """What is sent instead of this message and the turns before it."""
+        self._by_id[message_id] = replace(self._by_id[message_id], fold=fold)
+
+    def choose(self, message_id: str) -> list[str]:
+        """Show this message instead of the other versions of its turn; returns the nodes that lead there."""
+        chosen: list[str] = []
+        at: str | None = message_id
+        while at is not None and (at == message_id or self._by_id[at].deleted_at):
+            parent = self._by_id[at].parent_id
+            self._chosen[parent] = at
+            chosen.append(at)
+            at = parent
+        return chosen[::-1]
+
+    def delete(self, message_id: str, at: float) -> list[str]:
+        """Pass over this message from now on.  Returns the nodes that were chosen because nothing follows it, which
+        lead to another version of its turn."""
+        versions = self._versions(message_id)
+        index = versions.index(message_id)
+        self._by_id[message_id] = replace(self._by_id[message_id], deleted_at=at)
+        others = versions[:index][::-1] + versions[index + 1 :]
+        if others and not self._living(message_id):
+            return self.choose(others[0])
+        return []
+
+    def restore(self, message_id: str) -> list[str]:
+        """Show a deleted message again; returns the nodes that lead there."""
+        self._by_id[message_id] = replace(self._by_id[message_id], deleted_at=0.0)
+        return self.choose(message_id)
+
+    def remove(self, message_ids: Iterable[str]) -> bool:
+        """Take messages out, parents before children; not one if others follow them: then it returns False."""
+        gone = list(message_ids)
+        if any(id_ not in self._by_id or set(self._children.get(id_, ())) - set(gone) for id_ in gone):
+            return False
+        for id_ in reversed(gone):
+            parent = self._by_id.pop(id_).parent_id
+            self._children[parent].remove(id_)
+            if self._chosen.get(parent) == id_:
+                del self._chosen[parent]
+                if self._children[parent]:
+                    self._chosen[parent] = self._children[parent][-1]
+        return True
 
     def messages(self) -> list[Message]:
         """All messages, parents before children, with the current `chosen`."""
@@ -59,12 +105,7 @@ class MessageTree:
 
     def path(self) -> list[Message]:
         """The visible path, first turn first."""
-        path: list[Message] = []
-        at: str | None = None
-        while (following := self._chosen.get(at)) is not None:
-            path.append(self._by_id[following])
-            at = following
-        return path
+        return [message for message in self.nodes_after(None) if not message.deleted_at]
 
     def leaf_id(self) -> str | None:
         """The last message of the visible path."""
@@ -73,23 +114,76 @@ class MessageTree:
 
     def lineage(self, message_id: str) -> list[Message]:
         """The path from the first turn to this message, inclusive."""
-        lineage: list[Message] = []
+        return [message for message in self.nodes_to(message_id) if not message.deleted_at]
+
+    def nodes_to(self, message_id: str) -> list[Message]:
+        """The same with those that were deleted."""
+        nodes: list[Message] = []
         at: str | None = message_id
         while at is not None:
-            lineage.append(self._by_id[at])
-            at = lineage[-1].parent_id
-        return lineage[::-1]
+            nodes.append(self._by_id[at])
+            at = nodes[-1].parent_id
+        return nodes[::-1]
+
+    def nodes_after(self, message_id: str | None) -> list[Message]:
+        """What follows this message, or nothing, on the path that is chosen from there, with what was deleted."""
+        nodes: list[Message] = []
+        at = message_id
+        while (following := self._chosen.get(at)) is not None:
+            nodes.append(self._by_id[following])
+            at = following
+        return nodes
+
+    def folded(self, message_id: str | None = None) -> tuple[Message | None, list[Message], list[Message]]:
+        """What is sent of the path to this message, or of the visible one: the message whose `fold` stands for the
+        earlier turns, if one does; those turns; and the turns that are sent as they are."""
+        nodes = self.nodes_after(None) if message_id is None else self.nodes_to(message_id)
+        at = next((n for n in range(len(nodes) - 1, -1, -1) if (fold := nodes[n].fold) and fold.is_on), -1)
+        earlier, later = ([m for m in part if not m.deleted_at] for part in (nodes[: at + 1], nodes[at + 1 :]))
+        return nodes[at] if at >= 0 else None, earlier, later
 
     def versions(self, message_id: str) -> tuple[int, int]:
         """(number of this version counted from 1, number of versions)."""
-        siblings = self._children[self._by_id[message_id].parent_id]
-        return siblings.index(message_id) + 1, len(siblings)
+        versions = self._versions(message_id)
+        return versions.index(message_id) + 1, len(versions)
 
     def sibling(self, message_id: str, offset: int) -> str | None:
         """The version `offset` places further, if there is one."""
-        siblings = self._children[self._by_id[message_id].parent_id]
-        index = siblings.index(message_id) + offset
-        return siblings[index] if 0 <= index < len(siblings) else None
+        versions = self._versions(message_id)
+        index = versions.index(message_id) + offset
+        return versions[index] if 0 <= index < len(versions) else None
+
+    def _versions(self, message_id: str) -> list[str]:
+        at = self._by_id[message_id].parent_id
+        while at is not None and self._by_id[at].deleted_at:
+            at = self._by_id[at].parent_id
+        return self._living(at)
+
+    def _living(self, parent_id: str | None) -> list[str]:
+        """What follows a message, in the place of those that were deleted what follows them."""
+        living: list[str] = []
+        waiting = self._children.get(parent_id, [])[::-1]
+        while waiting:
+            id_ = waiting.pop()
+            if self._by_id[id_].deleted_at:
+                waiting += self._children.get(id_, [])[::-1]
+            else:
+                living.append(id_)
+        return living
+
+
+def without_deleted(messages: Iterable[Message]) -> list[Message]:
+    """The same tree, in any order that has parents first, without what deleted messages said; those that nothing
+    follows are left out."""
+    kept: list[Message] = []
+    followed: set[str | None] = set()
+    for message in reversed(list(messages)):
+        if message.deleted_at and message.id not in followed:
+            continue
+        followed.add(message.parent_id)
+        said = replace(message, content="", reasoning="", pictures=(), attachments=(), sources=())
+        kept.append(said if message.deleted_at else message)
+    return kept[::-1]
 
 
 def sound(messages: Iterable[Message]) -> list[Message]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
-from PySide6.QtCore import QEvent, QSize, Qt, QTimer, QUrl, Signal
-from PySide6.QtGui import QResizeEvent
+from PySide6.QtCore import QEvent, QRect, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtGui import QResizeEvent, QTextCursor
 from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
 
 from app.models.conversation import MessageRow
@@ -14,13 +14,16 @@ from app.services.chat_store import Message, MessageState
 from app.services.chat_store.records import shown_sources
 from app.theme import scaled, use_tabular_figures
 from app.views.chat.icon_button import IconButton
-from app.views.chat.phrases import phase_text, stats_text, trouble_text
+from app.views.chat.message_editor import MessageEditor
+from app.views.chat.phrases import phase_text, ran_out, stats_text, trouble_text
 from app.views.chat.source_row import SourceRow
 from app.views.chat.thought import Thought
 from app.views.chat.version_switch import VersionSwitch
 from app.widgets.answer_text import AnswerView
+from app.widgets.answer_text.view import Match
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
+from app.widgets.quantities import SEPARATOR
 from app.widgets.wrapped_label import WrappedLabel
 
 COPIED_MS = 1500
@@ -28,13 +31,15 @@ ANSWER_PX = 680
 NARROW_PX = 440
 """Below this width the action for a failure goes under the sentence."""
 
-Action = Literal["regenerate", "branch", "continue", "restart", "stop"]
+Action = Literal["regenerate", "branch", "continue", "restart", "stop", "delete", "fold", "drop"]
 
 
 class AnswerMessage(QWidget):
-    """Signals: `acted` (an `Action`), `version_stepped` (-1 or 1), `link_activated`, `source_opened` (a `Source`)."""
+    """Signals: `acted` (an `Action`), `edited` (another text), `version_stepped` (-1 or 1), `link_activated`,
+    `source_opened` (a `Source`)."""
 
     acted = Signal(str)
+    edited = Signal(str)
     version_stepped = Signal(int)
     link_activated = Signal(QUrl)
     source_opened = Signal(object)
@@ -45,6 +50,8 @@ class AnswerMessage(QWidget):
         self._phase: Phase | None = None
         self._engine_is_down = False
         self._note_text = ""
+        self._matches: list[Match] = []
+        self._looked_for = ""
         self.thought: Thought | None = None
         """What was thought before it, if anything was."""
         self.body = AnswerView(self)
@@ -60,6 +67,9 @@ class AnswerMessage(QWidget):
         self._copy = IconButton("copy", self.tr("Copy the answer"), self._copy_text, self)
         self._again = IconButton("refresh", self.tr("Answer again"), lambda: self.acted.emit("regenerate"), self)
         self._branch = IconButton("branch", self.tr("Continue in a new chat"), lambda: self.acted.emit("branch"), self)
+        self._edit = IconButton("edit", self.tr("Edit the answer"), self.start_editing, self)
+        self._delete = IconButton("trash", self.tr("Delete the answer"), lambda: self.acted.emit("delete"), self)
+        self._editor: MessageEditor | None = None
         self._continue = QPushButton(self.tr("Continue"), self)
         self._continue.setProperty("kind", "quiet")
         self._continue.setProperty("compact", True)
@@ -68,7 +78,7 @@ class AnswerMessage(QWidget):
         below = QHBoxLayout(actions)
         below.setContentsMargins(0, 0, 0, 0)
         below.setSpacing(2)
-        for widget in (self._copy, self._again, self._branch, self._continue):
+        for widget in (self._copy, self._again, self._branch, self._edit, self._delete, self._continue):
             below.addWidget(widget)
         self._column = column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
@@ -106,11 +116,55 @@ class AnswerMessage(QWidget):
         streaming = message.state is MessageState.STREAMING
         self._show_thought(message)
         self.body.show_growing(message.content, grows=streaming)
-        self.body.setVisible(bool(message.content))
+        self.body.setVisible(bool(message.content) and self._editor is None)
         self.sources.show_sources(() if streaming or not message.content else shown_sources(message))
         if not streaming:
             self._phase = None
         self._refresh()
+
+    @property
+    def editor(self) -> MessageEditor | None:
+        return self._editor
+
+    def start_editing(self) -> None:
+        """Turn the answer into an editor with its source."""
+        if self._editor is None:
+            editor = self._editor = MessageEditor(self._row.message.content, self.tr("Edit the answer"), self)
+            editor.saved.connect(self._on_saved)
+            editor.cancelled.connect(self.stop_editing)
+            self.body.hide()
+            self._column.insertWidget(self._column.indexOf(self.body), editor)
+            editor.box.setFocus()
+
+    def stop_editing(self) -> None:
+        """Show the unchanged answer again."""
+        if self._editor is not None:
+            self._editor.hide()
+            self._editor.deleteLater()
+            self._editor = None
+            self.set_row(self._row)
+            self._edit.setFocus()
+
+    def _on_saved(self, text: str) -> None:
+        self.stop_editing()
+        self.edited.emit(text)
+
+    def find_text(self, text: str) -> int:
+        """See `Findable`; what was thought is not searched."""
+        self._matches = self.body.find_matches(text) if text or self._matches else []
+        self._looked_for = text
+        return len(self._matches)
+
+    def show_match(self, number: int | None) -> QRect:
+        """See `Findable`."""
+        if number is None:
+            self.body.find_matches(self._looked_for)
+            return self.rect()
+        self.body.show_match(number)
+        cursor = QTextCursor(self.body.document())
+        cursor.setPosition(self._matches[number].start)
+        place = self.body.cursorRect(cursor)
+        return QRect(self.body.viewport().mapTo(self, place.topLeft()), place.size())
 
     def set_phase(self, phase: Phase | None) -> None:
         """Show what the answer is waiting for or doing."""
@@ -153,11 +207,16 @@ class AnswerMessage(QWidget):
         self._note_again.clicked.connect(lambda: self.acted.emit("regenerate"))
         self._note_continue = QPushButton(self.tr("Continue"), note)
         self._note_continue.clicked.connect(lambda: self.acted.emit("continue"))
+        self._note_fold = QPushButton(self.tr("Fold earlier turns"), note)
+        self._note_fold.setToolTip(self.tr("The model summarises them, and reads the summary instead."))
+        self._note_fold.clicked.connect(lambda: self.acted.emit("fold"))
+        self._note_drop = QPushButton(self.tr("Leave out the oldest"), note)
+        self._note_drop.clicked.connect(lambda: self.acted.emit("drop"))
         self._note_row = row = QBoxLayout(QBoxLayout.Direction.LeftToRight, note)
         row.setContentsMargins(12, 8, 8, 8)
         row.setSpacing(8)
         row.addWidget(self._note_label, 1)
-        for button in (self._restart, self._note_continue, self._note_again):
+        for button in (self._restart, self._note_fold, self._note_drop, self._note_continue, self._note_again):
             row.addWidget(button, 0, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         return note
 
@@ -183,20 +242,27 @@ class AnswerMessage(QWidget):
         self._note.setVisible(bool(self._note_text))
         self._note_label.setText(self._note_text)
         self._restart.setVisible(self._engine_is_down)
-        self._note_again.setVisible(not self._engine_is_down)
-        self._note_continue.setVisible(not self._engine_is_down and bool(message.content))
+        is_full = ran_out(message)
+        self._note_fold.setVisible(is_full)
+        self._note_drop.setVisible(is_full)
+        self._note_again.setVisible(not self._engine_is_down and not is_full)
+        self._note_continue.setVisible(not self._engine_is_down and bool(message.content) and not is_full)
         self._versions.show_version(self._row.version, self._row.versions)
         if streaming:
             self._figures.set_full_text("" if self._phase is None or waits_for_engine else phase_text(self._phase))
         else:
-            self._figures.set_full_text(stats_text(message))
+            unsent = self.tr("folded, not sent") if self._row.is_folded else ""
+            self._figures.set_full_text(SEPARATOR.join(filter(None, (stats_text(message), unsent))))
         self._figures.setVisible(bool(self._figures.full_text))
         ended = not streaming and bool(message.content)
         self._copy.setVisible(ended)
         self._branch.setVisible(ended)
-        self._again.setVisible(not streaming and not self._note_text)
+        self._edit.setVisible(ended)
+        self._delete.setVisible(not streaming)
+        self._again.setVisible(not streaming and (is_full or not self._note_text))
         limit = message.stats is not None and message.stats.finish_reason == "length"
-        self._continue.setVisible(bool(message.content) and (limit or message.reason_code == CANCELLED))
+        is_cut = limit or is_full or message.reason_code == CANCELLED
+        self._continue.setVisible(bool(message.content) and is_cut)
 
     def _copy_text(self) -> None:
         self.body.copy_all()

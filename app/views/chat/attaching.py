@@ -15,7 +15,7 @@ from app.services.pictures import Pictures, Prepared, Source, is_picture, too_ma
 from app.services.token_counter import TokenCounter
 from app.views.chat.composer import Composer
 from app.views.chat.file_dialogs import ask_attachments
-from app.views.chat.phrases import text_only_text
+from app.views.chat.phrases import no_documents_text, text_only_text
 from app.views.chat.presenter import ChatPresenter
 from engine.remote.endpoint import called
 from engine.remote.picture_files import MOST_PICTURES
@@ -82,7 +82,9 @@ class Attaching(QObject):
         """Attaches what can be; says what else there was."""
         paths = [source for source in sources if isinstance(source, Path) and not is_picture(source)]
         pictures = [source for source in sources if is_picture(source)]
-        if paths:
+        if paths and self._presenter.is_scratch:
+            self._tell(no_documents_text())
+        elif paths:
             self._attach(paths)
         if pictures and not self._presenter.reads_pictures:
             self._tell(text_only_text(self._presenter.remote))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
 from PySide6.QtGui import (
@@ -19,8 +19,8 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, 
 from app.models.conversation_list import ConversationListModel, Group
 from app.services.answer_queue import AnswerQueue
 from app.services.background import LatestTask
-from app.services.chat_store import Attachment, ChatStore, Conversation, MessageState, SearchHit, Source
-from app.services.documents import Documents, given_tokens
+from app.services.chat_store import Attachment, ChatStore, Conversation, SearchHit, Source
+from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
@@ -34,19 +34,16 @@ from app.views.chat.attaching import Attaching
 from app.views.chat.batch_hint import BatchHint
 from app.views.chat.close_guard import UnsavedTextGuard
 from app.views.chat.composer import Composer
+from app.views.chat.context_room import ContextRoom
 from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
 from app.views.chat.file_dialogs import ask_export_path, ask_import_path
+from app.views.chat.find_bar import FindBar, FindInChat
+from app.views.chat.folders import Folders
+from app.views.chat.message_edits import MessageEdits
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import (
-    gone_text,
-    leaves_text,
-    not_taken_text,
-    too_long_text,
-    translate,
-    unseen_text,
-)
-from app.views.chat.presenter import ROOM_UNKNOWN, ChatPresenter
+from app.views.chat.phrases import found_words, gone_text, leaves_text, not_taken_text, translate, unseen_text
+from app.views.chat.presenter import ChatPresenter
 from app.views.chat.source_row import PassageDialog
 from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
@@ -74,10 +71,11 @@ _IMPORT_AFTER_MS = 150
 class ChatView(Page):
     """Gets its services from outside; all its state is in the store or on its way there.
 
-    Signals: `restart_wanted`: restart the engine.
+    Signals: `restart_wanted`: restart the engine; `reload_wanted`: load the model again, as it is set now.
     """
 
     restart_wanted = Signal()
+    reload_wanted = Signal()
 
     def __init__(
         self,
@@ -97,13 +95,10 @@ class ChatView(Page):
         self._store = store
         self._library = library
         self._endpoints = endpoints
-        list_model = ConversationListModel(_group_title, translate("Chat", "New chat"))
+        list_model = ConversationListModel(_group_title, translate("Chat", "New chat"), is_scratch=store.leaves_out)
         list_model.setParent(self)
         self.presenter = ChatPresenter(client, store, settings, answers, endpoints, documents, list_model, self)
-        self.presenter.document_room = self._document_room
         self.documents = documents
-        self._counter = counter
-        self._counter.counted.connect(self._on_counted)
         self.title_bar = TitleBar(client, library, self)
         self.picker = ModelPicker(client, settings, library, speeds, endpoints, self)
         self.panel = ConversationPanel(list_model, self)
@@ -118,11 +113,26 @@ class ChatView(Page):
         self.notice_banner.add_action(self.tr("Dismiss"), self._dismiss, kind="quiet")
         self._told: dict[str, str] = {}
         """By chat: a notice about it alone, shown as long as the chat is on screen."""
-        self._send_anyway: Callable[[], object] = self.composer.setFocus
-        self._edited: str | None = None
-        self.room_banner = Banner("warning", self)
-        self._to_new_chat = self.room_banner.add_action(self.tr("Ask in a new chat"), self._ask_in_new_chat)
-        self.room_banner.add_action(self.tr("Send anyway"), self._try_anyway, kind="quiet")
+        self.folders = Folders(self, self.presenter, store, list_model)
+        self.find_bar = FindBar(self)
+        self.finding = FindInChat(self.find_bar, self.presenter.model, self.transcript)
+        self.scratch_banner = Banner("info", self)
+        self.scratch_banner.add_action(self.tr("Keep this chat"), self.presenter.keep_scratch)
+        self.scratch_banner.add_action(self.tr("Close for good"), self._close_scratch, kind="quiet")
+        self.edits = MessageEdits(self.presenter, store, self)
+        self.room = ContextRoom(
+            self,
+            self.presenter,
+            self.composer,
+            self.edits,
+            client,
+            counter,
+            settings,
+            library,
+            self._once_agreed,
+            self._send_now,
+        )
+        self.presenter.document_room = self.room.document_room
         self._pages = QStackedWidget(self)
         self.toast = Toast(self)
         self.setAcceptDrops(True)
@@ -164,7 +174,7 @@ class ChatView(Page):
         right = QVBoxLayout(self._beside)
         right.setContentsMargins(0, 0, 0, 0)
         right.setSpacing(0)
-        for widget in (self.trouble_banner, self.notice_banner):
+        for widget in (self.trouble_banner, self.notice_banner, self.scratch_banner, self.find_bar):
             right.addWidget(widget)
         right.addWidget(self._pages, 1)
         toast_row = QHBoxLayout()
@@ -177,7 +187,7 @@ class ChatView(Page):
         hint_row.setContentsMargins(24, 0, 24, 0)
         hint_row.addWidget(self.batch_hint)
         right.addLayout(hint_row)
-        right.addWidget(self.room_banner)
+        right.addWidget(self.room.banner)
         right.addLayout(box_row)
         right.addLayout(note_row)
         below = QHBoxLayout()
@@ -203,6 +213,14 @@ class ChatView(Page):
         self._endpoints.changed.connect(self._show_place)
         panel.opened.connect(self._open)
         panel.searched.connect(self._search)
+        panel.scratch_wanted.connect(self.new_scratch)
+        panel.folder_wanted.connect(self.folders.make)
+        panel.folder_renamed.connect(self.folders.rename)
+        panel.folder_toggled.connect(self.folders.toggle)
+        panel.folder_deleted.connect(self.folders.delete)
+        panel.moved.connect(self.folders.move)
+        self.folders.made.connect(panel.rename_folder)
+        self.folders.done.connect(self._tell_undo)
         panel.renamed.connect(do.rename)
         panel.pin_wanted.connect(do.set_pinned)
         panel.delete_wanted.connect(do.delete)
@@ -210,6 +228,9 @@ class ChatView(Page):
         panel.import_wanted.connect(self._import)
         self.transcript.acted.connect(self._act)
         self.transcript.resent.connect(self._resend)
+        self.transcript.edited.connect(self.edits.edit)
+        self.transcript.rewritten.connect(self.edits.rewrite)
+        self.transcript.fold_acted.connect(self._act_on_fold)
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
         self.transcript.source_opened.connect(self._open_source)
@@ -220,8 +241,8 @@ class ChatView(Page):
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
         self.attaching = Attaching(do, self.composer, self.documents, self._tell, self)
-        self.attaching.count_with(self._counter, self._client)
-        do.attached.connect(self._count)
+        self.attaching.count_with(self.room.counter, self._client)
+        do.attached.connect(self.room.count)
         do.told.connect(self._tell)
         do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
@@ -229,6 +250,12 @@ class ChatView(Page):
         do.shown.connect(self._on_shown)
         do.changed.connect(self._on_changed)
         do.deleted.connect(self._on_deleted)
+        self.edits.done.connect(self._tell_undo)
+        self.edits.refused.connect(self.toast.show_text)
+        self.room.reload_wanted.connect(self.reload_wanted)
+        self.room.told.connect(self.notice_banner.show_text)
+        self.room.to_new_chat.connect(self._ask_in_new_chat)
+        self.room.shown.connect(lambda on: self._box_row.setContentsMargins(24, 8 if on else 0, 24, 0))
         do.queue.phase_changed.connect(self.transcript.set_phase)
         do.model.modelReset.connect(self._show_turns)
         do.model.dataChanged.connect(self._on_turn_changed)
@@ -252,12 +279,15 @@ class ChatView(Page):
         standard = QKeySequence.StandardKey
         for keys, words, do in (
             (QKeySequence(standard.New), self.tr("New chat"), self.new_chat),
-            (QKeySequence(standard.Find), "", self.search),
+            (QKeySequence(standard.Find), self.tr("Find in this chat"), self.find_in_chat),
+            (QKeySequence("F3"), self.tr("Next match"), lambda: self._step_match(1)),
+            (QKeySequence("Shift+F3"), self.tr("Previous match"), lambda: self._step_match(-1)),
+            (QKeySequence("Ctrl+Shift+N"), self.tr("New scratch chat, which is never stored"), self.new_scratch),
             (QKeySequence("Ctrl+K"), self.tr("Search chats"), self.search),
             (QKeySequence("Ctrl+M"), self.tr("Choose the model"), self.choose_model),
             (QKeySequence("F2"), self.tr("Rename chat"), self.rename),
             (QKeySequence("Esc"), self.tr("Stop the answer"), self._escape),
-            (QKeySequence(standard.Undo), self.tr("Restore the deleted chat"), self._undo),
+            (QKeySequence(standard.Undo), self.tr("Undo the last deletion or change of a chat"), self._undo),
             (QKeySequence("Ctrl+PgUp"), self.tr("Previous chat"), lambda: self.presenter.step(-1)),
             (QKeySequence("Ctrl+PgDown"), self.tr("Next chat"), lambda: self.presenter.step(1)),
             (QKeySequence("Ctrl+Shift+A"), self.tr("Attach files"), self.attaching.choose),
@@ -300,6 +330,28 @@ class ChatView(Page):
         self.presenter.new_chat()
         self.composer.setFocus()
 
+    def new_scratch(self) -> None:
+        """Start a chat that is never stored."""
+        self._show_chats(False)
+        self.panel.search.clear()
+        self.presenter.new_scratch()
+        self.composer.setFocus()
+
+    def _close_scratch(self) -> None:
+        self.presenter.delete(self.presenter.conversation.id)
+        self.composer.setFocus()
+
+    def find_in_chat(self) -> None:
+        """Find a text in the chat on screen."""
+        self._show_chats(False)
+        self.finding.open()
+
+    def _step_match(self, offset: int) -> None:
+        if self.finding.is_open:
+            self.finding.step(offset)
+        else:
+            self.find_in_chat()
+
     def rename(self) -> None:
         """Edit the title of the current chat."""
         self.presenter.keep()
@@ -334,6 +386,7 @@ class ChatView(Page):
     def close_down(self) -> None:
         """Save everything that is only in memory; called before the window closes."""
         self.presenter.flush()
+        self.room.close()
         self.attaching.close()
         self._thumbnails.close()
         self._importing.close()
@@ -376,61 +429,17 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def _resend(self, message_id: str, text: str) -> None:
-        self._once_it_fits((*self._before(message_id), text), lambda: self.presenter.resend(message_id, text), text)
+        after = self.presenter.model.tree[message_id].parent_id or ""
+        self.room.once_it_fits(lambda: self.presenter.resend(message_id, text), after=after, more=text, edited=text)
         self.composer.setFocus()  # the box that had the focus is gone
 
     def _send(self, text: str) -> None:
-        self._once_it_fits((*self._said(), text), lambda: self._send_now(text))
+        self.room.once_it_fits(lambda: self._send_now(text), more=text)
 
     def _send_now(self, text: str) -> None:
         if self.presenter.send(text):
             self.composer.set_text("")
             self.transcript.jump_to_end()
-
-    def _said(self) -> list[str]:
-        return [row.message.content for row in self.presenter.model.rows]
-
-    def _before(self, message_id: str) -> list[str]:
-        return [message.content for message in self.presenter.model.tree.lineage(message_id)[:-1]]
-
-    def _once_it_fits(self, prompt: Sequence[str], do: Callable[[], object], edited: str | None = None) -> None:
-        """Does it if the context has room for the prompt, or when people say that it is to be tried nevertheless."""
-        if self._has_room(self._estimate(prompt), lambda: self._once_agreed(do), edited):
-            self._once_agreed(do)
-
-    def _estimate(self, prompt: Sequence[str]) -> int:
-        path = self._client.model.path if self._client.model is not None else ""
-        return self._counter.estimate(path, self._texts(prompt))
-
-    def _texts(self, prompt: Sequence[str]) -> list[str]:
-        return [text for text in (self.presenter.conversation.system_prompt, *prompt) if text.strip()]
-
-    def _has_room(self, used: int | None, do: Callable[[], object], edited: str | None = None) -> bool:
-        """Says it if the context has no room for a prompt; `do` sends it nevertheless.  The prompt ends in an `edited`
-        message, or in what the composer holds."""
-        limit, self._send_anyway, self._edited = self._limit, do, edited
-        if used is None or limit is None or used < limit:
-            self._box_row.setContentsMargins(24, 0, 24, 0)
-            self.room_banner.hide()
-            return True
-        self._box_row.setContentsMargins(24, 8, 24, 0)
-        fits_alone = self._estimate([self.composer.text if edited is None else edited]) < limit
-        self._to_new_chat.setVisible(fits_alone)
-        self.room_banner.show_text(too_long_text(used, limit, is_chat=fits_alone))
-        return False
-
-    def _ask_in_new_chat(self) -> None:
-        text = self.composer.text if self._edited is None else self._edited
-        if self._edited is None:  # it moves; a draft beside an edited message stays
-            self.composer.set_text("")
-            self.presenter.set_draft("")
-        self.new_chat()
-        self.composer.box.setPlainText(text)
-
-    def _try_anyway(self) -> None:
-        self.room_banner.hide()
-        self._send_anyway()
-        self.composer.setFocus()
 
     def _once_agreed(self, do: Callable[[], object]) -> None:
         """Does it at once, or, where text would leave this PC for the first time to there, when people agree."""
@@ -459,18 +468,39 @@ class ChatView(Page):
 
     def _open(self, conversation_id: str, message_id: str) -> None:
         self._show_chats(False)
-        self._wanted_message = message_id
+        is_here = self.presenter.conversation.id == conversation_id
+        self._wanted_message, self._wanted_conversation = message_id, conversation_id
         self.presenter.open(conversation_id, message_id or None)
-        if message_id and self.presenter.conversation.id == conversation_id:
-            self.transcript.show_message(message_id)
+        if message_id and is_here:
+            self._wanted_message = ""
+            self._show_hit(message_id)
+
+    def _show_hit(self, message_id: str) -> None:
+        """Scrolls to a message that a search found, and marks what was found there."""
+        words = found_words(self.presenter.list_model.snippet_of(message_id))
+        self.transcript.show_message(message_id)
+        if words:
+            self.finding.open(words, message_id)
 
     _wanted_message = ""
+    _wanted_conversation = ""
 
     def _act(self, message_id: str, action: str) -> None:
-        if action == "restart":
-            self.restart_wanted.emit()
+        others = {"restart": self.restart_wanted.emit, "fold": self.room.fold, "drop": self.room.drop}
+        if action == "delete":
+            self.edits.delete(message_id)
+        elif action in others:
+            others[action]()
         else:
             self._act_on(message_id, action)
+
+    def _act_on_fold(self, message_id: str, action: str) -> None:
+        if action == "unfold":
+            self.edits.unfold(message_id)
+        elif action == "again":
+            self.room.fold_again(message_id)
+        else:
+            self.presenter.model.show_folded(action == "show")
 
     def _act_on(self, message_id: str, action: str) -> None:
         do = self.presenter
@@ -483,18 +513,21 @@ class ChatView(Page):
         if action == "branch":  # which asks nobody
             act_and_show()
         else:
-            prompt = self._said() if action == "continue" else self._before(message_id)
-            self._once_it_fits(prompt, act_and_show)
+            asked = message_id if action == "continue" else self.presenter.model.tree[message_id].parent_id or ""
+            self.room.once_it_fits(act_and_show, after=asked, more="")
 
     def _escape(self) -> None:
         if self._shows_chats and not self._beside.isVisible():
             self._show_chats(False)
             self.composer.setFocus()
+        elif self.finding.is_open:
+            self.finding.close()
+            self.composer.setFocus()
         elif not self.presenter.stop():
             self.composer.setFocus()
 
     def _undo(self) -> None:
-        if self.presenter.undo_delete():
+        if self.presenter.undo():
             self.toast.hide()
 
     def _search(self, text: str) -> None:
@@ -546,24 +579,32 @@ class ChatView(Page):
         self.notice_banner.hide()
 
     def _on_shown(self, conversation: Conversation) -> None:
-        self.room_banner.hide()  # until this chat is counted
+        self.room.forget()  # until this chat is counted
         self._show_told()
+        if self.presenter.is_scratch:
+            words = self.tr("Scratch chat: nothing of it is stored, and it is gone once it is closed.")
+            self.scratch_banner.show_text(words)
+        else:
+            self.scratch_banner.hide()
+        if self._wanted_conversation != conversation.id:
+            self.finding.close()
         self._on_changed(conversation)
         self.composer.show_conversation(conversation, with_draft=True)
         self.attaching.show()
         self.panel.set_current(conversation.id)
         for turn in self.transcript.turns:
             self.transcript.set_phase(turn.message_id, self.presenter.queue.phase(turn.message_id))
-        self._count()
+        self.room.count()
         if self._wanted_message:
             message_id, self._wanted_message = self._wanted_message, ""
-            self.transcript.show_message(message_id)
+            self._show_hit(message_id)
 
     def _on_changed(self, conversation: Conversation) -> None:
-        self.title_bar.set_title(conversation.title or translate("Chat", "New chat"))
+        untitled = translate("Chat", "Scratch chat") if self.presenter.is_scratch else translate("Chat", "New chat")
+        self.title_bar.set_title(conversation.title or untitled)
         self.composer.show_conversation(conversation, with_draft=False)
         self._show_place()
-        self._count()
+        self.room.count()
 
     def _show_place(self) -> None:
         """Who answers in this chat, and so where its text goes."""
@@ -592,7 +633,17 @@ class ChatView(Page):
 
         return f"{leaves_text(remote.endpoint)} {not_taken_text(not_taken(sampling, remote.endpoint.found))}".strip()
 
+    def _tell_undo(self, words: str) -> None:
+        self.toast.show_text(words, self.tr("Undo  Ctrl+Z"), self._undo)
+
+    def _ask_in_new_chat(self, text: str) -> None:
+        self.new_chat()
+        self.composer.box.setPlainText(text)
+
     def _on_deleted(self, conversation: Conversation) -> None:
+        if self._store.leaves_out(conversation.id):
+            self.toast.show_text(self.tr("The scratch chat is gone."))
+            return
         title = conversation.title or translate("Chat", "New chat")
         short = title if len(title) <= 40 else title[:39] + "…"
         self.toast.show_text(self.tr("“{0}” was deleted.").format(short), self.tr("Undo  Ctrl+Z"), self._undo)
@@ -604,16 +655,16 @@ class ChatView(Page):
     def _on_turns(self) -> None:
         self._show_turns()
         self._show_place()  # which says what becomes of pictures
-        self._count()
+        self.room.count()
 
     def _on_turn_changed(self) -> None:
         """Often, while an answer is written: what a long chat takes time for is for `_on_turns`."""
         self.composer.set_answering(self.presenter.answering_id is not None)
-        self._count()
+        self.room.count()
 
     def _on_edited(self, text: str) -> None:
         self.presenter.set_draft(text)
-        self._count()
+        self.room.count()
 
     def _on_found(self, text: str, hits: tuple[SearchHit, ...]) -> None:
         if text == self.panel.search.text().strip():
@@ -631,13 +682,13 @@ class ChatView(Page):
             self._show_strip()
         self.transcript.set_engine_down(state is EngineState.DIED)
         self._show_hint()
-        self._count()
+        self.room.count()
 
     def _on_model(self, model: ModelInfo) -> None:
         if model.template_note:
             self.notice_banner.show_text(model.template_note)
         self._show_hint()
-        self._count()
+        self.room.count()
         if not self.presenter.is_elsewhere:
             self.composer.set_model(model)
 
@@ -657,69 +708,6 @@ class ChatView(Page):
         self.empty.set_hint(hint, offer_models=model is None and state is EngineState.READY)
         self.model_note.setVisible(model is not None and model.name.casefold() == STARTER)
 
-    # --- the context meter ---
-
-    def _count(self) -> None:
-        """Exact right after an answer; estimated here while there is text that the engine has not counted."""
-        is_here, model, draft = not self.presenter.is_elsewhere, self._client.model, self.composer.text
-        last = self.presenter.model.last
-        if last is not None and last.stats is not None and last.stats.prompt_tokens:
-            used, more = last.stats.prompt_tokens + last.stats.generated_tokens, [draft] if draft.strip() else []
-            if not more or not is_here:
-                self._counting = ""
-                unsent = self._given_tokens(self.presenter.attachments)
-                self._show_used(used + self._counter.estimate("", more) + unsent, about=bool(more or unsent))
-                return
-        if not is_here or model is None:
-            self._show_used(None, about=True)
-            return
-        if last is not None and last.state is MessageState.STREAMING:
-            return
-        self._counting = self.presenter.conversation.id
-        self._counter.count(self._counting, model.path, self._texts((*self._said(), draft)))
-
-    @property
-    def _limit(self) -> int | None:
-        """The context of who answers, in tokens, if it is known."""
-        if self.presenter.is_elsewhere:
-            return self._context_of(self.presenter.remote)
-        return self._client.model.context_tokens if self._client.model is not None else None
-
-    def _document_room(self, texts: Sequence[str]) -> int:
-        """Tokens that documents may take beside these texts and an answer."""
-        limit = self._limit
-        if limit is None:
-            return ROOM_UNKNOWN
-        answer = min(ANSWER_TOKENS, limit // 4)
-        return max(limit - int(1.1 * self._estimate(texts)) - answer, 0)
-
-    def _given_tokens(self, attachments: Sequence[Attachment]) -> int:
-        """About how many tokens of these documents an answer would be given to read."""
-        some = [one for one in attachments if one.characters]
-        return given_tokens(some, self._document_room((*self._said(), self.composer.text))) if some else 0
-
-    def _show_used(self, used: int | None, *, about: bool) -> None:
-        self.composer.set_context(used, self._limit, about=about)
-        if used is not None and self.presenter.has_documents:  # which take what room there is, and not more
-            used = self._estimate((*self._said(), self.composer.text))
-        self._has_room(used, lambda: self._once_agreed(lambda: self._send_now(self.composer.text)))
-
-    def _context_of(self, remote: RemoteModel | None) -> int | None:
-        """The longest context of a server's model, if it says so."""
-        if remote is None:
-            return None
-        found = remote.endpoint.found
-        return dict(zip(found.models, found.contexts, strict=False)).get(remote.model) or None
-
-    _counting = ""
-
-    def _on_counted(self, key: str, tokens: int) -> None:
-        model = self._client.model
-        if model is not None and key == self._counting and not self.presenter.is_elsewhere:
-            attached = [one for row in self.presenter.model.rows for one in row.message.attachments]
-            tokens += self._given_tokens((*attached, *self.presenter.attachments))
-            self._show_used(tokens, about=tokens > 0)
-
     def _set_widths(self) -> None:
         width = scaled(COLUMN_PX)
         self.composer.setMaximumWidth(width)
@@ -731,6 +719,8 @@ class ChatView(Page):
 
 def _group_title(group: Group) -> str:
     return {
+        Group.SCRATCH: translate("Chat", "Scratch, not stored"),
+        Group.FOLDER: translate("Chat", "Folders"),
         Group.PINNED: translate("Chat", "Pinned"),
         Group.TODAY: translate("Chat", "Today"),
         Group.YESTERDAY: translate("Chat", "Yesterday"),

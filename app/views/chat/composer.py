@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QEvent, QPoint, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QMenu, QPushButton, QVBoxLayout, QWidget
 
+from app.models.context_use import ContextUse
 from app.services.chat_store import Attachment, Conversation
 from app.services.thumbnails import Thumbnails
-from app.theme import set_look, use_tabular_figures
+from app.theme import set_look
 from app.views.chat.attachment_row import AttachmentRow, AttachmentShelf
+from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
 from app.views.chat.system_prompt_popover import SystemPromptPopover
-from app.widgets.quantities import count, percent
 from app.widgets.sampling_popover import SamplingPopover
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
@@ -71,10 +72,7 @@ class Composer(QFrame):
         self.sampling_button.clicked.connect(self.edit_sampling)
         for chip in (self.system_button, self.sampling_button):
             chip.setMinimumWidth(LEAST_CHIP_PX)  # of a page that is not shown, which keeps the list of chats beside it
-        self.meter = QLabel(self)
-        self.meter.setProperty("role", "secondary")
-        self._meter_words: tuple[str, ...] = ("",)
-        use_tabular_figures(self.meter)
+        self.meter = ContextMeter(self)
         self.send_button = QPushButton(self)
         self.send_button.clicked.connect(self._on_button)
         self._system = SystemPromptPopover(page)
@@ -114,8 +112,7 @@ class Composer(QFrame):
     def show_conversation(self, conversation: Conversation, *, with_draft: bool) -> None:
         """Show a chat's settings, and its draft if it has just been opened."""
         self._conversation = conversation
-        named = self.tr("System prompt ✓") if conversation.system_prompt.strip() else self.tr("System prompt")
-        self.system_button.setText(named)
+        self._name_system(is_short=False)
         unset = self.tr("Instructions the model reads first")
         self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
         self._show_sampling(conversation)
@@ -170,20 +167,9 @@ class Composer(QFrame):
             self._answering = answering
             self._show_button()
 
-    def set_context(self, used: int | None, limit: int | None, *, about: bool) -> None:
+    def show_use(self, use: ContextUse | None) -> None:
         """Show how much of the context is used; None if unknown."""
-        if limit is None or used is None:
-            self._meter_words = ("",)
-            self.meter.setToolTip("")
-        else:
-            words = self.tr("context about {0} of {1}") if about else self.tr("context {0} of {1}")
-            whole = words.format(count(used), count(limit))
-            short = f"{count(used)} / {count(limit)}"
-            self._meter_words = (whole, short, percent(min(1.0, used / max(1, limit))), "")
-            tip = self.tr("Estimate, including your draft; the engine counts with the next answer.")
-            exact = self.tr("Counted by the engine after the last answer.")
-            self.meter.setToolTip(f"{whole}\n{tip if about else exact}")
-        self.meter.setAccessibleName(self._meter_words[0])
+        self.meter.show_use(use)
         self._fit_meter()
 
     def event(self, event: QEvent) -> bool:
@@ -197,13 +183,26 @@ class Composer(QFrame):
         margins = self._column.contentsMargins()
         buttons = (self.attach_button, self.system_button, self.sampling_button, self.send_button)
         hints = (button.sizeHint().expandedTo(button.minimumSize()).width() for button in buttons)
-        taken = sum(hint + SPACING_PX for hint in hints) + 2 * SPACING_PX
+        taken = sum(hint + SPACING_PX for hint in hints) + SPACING_PX
         room = self.width() - margins.left() - margins.right() - taken
-        metrics = self.meter.fontMetrics()
-        fits = (words for words in self._meter_words if metrics.horizontalAdvance(words) + 2 <= room)
-        words = next(fits, "")
-        if words != self.meter.text():
-            self.meter.setText(words)
+        if self.system_button.text() != self._system_name(is_short=True) and self.meter.least_width > room:
+            self._name_system(is_short=True)  # the name is worth less than the count
+            return  # which is fitted again
+        full = self.system_button.fontMetrics().horizontalAdvance(self._system_name(is_short=False))
+        more = full - self.system_button.fontMetrics().horizontalAdvance(self.system_button.text())
+        if more > 0 and self.meter.least_width + more <= room:
+            self._name_system(is_short=False)
+            return
+        self.meter.fit(room)
+
+    def _system_name(self, *, is_short: bool) -> str:
+        is_set = self._conversation is not None and bool(self._conversation.system_prompt.strip())
+        name = self.tr("System") if is_short else self.tr("System prompt")
+        return f"{name} ✓" if is_set else name
+
+    def _name_system(self, *, is_short: bool) -> None:
+        self.system_button.setText(self._system_name(is_short=is_short))
+        self.system_button.setAccessibleName(self._system_name(is_short=False))
 
     def edit_system_prompt(self) -> None:
         """Open the system prompt popover."""

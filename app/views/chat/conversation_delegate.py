@@ -18,9 +18,12 @@ from PySide6.QtCore import (
 from PySide6.QtGui import QFont, QFontMetrics, QPainter, QPainterPath, QTextDocument
 from PySide6.QtWidgets import QAbstractItemView, QLineEdit, QStyle, QStyledItemDelegate, QStyleOptionViewItem, QWidget
 
+from app.icons import icon
 from app.models.conversation_list import ENTRY_ROLE, Entry
+from app.services.chat_store import Folder
 from app.services.chat_store.records import MATCH_END, MATCH_START
 from app.theme import colours, scaled, themed
+from app.widgets.quantities import count
 
 Index = QModelIndex | QPersistentModelIndex
 RADIUS = 8
@@ -30,15 +33,16 @@ INSET = 9
 class ConversationDelegate(QStyledItemDelegate):
     """Paints an `Entry`; renaming happens in place.
 
-    Signals: `renamed`, a conversation's id and its new title.
+    Signals: `renamed`, a conversation's id and its new title; `folder_renamed`, the same of a folder.
     """
 
     renamed = Signal(str, str)
+    folder_renamed = Signal(str, str)
 
     def sizeHint(self, _option: QStyleOptionViewItem, index: Index) -> QSize:
         entry: Entry = index.data(ENTRY_ROLE)
         line = QFontMetrics(self._font(12.5)).lineSpacing()
-        if entry.conversation is None:
+        if _is_heading(entry):
             return QSize(0, line + (12 if index.row() == 0 else 22))
         snippet = self._snippet_lines(entry) * QFontMetrics(self._font(11.5)).lineSpacing() + 4
         return QSize(0, line + 18 + (snippet if self._has_snippet(entry) else 0))
@@ -49,7 +53,7 @@ class ConversationDelegate(QStyledItemDelegate):
         state: QStyle.StateFlag = option.state
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
-        if entry.conversation is None:
+        if _is_heading(entry):
             painter.setFont(self._heading_font())
             painter.setPen(themed("muted"))
             place = rect.adjusted(INSET, 0, -INSET, -6)
@@ -66,7 +70,10 @@ class ConversationDelegate(QStyledItemDelegate):
         if state & QStyle.StateFlag.State_HasFocus and state & QStyle.StateFlag.State_KeyboardFocusChange:
             painter.setPen(themed("accent"))
             painter.drawPath(pill)
-        self._paint_title(painter, rect, str(index.data()), entry)
+        if entry.conversation is None and entry.folder is not None:
+            self._paint_folder(painter, rect, entry.folder, entry.chats)
+        else:
+            self._paint_title(painter, rect, str(index.data()), entry)
         if self._has_snippet(entry):
             self._paint_snippet(painter, rect, entry.snippet)
         painter.restore()
@@ -88,8 +95,32 @@ class ConversationDelegate(QStyledItemDelegate):
         entry: Entry = index.data(ENTRY_ROLE)
         if isinstance(editor, QLineEdit) and entry.conversation is not None:
             self.renamed.emit(entry.conversation.id, editor.text())
+        elif isinstance(editor, QLineEdit) and entry.folder is not None:
+            self.folder_renamed.emit(entry.folder.id, editor.text())
 
     # --- inside ---
+
+    def _paint_folder(self, painter: QPainter, rect: QRect, folder: Folder, chats: int) -> None:
+        font, side = self._font(12.5), scaled(14)
+        font.setWeight(QFont.Weight.Medium)
+        painter.setFont(font)
+        metrics = QFontMetrics(font)
+        place = rect.adjusted(INSET, 8, -INSET, 0)
+        place.setHeight(metrics.lineSpacing())
+        top = place.y() + (place.height() - side) // 2
+        icon("chevron-down" if folder.is_open else "chevron-right", "muted").paint(
+            painter, QRect(place.x() - 3, top, side, side)
+        )
+        icon("folder", "muted").paint(painter, QRect(place.x() + side, top, side, side))
+        number = count(chats)
+        room = metrics.horizontalAdvance(number)
+        painter.setPen(themed("muted"))
+        flags = Qt.AlignmentFlag.AlignVCenter
+        painter.drawText(place, flags | Qt.AlignmentFlag.AlignRight, number)
+        painter.setPen(themed("text"))
+        words = place.adjusted(2 * side + 6, 0, -room - 8, 0)
+        elided = metrics.elidedText(folder.name, Qt.TextElideMode.ElideRight, words.width())
+        painter.drawText(words, flags | Qt.AlignmentFlag.AlignLeft, elided)
 
     def _paint_title(self, painter: QPainter, rect: QRect, text: str, entry: Entry) -> None:
         font = self._font(12.5)
@@ -97,7 +128,8 @@ class ConversationDelegate(QStyledItemDelegate):
         painter.setFont(font)
         painter.setPen(themed("text"))
         metrics = QFontMetrics(font)
-        place = rect.adjusted(INSET, 8, -INSET, 0)
+        inside = scaled(14) if entry.folder is not None else 0
+        place = rect.adjusted(INSET + inside, 8, -INSET, 0)
         place.setHeight(metrics.lineSpacing())
         elided = metrics.elidedText(text.replace("\n", " "), Qt.TextElideMode.ElideRight, place.width())
         painter.drawText(place, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, elided)
@@ -138,6 +170,10 @@ class ConversationDelegate(QStyledItemDelegate):
     def _theme_font_family(self) -> str:
         parent = self.parent()
         return parent.font().family() if isinstance(parent, QWidget) else ""
+
+
+def _is_heading(entry: Entry) -> bool:
+    return entry.conversation is None and entry.folder is None
 
 
 def _without_marks(snippet: str) -> str:

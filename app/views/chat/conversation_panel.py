@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from PySide6.QtCore import QEvent, QModelIndex, QPoint, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
@@ -19,7 +21,7 @@ from PySide6.QtWidgets import (
 
 from app.icons import icon
 from app.models.conversation_list import ENTRY_ROLE, ConversationListModel, Entry
-from app.services.chat_store import Conversation
+from app.services.chat_store import Conversation, Folder
 from app.theme import scaled
 from app.views.chat.conversation_delegate import ConversationDelegate
 
@@ -28,7 +30,8 @@ SEARCH_MS = 150
 
 
 class ConversationPanel(QFrame):
-    """Signals carry conversation ids; `searched` the text ("" ends the search), `renamed` id and title."""
+    """Signals carry conversation ids; `searched` the text ("" ends the search), `renamed` id and title; `folder_wanted`
+    the chats to be put into a new one, and `moved` also the id of the folder."""
 
     opened = Signal(str, str)
     searched = Signal(str)
@@ -37,6 +40,12 @@ class ConversationPanel(QFrame):
     delete_wanted = Signal(str)
     export_wanted = Signal(object)
     import_wanted = Signal()
+    scratch_wanted = Signal()
+    folder_wanted = Signal(list)
+    folder_renamed = Signal(str, str)
+    folder_toggled = Signal(str)
+    folder_deleted = Signal(str)
+    moved = Signal(list, str)
 
     def __init__(self, model: ConversationListModel, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -54,19 +63,24 @@ class ConversationPanel(QFrame):
         self.more = QToolButton(self)
         self.more.setProperty("kind", "quiet")
         self.more.setIcon(icon("more", "muted"))
-        self.more.setToolTip(self.tr("Import and export"))
-        self.more.setAccessibleName(self.tr("Import and export"))
+        self.more.setToolTip(self.tr("Folders, scratch chats, import and export"))
+        self.more.setAccessibleName(self.tr("More for chats"))
         self.more.setIconSize(QSize(16, 16))
         self.more.clicked.connect(self._open_more)
         self.list = QListView(self)
         self.list.setModel(model)
         self._delegate = ConversationDelegate(self.list)
         self._delegate.renamed.connect(self.renamed)
+        # Later: a folder moves by its name, while the view still closes the editor of its line.
+        self._delegate.folder_renamed.connect(self.folder_renamed, Qt.ConnectionType.QueuedConnection)
         self.list.setItemDelegate(self._delegate)
         self.list.setAccessibleName(self.tr("Chats"))
         self.list.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
         self.list.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
         self.list.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.list.setDragDropMode(QAbstractItemView.DragDropMode.DragDrop)
+        self.list.setDefaultDropAction(Qt.DropAction.MoveAction)
+        self.list.setDropIndicatorShown(True)
         self.list.setMouseTracking(True)
         self.list.setContextMenuPolicy(Qt.ContextMenuPolicy.CustomContextMenu)
         self.list.customContextMenuRequested.connect(self._open_menu)
@@ -126,6 +140,14 @@ class ConversationPanel(QFrame):
             self.list.setCurrentIndex(index)
             self.list.edit(index)
 
+    def rename_folder(self, folder_id: str) -> None:
+        """Edit a folder's name in place."""
+        row = self._model.row_of_folder(folder_id)
+        if row is not None:
+            index = self._model.index(row)
+            self.list.setCurrentIndex(index)
+            self.list.edit(index)
+
     def set_nothing_found(self, nothing: bool) -> None:
         """Show that a search found nothing."""
         self.nothing.setVisible(nothing)
@@ -158,7 +180,17 @@ class ConversationPanel(QFrame):
         return False
 
     def _list_key(self, event: QKeyEvent) -> bool:
+        if self.list.state() == QAbstractItemView.State.EditingState:
+            return False  # Enter ends the editing of a line and comes here, too
         entry = self._entry(self.list.currentIndex())
+        is_menu = event.key() == Qt.Key.Key_Menu or (
+            event.key() == Qt.Key.Key_F10 and bool(event.modifiers() & Qt.KeyboardModifier.ShiftModifier)
+        )
+        if is_menu and entry is not None:
+            self._open_menu(self.list.visualRect(self.list.currentIndex()).center())
+            return True
+        if entry is not None and entry.conversation is None and entry.folder is not None:
+            return self._folder_key(event, entry.folder)
         if entry is None or entry.conversation is None:
             return False
         if event.key() in (Qt.Key.Key_Delete, Qt.Key.Key_Backspace):
@@ -171,6 +203,27 @@ class ConversationPanel(QFrame):
             self._open_index(self.list.currentIndex())
             return True
         return False
+
+    def _folder_key(self, event: QKeyEvent, folder: Folder) -> bool:
+        key = event.key()
+        if key in (Qt.Key.Key_Delete, Qt.Key.Key_Backspace):
+            self.folder_deleted.emit(folder.id)
+        elif key == Qt.Key.Key_F2:
+            self.rename_folder(folder.id)
+        elif key in (Qt.Key.Key_Return, Qt.Key.Key_Enter, Qt.Key.Key_Space):
+            self._toggle(folder)
+        elif key in (Qt.Key.Key_Left, Qt.Key.Key_Right):
+            if folder.is_open == (key == Qt.Key.Key_Left):
+                self._toggle(folder)
+        else:
+            return False
+        return True
+
+    def _toggle(self, folder: Folder) -> None:
+        self.folder_toggled.emit(folder.id)
+        row = self._model.row_of_folder(folder.id)
+        if row is not None:
+            self.list.setCurrentIndex(self._model.index(row))
 
     def _step_into_list(self) -> None:
         for row in range(self._model.rowCount()):
@@ -186,6 +239,8 @@ class ConversationPanel(QFrame):
         entry = self._entry(index)
         if entry is not None and entry.conversation is not None:
             self.opened.emit(entry.conversation.id, entry.message_id or "")
+        elif entry is not None and entry.folder is not None:
+            self._toggle(entry.folder)
 
     def _select_current(self) -> None:
         row = self._model.row_of(self._current)
@@ -196,8 +251,9 @@ class ConversationPanel(QFrame):
 
     def _open_menu(self, at: QPoint) -> None:
         entry = self._entry(self.list.indexAt(at))
-        if entry is not None and entry.conversation is not None:
-            menu = self.menu_for(entry.conversation)
+        if entry is not None and (entry.conversation is not None or entry.folder is not None):
+            conversation, folder = entry.conversation, entry.folder
+            menu = self.menu_for(conversation) if conversation is not None else self.folder_menu(folder)
             menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
             menu.popup(self.list.viewport().mapToGlobal(at))
 
@@ -205,20 +261,53 @@ class ConversationPanel(QFrame):
         """A chat's context menu."""
         id_, menu = conversation.id, QMenu(self)
         menu.addAction(icon("edit"), self.tr("Rename\tF2"), lambda: self.rename(id_))
+        if self._model.is_scratch(id_):
+            menu.addAction(icon("close"), self.tr("Close for good\tDel"), lambda: self.delete_wanted.emit(id_))
+            return menu
         pin = self.tr("Unpin") if conversation.pinned else self.tr("Pin to the top")
         menu.addAction(icon("pin"), pin, lambda: self.pin_wanted.emit(id_, not conversation.pinned))
+        menu.addMenu(self._move_menu(conversation, menu))
         menu.addAction(icon("export"), self.tr("Export…"), lambda: self.export_wanted.emit([id_]))
         menu.addSeparator()
         menu.addAction(icon("trash"), self.tr("Delete\tDel"), lambda: self.delete_wanted.emit(id_))
         return menu
 
+    def _move_menu(self, conversation: Conversation, parent: QMenu) -> QMenu:
+        id_, menu = conversation.id, QMenu(self.tr("Move to folder"), parent)
+        menu.setIcon(icon("folder"))
+        for folder in self._model.folders:
+            action = menu.addAction(folder.name.replace("&", "&&"), partial(self.moved.emit, [id_], folder.id))
+            action.setCheckable(True)
+            action.setChecked(folder.id == conversation.folder_id)
+        if self._model.folder(conversation.folder_id) is not None:
+            menu.addAction(self.tr("No folder"), lambda: self.moved.emit([id_], ""))
+        if self._model.folders:
+            menu.addSeparator()
+        menu.addAction(icon("plus"), self.tr("New folder…"), lambda: self.folder_wanted.emit([id_]))
+        return menu
+
+    def folder_menu(self, folder: Folder | None) -> QMenu:
+        """A folder's context menu."""
+        menu = QMenu(self)
+        if folder is not None:
+            fold = self.tr("Collapse") if folder.is_open else self.tr("Expand")
+            menu.addAction(icon("chevron-up" if folder.is_open else "chevron-down"), fold, lambda: self._toggle(folder))
+            menu.addAction(icon("edit"), self.tr("Rename\tF2"), lambda: self.rename_folder(folder.id))
+            menu.addSeparator()
+            menu.addAction(icon("trash"), self.tr("Delete…\tDel"), lambda: self.folder_deleted.emit(folder.id))
+        return menu
+
     def _open_more(self) -> None:
         menu = QMenu(self)
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+        menu.addAction(icon("folder"), self.tr("New folder"), lambda: self.folder_wanted.emit([]))
+        menu.addAction(icon("scratch"), self.tr("New scratch chat\tCtrl+Shift+N"), self.scratch_wanted.emit)
+        menu.addSeparator()
         menu.addAction(icon("import"), self.tr("Import chats…"), self.import_wanted.emit)
         export = menu.addAction(icon("export"), self.tr("Export chat…"))
         export.triggered.connect(lambda: self.export_wanted.emit([self._current]))
-        export.setEnabled(self._model.conversation(self._current) is not None)
+        is_kept = not self._model.is_scratch(self._current)
+        export.setEnabled(is_kept and self._model.conversation(self._current) is not None)
         everything = menu.addAction(icon("export"), self.tr("Export all chats…"))
         everything.triggered.connect(lambda: self.export_wanted.emit(None))
         everything.setEnabled(self._model.first() is not None)

@@ -19,6 +19,9 @@ class GrowingEdit(TextBox):
     entered = Signal()
     focused = Signal(bool)
 
+    most_lines = MOST_LINES
+    largest_share = LARGEST_SHARE
+
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.largest_share = LARGEST_SHARE
@@ -74,7 +77,7 @@ class GrowingEdit(TextBox):
         """Takes the height that its text needs, and that the window has."""
         # QPlainTextDocumentLayout measures height in lines.
         lines, line = max(1, round(self.document().size().height())), self.fontMetrics().lineSpacing()
-        most = max(2, min(MOST_LINES, int(self.largest_share * self.window().height() / line)))
+        most = max(2, min(self.most_lines, int(self.largest_share * self.window().height() / line)))
         policy = Qt.ScrollBarPolicy.ScrollBarAsNeeded if lines > most else Qt.ScrollBarPolicy.ScrollBarAlwaysOff
         self.setVerticalScrollBarPolicy(policy)
         self.setFixedHeight(min(lines, most) * line + 4)

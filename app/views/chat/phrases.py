@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from PySide6.QtCore import QCoreApplication
@@ -9,6 +10,7 @@ from PySide6.QtCore import QCoreApplication
 from app.models.library import ModelRow
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Attachment, Message, MessageState, Source
+from app.services.chat_store.records import EDITED, MATCH_END, MATCH_START
 from app.services.settings import STARTER
 from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
@@ -69,6 +71,8 @@ def stats_text(message: Message) -> str:
             parts.append(translate("Chat", "reached the limit"))
         elif stats.finish_reason == "context":
             parts.append(translate("Chat", "the context is full"))
+    if message.reason_code == EDITED:
+        parts.append(translate("Chat", "edited"))
     if message.reason_code == CANCELLED:
         parts.append(translate("Chat", "stopped"))
     return SEPARATOR.join(parts)
@@ -90,13 +94,13 @@ def thought_text(seconds: float, *, thinking: bool) -> str:
 
 def trouble_text(message: Message) -> str:
     """What went wrong with an answer and what to do; empty if nothing did."""
-    if message.role != "assistant" or message.reason_code in ("", CANCELLED):
-        return _only_thought(message)
+    if message.role != "assistant" or message.reason_code in ("", CANCELLED, EDITED):
+        return _only_thought(message) or _ran_out(message)
     text = message.reason or translate("Chat", "The answer is incomplete.")
     if message.state is MessageState.PARTIAL:
         text += " " + translate("Chat", "The text so far is kept.")
     elif message.reason_code == ErrorCode.PROMPT_TOO_LONG.value:
-        text += " " + translate("Chat", "Your message is kept: edit it, or start a new chat.")
+        text += " " + translate("Chat", "Your message is kept: make room, edit it, or start a new chat.")
     return text
 
 
@@ -106,8 +110,21 @@ def _only_thought(message: Message) -> str:
     if message.content or not message.reasoning or reason not in ("length", "context"):
         return ""
     if reason == "context":
-        return translate("Chat", "The context was full before the answer began: start a new chat.")
+        return translate("Chat", "The context was full before the answer began: make room, and ask again.")
     return translate("Chat", "It was still thinking when it reached the limit: raise Max tokens, or let it think less.")
+
+
+def ran_out(message: Message) -> bool:
+    """Whether there was no room in the context for this answer, or for the rest of it."""
+    is_cut = message.stats is not None and message.stats.finish_reason == "context"
+    return is_cut or message.reason_code == ErrorCode.PROMPT_TOO_LONG.value
+
+
+def _ran_out(message: Message) -> str:
+    """That the end of the context cut an answer off."""
+    if not ran_out(message) or not message.content:
+        return ""
+    return translate("Chat", "The answer ran into the end of the context: make room, and let it continue.")
 
 
 def model_text(model: ModelInfo) -> str:
@@ -192,14 +209,45 @@ def text_only_text(remote: RemoteModel | None) -> str:
     )
 
 
-def too_long_text(used: int, limit: int, *, is_chat: bool) -> str:
-    """That a prompt does not fit, before it is sent."""
-    words = (
-        translate("Chat", "With your message this chat has about {0} tokens; the model reads {1}. Ask in a new chat.")
-        if is_chat
-        else translate("Chat", "Your message has about {0} tokens; the model reads {1}. Shorten it.")
-    )
+def too_long_text(used: int, limit: int, *, is_chat: bool, folds: bool) -> str:
+    """That a prompt does not fit, before it is sent.
+
+    Args:
+        is_chat: whether the message alone would fit.
+        folds: whether there are earlier turns that can make room.
+    """
+    if not is_chat:
+        words = translate("Chat", "Your message has about {0} tokens; the model reads {1}. Shorten it.")
+    elif folds:
+        words = translate(
+            "Chat",
+            "With your message this chat has about {0} tokens; the model reads {1}. Make room, or ask in a new chat.",
+        )
+    else:
+        words = translate(
+            "Chat", "With your message this chat has about {0} tokens; the model reads {1}. Ask in a new chat."
+        )
     return words.format(count(used), count(limit))
+
+
+def filling_text(used: int, limit: int) -> str:
+    """That a chat will soon be too long."""
+    words = translate("Chat", "This chat takes {0} of the {1} tokens the model reads. Make room before it is full.")
+    return words.format(count(used), count(limit))
+
+
+def full_text(used: int, limit: int) -> str:
+    """That a chat is too long for anything more."""
+    words = translate("Chat", "The context is full: {0} of {1} tokens are taken. Make room, or ask in a new chat.")
+    return words.format(count(used), count(limit))
+
+
+def folding_text(share: float, *, is_writing: bool) -> str:
+    """How far a summary is."""
+    if not is_writing:
+        return translate("Chat", "The earlier turns are summarised once the model is idle.")
+    words = translate("Chat", "Summarising the earlier turns… {0}. Your messages come first.")
+    return words.format(percent(share))
 
 
 def attachment_text(attachment: Attachment, share: float | None, where: str) -> str:
@@ -237,6 +285,11 @@ def source_place(source: Source) -> str:
     return SEPARATOR.join(filter(None, (page, source.heading)))
 
 
+def no_documents_text() -> str:
+    """Why a scratch chat takes no documents."""
+    return translate("Chat", "A scratch chat takes no documents, for their text would be stored: keep the chat first.")
+
+
 def left_out_text(names: Sequence[str]) -> str:
     """That nothing of these documents fits beside the chat."""
     more = translate("Chat", "{0} and {1} more").format(names[0], len(names) - 1) if len(names) > 1 else names[0]
@@ -255,6 +308,13 @@ def unseen_text(remote: RemoteModel | None) -> str:
     if remote is None:
         return translate("Chat", "Models on this PC read text only: the pictures in this chat are not read.")
     return translate("Chat", "It reads text only: the pictures in this chat are not sent.")
+
+
+def found_words(snippet: str) -> str:
+    """The first words of a snippet that were found, those side by side together."""
+    marked = re.sub(rf"{MATCH_END}(\s+){MATCH_START}", r"\1", snippet)
+    found = re.search(f"{MATCH_START}(.*?){MATCH_END}", marked)
+    return found[1] if found else ""
 
 
 def gone_text(model: str) -> str:

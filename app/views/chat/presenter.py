@@ -13,9 +13,10 @@ from PySide6.QtCore import QObject, QTimer, Signal
 from app.models.conversation import ConversationModel
 from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
-from app.services.answer_queue import AnswerQueue, prompt_of
+from app.services.answer_queue import AnswerQueue, instructions_with, prompt_of
 from app.services.chat_store import Attachment, ChatStore, Conversation, Message, MessageState, MessageTree, new_id
 from app.services.chat_store.records import new_conversation
+from app.services.chat_store.tree import without_deleted
 from app.services.documents import Asked, Documents, Given
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient
@@ -40,7 +41,8 @@ class ChatPresenter(QObject):
     Signals:
         shown: another `Conversation` is on screen, with its draft and settings.
         changed: the current `Conversation` has new fields.
-        deleted: a `Conversation` that `undo_delete` can restore.
+        deleted: a `Conversation` that `undo` can restore.
+        folders_changed: the tuple of all `Folder`s.
         draft_replaced: new text for the composer.
         attached: what goes with the next message of the current chat is other pictures or documents now.
         told: a sentence about the documents of the current chat.
@@ -49,6 +51,7 @@ class ChatPresenter(QObject):
     shown = Signal(object)
     changed = Signal(object)
     deleted = Signal(object)
+    folders_changed = Signal(object)
     draft_replaced = Signal(str)
     attached = Signal()
     told = Signal(str)
@@ -77,7 +80,7 @@ class ChatPresenter(QObject):
         self.model = ConversationModel(self)
         self.queue = answers
         self._trees: dict[str, MessageTree] = {}
-        self._deleted: list[Conversation] = []
+        self._undo: list[Callable[[], object]] = []
         self._attached: dict[str, tuple[Picture, ...]] = {}
         """By chat: what is to be sent with its next message."""
         self._unsent: dict[str, tuple[Attachment, ...]] = {}
@@ -95,6 +98,7 @@ class ChatPresenter(QObject):
         documents.changed.connect(self._on_document)
         self.shown.connect(self._remember)
         self.changed.connect(self._remember)
+        store.foldered.connect(list_model.set_folders)
         store.listed.connect(self._on_listed)
         store.loaded.connect(self._on_loaded)
         store.imported.connect(self._on_imported)
@@ -116,6 +120,35 @@ class ChatPresenter(QObject):
             empty, self._began_elsewhere = replace(empty, model=last), last
         self._show(empty, MessageTree(), stored=False)
         self._store.list_conversations()
+
+    def tree_of(self, conversation_id: str) -> MessageTree | None:
+        """The messages of a chat that was opened before."""
+        return self._trees.get(conversation_id)
+
+    def new_scratch(self) -> None:
+        """Show an empty chat of which nothing is ever stored: it is gone once it is deleted, or the window closes."""
+        self._leave()
+        scratch = self._new_conversation()
+        self._store.leave_out(scratch.id)
+        self._show(scratch, MessageTree(), stored=False)
+        self._store_if_new()
+        self.shown.emit(scratch)
+
+    @property
+    def is_scratch(self) -> bool:
+        """Whether nothing of the current chat is stored."""
+        return self._store.leaves_out(self._conversation.id)
+
+    def keep_scratch(self) -> None:
+        """Store the current chat from now on, as any other."""
+        if self.is_scratch and self.answering_id is None:
+            first = next((m.content for m in self.model.tree.path() if m.role == "user"), "")
+            title = self._conversation.title or title_from(first) or translate("Chat", "Chat")
+            self._conversation = replace(self._conversation, title=title)
+            self._store.take_in(self._conversation, self.model.tree.messages())
+            self.list_model.put(self._conversation)
+            self._note_last()
+            self.shown.emit(self._conversation)
 
     def new_chat(self) -> None:
         """Show an empty chat; the current one if it is empty."""
@@ -161,6 +194,10 @@ class ChatPresenter(QObject):
     def set_pinned(self, conversation_id: str, pinned: bool) -> None:
         """Pin a conversation to the top of the list, or unpin it."""
         self._change(conversation_id, pinned=pinned)
+
+    def move(self, conversation_id: str, folder_id: str) -> None:
+        """Put a conversation into a folder, or into none ("")."""
+        self._change(conversation_id, folder_id=folder_id)
 
     def set_system_prompt(self, text: str) -> None:
         """The instructions that the model reads first."""
@@ -210,8 +247,9 @@ class ChatPresenter(QObject):
             self._draft_timer.stop()
             self._save_draft()
 
-    def delete(self, conversation_id: str) -> None:
-        """Remove a conversation from the list; `undo_delete` restores it."""
+    def delete(self, conversation_id: str, *, tells: bool = True) -> None:
+        """Remove a conversation from the list; `undo` restores it, unless nothing of it was stored.  With `tells`,
+        `deleted` says so."""
         known = self._conversation if conversation_id == self._conversation.id else None
         conversation = self.list_model.conversation(conversation_id) or known
         if conversation is None or (known is not None and not self._is_stored):
@@ -221,23 +259,34 @@ class ChatPresenter(QObject):
             self.queue.stop_all(ids)
         if known is not None:
             self.flush()
-        self._store.delete(conversation_id)
-        self._deleted.append(self.list_model.conversation(conversation_id) or conversation)
+        if self._store.leaves_out(conversation_id):
+            self._trees.pop(conversation_id, None)
+        else:
+            self._store.delete(conversation_id)
+            kept = self.list_model.conversation(conversation_id) or conversation
+            self.can_undo(lambda: self._restore(kept))
         row = self.list_model.row_of(conversation_id)
         self.list_model.remove(conversation_id)
         if known is not None:
             self._show_near(row)
-        self.deleted.emit(conversation)
+        if tells:
+            self.deleted.emit(conversation)
 
-    def undo_delete(self) -> bool:
-        """Restore the last deleted conversation and show it; False if there is none."""
-        if not self._deleted:
+    def can_undo(self, do: Callable[[], object]) -> None:
+        """`undo` does this next."""
+        self._undo.append(do)
+
+    def undo(self) -> bool:
+        """Take the last deletion or change of a chat back; False if there is none."""
+        if not self._undo:
             return False
-        conversation = self._deleted.pop()
+        self._undo.pop()()
+        return True
+
+    def _restore(self, conversation: Conversation) -> None:
         self._store.restore(conversation.id)
         self.list_model.put(conversation)
         self.open(conversation.id)
-        return True
 
     # --- turns ---
 
@@ -315,6 +364,12 @@ class ChatPresenter(QObject):
         if self.answering_id is None and message_id in self.model.tree:
             self._answer(self.model.tree[message_id].parent_id)
 
+    def said(self, message_id: str | None = None) -> list[str]:
+        """What is sent of the path to a message, of the visible one (None), or of none (""): first the instructions."""
+        at, _, later = self.model.tree.folded(message_id) if message_id != "" else (None, [], [])
+        instructions = instructions_with(self._conversation.system_prompt, at.fold if at is not None else None)
+        return [text for text in (instructions, *(message.content for message in later)) if text.strip()]
+
     def continue_answer(self, message_id: str) -> None:
         """Ask the model to continue an incomplete answer."""
         if self.answering_id is None and message_id in self.model.tree:
@@ -323,7 +378,7 @@ class ChatPresenter(QObject):
     def branch(self, message_id: str) -> None:
         """Continue in a new chat that holds everything up to this message."""
         source = self._conversation
-        lineage = self.model.tree.lineage(message_id)
+        lineage = without_deleted(self.model.tree.nodes_to(message_id))
         now = self._now()
         title = translate("Chat", "{0} (branch)").format(source.title or translate("Chat", "Chat"))
         conversation = replace(source, id=new_id(), title=title, pinned=False, created_at=now, updated_at=now, draft="")
@@ -331,6 +386,8 @@ class ChatPresenter(QObject):
         for message in lineage:
             parent = copies[-1].id if copies else None
             copies.append(replace(message, id=new_id(), conversation_id=conversation.id, parent_id=parent, chosen=True))
+        if self.is_scratch:
+            self._store.leave_out(conversation.id)
         self._leave()
         self._store.create(conversation, copies)
         self.list_model.put(conversation)
@@ -369,7 +426,7 @@ class ChatPresenter(QObject):
         self._draft = conversation.draft
         if stored:
             self._trees[conversation.id] = tree
-            self._settings.set(LAST_CHAT, conversation.id)
+            self._note_last()
         self.model.show(conversation, tree)
         self.shown.emit(conversation)
         self._choose_wanted()
@@ -387,6 +444,7 @@ class ChatPresenter(QObject):
         said = len(self.model.tree) or self._draft.strip() or self.pictures or self.attachments
         empty = not said and not self._conversation.system_prompt
         if self._is_stored and empty and not self._conversation.title:
+            self._trees.pop(self._conversation.id, None)
             self._store.delete(self._conversation.id)
             self.list_model.remove(self._conversation.id)
 
@@ -396,6 +454,10 @@ class ChatPresenter(QObject):
             self._trees[self._conversation.id] = self.model.tree
             self._store.create(self._conversation)
             self.list_model.put(self._conversation)
+            self._note_last()
+
+    def _note_last(self) -> None:
+        if not self.is_scratch:
             self._settings.set(LAST_CHAT, self._conversation.id)
 
     def _change(self, conversation_id: str, **changes: Any) -> None:
@@ -444,21 +506,22 @@ class ChatPresenter(QObject):
         answer = Message(
             new_id(), self._conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
         )
-        lineage = self.model.tree.lineage(parent_id)
+        at, _, lineage = self.model.tree.folded(parent_id)
+        instructions = instructions_with(self._conversation.system_prompt, at.fold if at is not None else None)
         self.model.add(answer)
         self._store.add_message(answer)
         if self.is_elsewhere and self.remote is None:
             self.queue.refuse(answer, gone_text(self._conversation.model))
         elif any(message.attachments for message in lineage):
-            self._ask_with_documents(answer, lineage)
+            self._ask_with_documents(answer, instructions, lineage)
         else:
-            messages = prompt_of(self._conversation.system_prompt, lineage, sees=self.reads_pictures)
+            messages = prompt_of(instructions, lineage, sees=self.reads_pictures)
             self.queue.ask(answer, messages, self._conversation.sampling, self.remote)
 
-    def _ask_with_documents(self, answer: Message, lineage: Sequence[Message]) -> None:
+    def _ask_with_documents(self, answer: Message, instructions: str, lineage: Sequence[Message]) -> None:
         """Asks once it has been found out what the model is given to read of them."""
         chat, remote, sees = self._conversation, self.remote, self.reads_pictures
-        asked = asked_of(lineage, self.document_room([chat.system_prompt, *(each.content for each in lineage)]))
+        asked = asked_of(lineage, self.document_room([instructions, *(each.content for each in lineage)]))
 
         def ask(given: Given) -> None:
             if not self.queue.is_held(answer.id):
@@ -469,7 +532,7 @@ class ChatPresenter(QObject):
                 self._on_answer(told)
             if given.left_out:
                 self.told.emit(left_out_text(given.left_out))
-            messages = prompt_of(chat.system_prompt, lineage, sees=sees, given=given.before)
+            messages = prompt_of(instructions, lineage, sees=sees, given=given.before)
             self.queue.ask(told, messages, chat.sampling, remote)
 
         def ask_without(error: Exception) -> None:
@@ -480,16 +543,18 @@ class ChatPresenter(QObject):
         self._documents.ask(asked, ask, ask_without)
 
     def _choose(self, message_id: str) -> None:
-        self.model.choose(message_id)
-        self._store.choose(message_id)
+        for node in self.model.choose(message_id):
+            self._store.choose(node)
 
     def _choose_wanted(self) -> None:
         """Put the message that a search found on the visible path, with all its ancestors."""
         wanted, self._wanted_message = self._wanted_message, ""
         if wanted and wanted in self.model.tree and self.model.row_of(wanted) is None:
-            for message in self.model.tree.lineage(wanted):
-                if self.model.row_of(message.id) is None:
+            if all(message.id != wanted for message in self.model.tree.path()):
+                for message in self.model.tree.nodes_to(wanted):
                     self._choose(message.id)
+            if self.model.row_of(wanted) is None:
+                self.model.show_folded(True)
 
     # --- from the store and the queue ---
 

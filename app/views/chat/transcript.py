@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from PySide6.QtCore import QEvent, QMargins, QModelIndex, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QMargins, QModelIndex, QRect, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QPushButton, QScrollArea, QWidget
 
@@ -14,6 +14,7 @@ from app.services.answer_queue import Phase
 from app.services.thumbnails import Thumbnails
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.fold_card import FoldCard
 from app.views.chat.turn_column import TurnColumn
 from app.views.chat.user_message import UserMessage
 
@@ -25,7 +26,7 @@ NEAR_END_PX = 24
 SLICE_S = 0.012
 """Time slice for creating widgets of a long conversation, last turns first."""
 
-Turn = UserMessage | AnswerMessage
+Turn = UserMessage | AnswerMessage | FoldCard
 
 
 class Transcript(QScrollArea):
@@ -34,6 +35,9 @@ class Transcript(QScrollArea):
     Signals:
         acted: id of an answer, and an `Action`.
         resent: id of a user's message, and its edited text.
+        edited: id of a message, and another text for it, not to be sent.
+        fold_acted: id of the last folded message, and a `FoldAction`.
+        rewritten: the same, and another summary.
         version_stepped: id of a message, and -1 or 1.
         link_activated: a link in an answer.
         source_opened: a `Source` of an answer.
@@ -42,6 +46,9 @@ class Transcript(QScrollArea):
 
     acted = Signal(str, str)
     resent = Signal(str, str)
+    edited = Signal(str, str)
+    fold_acted = Signal(str, str)
+    rewritten = Signal(str, str)
     version_stepped = Signal(str, int)
     link_activated = Signal(QUrl)
     source_opened = Signal(object)
@@ -119,6 +126,20 @@ class Transcript(QScrollArea):
             self._at_end = False
             QTimer.singleShot(0, turn, lambda: self.ensureWidgetVisible(turn, 0, 80))
 
+    def built(self, message_id: str) -> Turn | None:
+        """The widget of a message, created now if need be."""
+        if self.turn(message_id) is None:
+            self.build_all()
+        return self.turn(message_id)
+
+    def show_place(self, turn: Turn, place: QRect) -> None:
+        """Scroll to a place in a turn, unless it is on screen."""
+        self._at_end = False
+        self._column.place()
+        at = turn.mapTo(self._column, place.center())
+        self.ensureVisible(at.x(), at.y(), 0, min(120, self.viewport().height() // 3))
+        self._show_jump()
+
     def build_all(self) -> None:
         """Create all widgets now."""
         while self._unbuilt:
@@ -168,17 +189,32 @@ class Transcript(QScrollArea):
     def _insert(self, number: int, row: MessageRow) -> None:
         turn: Turn
         message = row.message
+        if row.card is not None:
+            turn = card = FoldCard(row, self._column)
+            card.acted.connect(lambda action: self._act_on(card, action))
+            card.rewritten.connect(lambda text: self.rewritten.emit(card.message_id, text))
+            self._put(number, card)
+            return
         if message.role == "user":
             turn = UserMessage(row, self._thumbnails, self._column)
             turn.resent.connect(lambda text: self.resent.emit(message.id, text))
             turn.attachments.opened.connect(self.attachment_opened)
+            turn.deleted.connect(lambda: self.acted.emit(message.id, "delete"))
         else:
             turn = AnswerMessage(row, self._column)
             turn.acted.connect(lambda action: self.acted.emit(message.id, action))
             turn.link_activated.connect(self.link_activated)
             turn.source_opened.connect(self.source_opened)
             turn.set_engine_down(self._engine_is_down)
+        turn.edited.connect(lambda text: self.edited.emit(message.id, text))
         turn.version_stepped.connect(lambda step: self.version_stepped.emit(message.id, step))
+        self._put(number, turn)
+
+    def _act_on(self, card: FoldCard, action: str) -> None:
+        self._at_end = False  # the card stays in view, whatever is shown below it
+        self.fold_acted.emit(card.message_id, action)
+
+    def _put(self, number: int, turn: Turn) -> None:
         self._turns.insert(number, turn)
         self._column.insert(number, turn)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import html
+import re
 
-from PySide6.QtCore import QEvent, QSize, Qt, Signal
+from PySide6.QtCore import QEvent, QRect, QSize, Qt, Signal
 from PySide6.QtGui import QFontMetrics, QGuiApplication, QKeyEvent, QResizeEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
@@ -16,26 +17,32 @@ from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
 from app.views.chat.version_switch import VersionSwitch
+from app.widgets.text_marks import MOST_MATCHES, mark_format
 from engine.common.plain_text import few_marks
 
 BUBBLE_PX = 540
 PADDING = QSize(16, 9)
 LINE_HEIGHT = 140
-BESIDE_PX = 150
+BESIDE_PX = 177
 """Space kept beside a bubble for its actions."""
 EDIT_BESIDE_PX = 12
 
 
 class UserMessage(QWidget):
-    """Signals: `resent` (the edited text), `version_stepped` (-1 or 1)."""
+    """Signals: `resent` (the edited text), `edited` (the same, not to be sent), `deleted`, `version_stepped`."""
 
     resent = Signal(str)
+    edited = Signal(str)
+    deleted = Signal()
     version_stepped = Signal(int)
 
     def __init__(self, row: MessageRow, thumbnails: Thumbnails, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self._row = row
         self._editor: GrowingEdit | None = None
+        self._matches: list[tuple[int, int]] = []
+        """Where what is looked for stands, and which of these is shown."""
+        self._match: int | None = None
         self._bubble = QFrame(self)
         self._bubble.setProperty("bubble", True)
         self._text = QLabel(self._bubble)
@@ -56,8 +63,9 @@ class UserMessage(QWidget):
         self._versions = VersionSwitch(self)
         self._versions.step.connect(self.version_stepped)
         copy = IconButton("copy", self.tr("Copy"), self._copy, self)
-        edit = IconButton("edit", self.tr("Edit and send again"), self.start_editing, self)
-        self._buttons = (copy, edit)
+        edit = IconButton("edit", self.tr("Edit the message"), self.start_editing, self)
+        delete = IconButton("trash", self.tr("Delete this message"), self.deleted.emit, self)
+        self._buttons = (copy, edit, delete)
         row_layout = QHBoxLayout(self)
         row_layout.setContentsMargins(0, 0, 0, 0)
         row_layout.setSpacing(2)
@@ -77,16 +85,51 @@ class UserMessage(QWidget):
 
     def set_row(self, row: MessageRow) -> None:
         """Show this turn."""
+        if row.message.content != self._row.message.content:
+            self._matches, self._match = [], None
         self._row = row
-        # Rich text only for the line height: the whole message is escaped.
-        escaped = html.escape(few_marks(row.message.content))
-        self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{escaped}</div>')
+        self._show_text()
         self._text.setAccessibleName(self.tr("You: {0}").format(row.message.content))
         self._pictures.show_pictures(row.message.pictures)
         self.attachments.show_attachments(row.message.attachments)
         self._text.setVisible(self._editor is None and self._has_text)
         self._versions.show_version(row.version, row.versions)
         self._fit()
+
+    def find_text(self, text: str) -> int:
+        """See `Findable`."""
+        content = few_marks(self._row.message.content)
+        found = re.finditer(re.escape(text), content, re.IGNORECASE) if text else ()
+        matches = [match.span() for match in found][:MOST_MATCHES]
+        if matches or self._matches:
+            self._matches, self._match = matches, None
+            self._show_text()
+        return len(matches)
+
+    def show_match(self, number: int | None) -> QRect:
+        """See `Findable`."""
+        if number != self._match:
+            self._match = number
+            self._show_text()
+        box = QRect(self._text.mapTo(self, self._text.rect().topLeft()), self._text.size())
+        if number is not None and number < len(self._matches):  # about where it is in a long message
+            share = self._matches[number][0] / max(len(self._row.message.content), 1)
+            line = self._text.fontMetrics().lineSpacing()
+            box = QRect(box.x(), box.y() + int(share * max(box.height() - line, 0)), box.width(), line)
+        return box
+
+    def _show_text(self) -> None:
+        """Rich text only for the line height and for what is found: the whole message is escaped."""
+        content, at, parts = few_marks(self._row.message.content), 0, []
+        for number, (start, end) in enumerate(self._matches):
+            look = mark_format(is_chosen=number == self._match)
+            style = f"background: {look.background().color().name()}; color: {look.foreground().color().name()}"
+            under = "; text-decoration: underline" if look.fontUnderline() else ""
+            marked = f'<span style="{style}{under}">{html.escape(content[start:end])}</span>'
+            parts += [html.escape(content[at:start]), marked]
+            at = end
+        text = "".join([*parts, html.escape(content[at:])])
+        self._text.setText(f'<div style="white-space: pre-wrap; line-height: {LINE_HEIGHT}%">{text}</div>')
 
     def start_editing(self) -> None:
         """Turn the bubble into an editor with its text."""
@@ -107,9 +150,13 @@ class UserMessage(QWidget):
         cancel = QPushButton(self.tr("Cancel"), self._actions)
         cancel.setProperty("kind", "quiet")
         cancel.clicked.connect(self.stop_editing)
+        save = QPushButton(self.tr("Save"), self._actions)
+        save.setToolTip(self.tr("Changes the message; the answers after it stay."))
+        save.clicked.connect(self._save)
         send = QPushButton(self.tr("Send as new version"), self._actions)
         send.clicked.connect(self._resend)
         line.addWidget(cancel)
+        line.addWidget(save)
         line.addWidget(send)
         self._inside.addWidget(self._actions)
         for button in self._buttons:
@@ -172,6 +219,12 @@ class UserMessage(QWidget):
     def _has_text(self) -> bool:
         message = self._row.message
         return bool(message.content) or not (message.pictures or message.attachments)
+
+    def _save(self) -> None:
+        if self._editor is not None:
+            text = self._editor.toPlainText()
+            self.stop_editing()
+            self.edited.emit(text)
 
     def _copy(self) -> None:
         QGuiApplication.clipboard().setText(self._row.message.content)

@@ -20,7 +20,6 @@ from PySide6.QtGui import (
     QPaintEvent,
     QPen,
     QResizeEvent,
-    QTextCharFormat,
     QTextCursor,
     QWheelEvent,
 )
@@ -43,6 +42,7 @@ from app.widgets.answer_text.paper import paint_behind, plain_text
 from app.widgets.answer_text.parser import StreamParser
 from app.widgets.answer_text.style import Style
 from app.widgets.answer_text.writer import DocumentWriter, InertDocument
+from app.widgets.text_marks import mark_format
 
 _SLICE_S = 0.012  # of work before other events are processed
 _IDLE_SHARE = 4  # while streaming, the pause after an update is at least this many times its duration
@@ -266,13 +266,10 @@ class AnswerView(QTextBrowser):
         self._scroll_to(QRectF(self.cursorRect(cursor)).center().toPoint(), 60)
 
     def _mark_matches(self, current: int | None) -> None:
-        theme = self.theme()
         marks = []
         for number, match in enumerate(self._matches):
             mark = QTextEdit.ExtraSelection()
-            char = QTextCharFormat()
-            char.setBackground(QColor(theme.accent if number == current else theme.accent_background))
-            char.setForeground(QColor(theme.on_accent if number == current else theme.accent_text))
+            char = mark_format(is_chosen=number == current)
             cursor = QTextCursor(self.document())
             cursor.setPosition(match.start)
             cursor.setPosition(match.end, QTextCursor.MoveMode.KeepAnchor)

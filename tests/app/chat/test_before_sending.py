@@ -119,16 +119,16 @@ def test_a_chat_over_its_context_is_told_first(page: ChatView, engine: ScriptedE
     engine.finish()
     asked = len(engine.requests)
     page.composer.box.setPlainText(_words(4000))
-    qtbot.waitUntil(page.room_banner.isVisible)  # while one writes
-    assert f"reads {STARTER.context_tokens:,}" in page.room_banner.text
+    qtbot.waitUntil(page.room.banner.isVisible)  # while one writes
+    assert f"reads {STARTER.context_tokens:,}" in page.room.banner.text
     page.composer.box.entered.emit()
     assert len(engine.requests) == asked
     assert page.composer.text == _words(4000)
     first = page.presenter.conversation.id
-    page._to_new_chat.click()
+    page.room.banner.new_button.click()
     assert page.presenter.conversation.id != first
     assert page.composer.text == _words(4000)
-    assert not page.room_banner.isVisible()
+    assert not page.room.banner.isVisible()
     page.composer.box.entered.emit()
     assert len(engine.requests) == asked + 1
 
@@ -137,9 +137,9 @@ def test_it_is_told_at_once_and_can_be_tried_nevertheless(page: ChatView, engine
     page.composer.box.setPlainText(_words(9000))
     page.composer.box.entered.emit()
     assert engine.requests == []
-    assert "Shorten it." in page.room_banner.text
-    assert page._to_new_chat.isHidden()  # it would not fit there, either
-    page._try_anyway()
+    assert "Shorten it." in page.room.banner.text
+    assert page.room.banner.new_button.isHidden()  # it would not fit there, either
+    page.room.try_anyway()
     assert len(engine.requests) == 1
     assert page.composer.text == ""
 
@@ -151,10 +151,10 @@ def test_editing_and_continuing_are_looked_at_too(page: ChatView, engine: Script
     question, answer = (row.message.id for row in page.presenter.model.rows)
     asked = len(engine.requests)
     page.transcript.acted.emit(answer, "continue")
-    assert page.room_banner.isVisible()
+    assert page.room.banner.isVisible()
     page.transcript.resent.emit(question, _words(9000))
     assert len(engine.requests) == asked
-    assert page._to_new_chat.isHidden()  # it would not fit there, either
+    assert page.room.banner.new_button.isHidden()  # it would not fit there, either
     page.transcript.resent.emit(question, "Short")
     assert len(engine.requests) == asked + 1
 
@@ -168,7 +168,7 @@ def test_an_edited_message_can_be_asked_in_a_new_chat(page: ChatView, engine: Sc
     first, edited = page.presenter.conversation.id, _words(STARTER.context_tokens - 7)
     page.composer.box.setPlainText("A draft")
     page.transcript.resent.emit(question, edited)
-    page._to_new_chat.click()
+    page.room.banner.new_button.click()
     assert page.composer.text == edited
     page.presenter.open(first)
     assert page.composer.text == "A draft"

@@ -69,7 +69,7 @@ def test_deleting_a_chat_ends_its_answer(page: ChatView, engine: ScriptedEngine,
     page.presenter.delete(page.presenter.conversation.id)
     assert engine.cancelled == [engine.request_id]
     engine.finish("cancelled")
-    page.presenter.undo_delete()
+    page.presenter.undo()
     assert page.presenter.model.rows[-1].message.state is MessageState.PARTIAL
 
 

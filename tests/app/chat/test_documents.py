@@ -171,7 +171,7 @@ def test_documents_outlive_a_restart_edits_and_branches_and_go_with_their_chats(
         with qtbot.waitSignal(store.documents_gone):
             again.presenter.delete(chat)
     assert sorted(map(len, gone)) == [0, 1]  # the other chat still had it
-    assert again.presenter.undo_delete()
+    assert again.presenter.undo()
 
 
 def _tokens(page: ChatView) -> int:

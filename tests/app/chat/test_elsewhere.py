@@ -224,3 +224,31 @@ def test_new_chats_begin_with_it_if_wanted(page: ChatView, qtbot: QtBot) -> None
     write(page)
     page.new_chat()
     assert page.presenter.conversation.model == remote_name(RACK, "org/small")
+
+
+def test_its_context_is_watched_and_it_writes_the_summary(page: ChatView, engine: ScriptedEngine) -> None:
+    page.presenter.choose_model(remote_name(HERE, "m"))
+    write(page, "First: " + "word" * 1500)
+    engine.write("Yes: " + "word" * 1500)
+    engine.finish(prompt_tokens=1520)
+    assert page.composer.meter.accessibleName().endswith("4,096")
+    asked = len(engine.requests)
+    write(page, "Second: " + "word" * 1500)
+    assert len(engine.requests) == asked
+    page.room.banner.fold_button.click()
+    summary = engine.requests[-1].command
+    assert summary.remote is not None
+    assert summary.remote.model == "m"
+    engine.write("They said words.")
+    engine.finish()
+    assert "They said words." in engine.requests[-1].command.messages[-1].content  # the second piece goes on with it
+    engine.write("They said more words.")
+    engine.finish()
+    assert engine.requests[-1].command.remote is not None
+    assert [turn.role for turn in engine.requests[-1].command.messages] == ["system", "user"]
+    card = page.presenter.model.rows[0].card
+    assert card is not None
+    assert card.fold.model == "m (Here)"
+    page.room.open()
+    assert "set by" in page.room.popover.cost.text()
+    assert page.room.popover.fields.isHidden()

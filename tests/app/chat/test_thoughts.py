@@ -139,7 +139,7 @@ def test_a_thought_that_took_all_the_room_says_what_to_do(qtbot: QtBot) -> None:
     qtbot.addWidget(answer)
     assert "Max tokens" in answer.note
     answer.set_row(MessageRow(replace(message, stats=replace(stats, finish_reason="context"))))
-    assert "new chat" in answer.note
+    assert "make room" in answer.note
     answer.set_row(MessageRow(replace(message, content="Paris.")))
     assert answer.note == ""
 

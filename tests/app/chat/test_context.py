@@ -1,0 +1,251 @@
+"""A chat that grows beyond its context: it is told, and room is made, by a summary or by leaving turns out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pytestqt.qtbot import QtBot
+
+from app.models.context_use import ContextUse, Level, turns_to_fold
+from app.services.chat_store import Message
+from app.services.folding import pieces_of
+from app.services.settings import Settings
+from app.views.chat.chat_view import ChatView
+from app.views.chat.fold_card import FoldCard
+from engine.common.errors import ErrorCode
+from tests.app.chat.chat_page import answered, last_answer, shown, type_and_send
+from tests.app.scripted_engine import STARTER, ScriptedEngine
+
+
+def words(tokens: int) -> str:
+    return "word" * tokens  # four letters a token, where the model has no tokenizer
+
+
+def long_chat(qtbot: QtBot, page: ChatView, engine: ScriptedEngine) -> None:
+    for number in range(3):
+        answered(qtbot, page, engine, f"Question {number}: {words(600)}", f"Answer {number}: {words(1500)}")
+
+
+def card(page: ChatView) -> FoldCard:
+    turn = page.transcript.turns[0]
+    assert isinstance(turn, FoldCard)
+    return turn
+
+
+def sent(engine: ScriptedEngine) -> list[tuple[str, str]]:
+    return [(turn.role, turn.content[:10]) for turn in engine.requests[-1].command.messages]
+
+
+def test_levels_and_what_to_fold() -> None:
+    assert [ContextUse(used, 100).level for used in (0, 74, 75, 89, 90, 99, 100)] == [
+        Level.FREE,
+        Level.FREE,
+        Level.NEAR,
+        Level.NEAR,
+        Level.FULL,
+        Level.FULL,
+        Level.OVER,
+    ]
+    ends = [False, True] * 3
+    assert turns_to_fold([10] * 6, ends, 60) == 2  # at least one answer, where people ask for it
+    assert turns_to_fold([10] * 6, ends, 25) == 4
+    assert turns_to_fold([10] * 6, ends, 0) == 6
+    assert turns_to_fold([10, 10], [False, False], 0) == 0
+
+
+def test_pieces_fit_and_hold_everything() -> None:
+    turns = [Message(str(n), "c", None, ("user", "assistant")[n % 2], f"{n} " * (n * 40)) for n in range(12)]  # type: ignore[arg-type]
+    pieces = pieces_of(turns, 100, lambda text: len(text) // 4)
+    assert all(len(piece) // 4 <= 130 for piece in pieces)
+    whole = "".join(pieces)
+    assert all(whole.count(f"{n} ") >= n * 38 for n in range(1, 12))
+    assert pieces_of([], 100, len) == []
+
+
+def test_it_is_offered_before_it_is_too_late_and_not_twice(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    type_and_send(qtbot, page, words(3000))
+    engine.write("Yes")
+    engine.finish(prompt_tokens=7600)
+    banner = page.room.banner
+    assert banner.isVisible()
+    assert "Make room" in banner.text
+    assert page.composer.meter.property("level") == "full"
+    assert "almost full" in page.composer.meter.accessibleName()  # not by colour alone
+    banner.later_button.click()
+    assert not banner.isVisible()
+    page.composer.box.setPlainText("x")
+    assert not banner.isVisible()
+
+
+def test_the_oldest_are_left_out_and_what_was_written_is_sent(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    long_chat(qtbot, page, engine)
+    everything = shown(page)
+    type_and_send(qtbot, page, words(2500))
+    asked = len(engine.requests)
+    banner = page.room.banner
+    assert banner.isVisible()
+    assert page.composer.text
+    banner.drop_button.click()
+    assert len(engine.requests) == asked + 1
+    assert page.composer.text == ""
+    assert sent(engine)[0][0] == "user"
+    assert sent(engine)[0][1] != "Question 0"
+    assert card(page).title == "2 earlier turns are left out" or card(page).title == "4 earlier turns are left out"
+    engine.write("Fine")
+    engine.finish()
+    # What is sent is what is shown; the rest is kept, and can be seen and sent again.
+    rows = [row for row in page.presenter.model.rows if row.card is None]
+    assert [row.message.content for row in rows] == [*(t.content for t in engine.requests[-1].command.messages), "Fine"]
+    card(page).show_button.click()
+    assert [row.message.content for row in page.presenter.model.rows if row.is_folded] == [
+        text
+        for _, text in everything[: page.presenter.model.rows[0].card.turns]  # type: ignore[union-attr]
+    ]
+    card(page).unfold_button.click()
+    assert shown(page)[: len(everything)] == everything
+    page._undo()
+    assert page.presenter.model.rows[0].card is not None
+
+
+def test_a_summary_is_written_when_the_model_is_idle_and_then_the_message_goes_out(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    long_chat(qtbot, page, engine)
+    type_and_send(qtbot, page, words(2500))
+    page.room.banner.fold_button.click()
+    request = engine.requests[-1].command
+    assert request.chat == ""  # nothing of it is kept beside the chat
+    assert "Question 0" in request.messages[-1].content
+    engine.read(50, 100)
+    assert page.room.banner.bar.value() > 0
+    assert "Summarising" in page.room.banner.text
+    engine.write("They talked ", "about words.")
+    asked = len(engine.requests)
+    engine.finish()
+    assert len(engine.requests) == asked + 1
+    first = engine.requests[-1].command.messages[0]
+    assert first.role == "system"
+    assert first.content.endswith("They talked about words.")
+    assert card(page).summary.text() == "They talked about words."
+    assert page.presenter.model.rows[0].card.fold.model == "Starter"  # type: ignore[union-attr]
+    engine.finish()
+    assert not page.room.banner.isVisible()
+
+
+def test_a_summary_gives_way_and_can_be_cancelled(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    long_chat(qtbot, page, engine)
+    page.room.fold()
+    summary = engine.requests[-1]
+    page.new_chat()
+    type_and_send(qtbot, page, "Something else first")
+    assert engine.cancelled == [summary.id]
+    assert sent(engine) == [("user", "Something ")]
+    engine.finish()  # then it begins again
+    assert "Question 0" in engine.requests[-1].command.messages[-1].content
+    page.presenter.step(1)
+    qtbot.waitUntil(page.room.banner.cancel_button.isVisible)
+    page.room.banner.cancel_button.click()
+    assert engine.cancelled[-1] == engine.requests[-1].id
+    assert not page.room.banner.isVisible()
+    engine.write("too late")
+    engine.finish(reason="cancelled")
+    assert all(row.card is None for row in page.presenter.model.rows)
+
+
+def test_a_summary_that_fails_says_why_and_loses_nothing(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    long_chat(qtbot, page, engine)
+    before = shown(page)
+    page.room.fold()
+    engine.fail(ErrorCode.NOT_ENOUGH_MEMORY, "There is not enough memory.")
+    assert "not enough memory" in page.notice_banner.text
+    page.room.fold()
+    engine.finish()
+    assert "wrote no summary" in page.notice_banner.text
+    assert shown(page) == before
+
+
+def test_a_changed_draft_is_not_sent_by_a_summary(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    long_chat(qtbot, page, engine)
+    type_and_send(qtbot, page, words(2500))
+    page.room.banner.fold_button.click()
+    page.composer.box.setPlainText("Another thought")
+    engine.write("Short.")
+    asked = len(engine.requests)
+    engine.finish()
+    assert len(engine.requests) == asked
+    assert page.composer.text == "Another thought"
+    assert card(page).summary.text() == "Short."
+
+
+def test_a_summary_is_edited_and_says_when_its_turns_have_changed(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    long_chat(qtbot, page, engine)
+    first = page.presenter.model.rows[1].message.id
+    page.edits.fold(first, "Short.", "Starter")
+    card(page).edit_button.click()
+    editor = card(page).editor
+    assert editor is not None
+    editor.box.setPlainText("Shorter.")
+    editor.save_button.click()
+    assert card(page).summary.text() == "Shorter."
+    assert "you" in card(page).note.text()
+    page.edits.edit(first, "Another answer")
+    assert "changed since" in card(page).note.text()
+    assert len(page.presenter.model.rows) == 5  # the fold goes along with what follows
+    card(page).again_button.click()
+    assert "Another answer" in engine.requests[-1].command.messages[-1].content
+    engine.write("Anew.")
+    engine.finish()
+    assert card(page).summary.text() == "Anew."
+    assert "changed since" not in card(page).note.text()
+
+
+def test_an_answer_that_runs_into_the_end_says_so_and_offers_room(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    long_chat(qtbot, page, engine)
+    type_and_send(qtbot, page, "And?")
+    engine.write("It goes on and")
+    engine.finish(reason="context", prompt_tokens=8000)
+    answer = last_answer(page)
+    assert "end of the context" in answer.note
+    assert answer._note_fold.isVisible()
+    assert answer._continue.isVisible()
+    answer._note_drop.click()
+    assert page.presenter.model.rows[0].card is not None
+    answer._continue.click()
+    assert sent(engine)[-1][1].startswith("Please con")
+
+
+def test_the_length_costs_memory_and_needs_a_reload(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    settings = page.room._settings
+    page.composer.box.setPlainText("x")
+    qtbot.waitUntil(lambda: page.composer.meter.use is not None)
+    page.composer.meter.click()
+    popover = page.room.popover
+    assert popover.isVisible()
+    assert "180 MB of RAM" in popover.cost.text()
+    assert not popover.reload_button.isVisible()
+    popover.slider.setValue(popover.slider.value() - 1)
+    assert popover.tokens.value() == 4096
+    assert "90 MB of RAM" in popover.cost.text()
+    assert popover.reload_button.isVisible()
+    assert settings.context_of(STARTER.path) == 4096
+    with qtbot.waitSignal(page.reload_wanted):
+        popover.reload_button.click()
+    page.room.open()
+    popover.tokens.setValue(8192)
+    assert settings.context_of(STARTER.path) is None  # the model's own
+
+
+@pytest.mark.parametrize("value", ["x", -5, 3.5, None, [], {"": "a"}])
+def test_a_length_that_makes_no_sense_is_the_models_own(tmp_path: Path, qtbot: QtBot, value: object) -> None:
+    settings = Settings(tmp_path / "settings.json")
+    settings.set("context_tokens", {"m": value} if not isinstance(value, dict) else value)
+    assert settings.context_of("m") is None

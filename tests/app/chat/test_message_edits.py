@@ -1,0 +1,254 @@
+"""Single turns edited and deleted, and brought back; a text found in a chat; chats that are never stored; folders."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable
+from contextlib import closing
+
+from PySide6.QtCore import QModelIndex, QPointF, Qt
+from PySide6.QtGui import QDropEvent
+from PySide6.QtWidgets import QLineEdit
+from pytestqt.qtbot import QtBot
+
+from app.services.chat_store import ChatStore
+from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.chat_view import ChatView
+from app.views.chat.user_message import UserMessage
+from engine.common.kept_context import folder_of, kept_context_dir
+from tests.app.chat.chat_page import answered, shown, titles, type_and_send
+from tests.app.scripted_engine import ScriptedEngine
+
+
+def talk(qtbot: QtBot, page: ChatView, engine: ScriptedEngine) -> list[str]:
+    """Two questions and their answers; their ids."""
+    answered(qtbot, page, engine, "One walrus?", "A **walrus**, then another walrus.")
+    answered(qtbot, page, engine, "Two?", "Second answer.")
+    return [row.message.id for row in page.presenter.model.rows]
+
+
+def ids(page: ChatView) -> list[str]:
+    return [row.message.id for row in page.presenter.model.rows]
+
+
+def reopened(open_page: Callable[[], ChatView], store: ChatStore, qtbot: QtBot, chat: str) -> ChatView:
+    assert store.flush()
+    page = open_page()
+    page.presenter.open(chat)
+    qtbot.waitUntil(lambda: page.presenter.conversation.id == chat)
+    return page
+
+
+def test_a_turn_in_the_middle_is_deleted_and_comes_back(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, open_page: Callable[[], ChatView]
+) -> None:
+    before = talk(qtbot, page, engine)
+    page.transcript.acted.emit(before[1], "delete")
+    assert ids(page) == [before[0], *before[2:]]
+    assert "deleted" in page.toast.text
+    type_and_send(qtbot, page, "Three?")
+    sent = [turn.content for turn in engine.requests[-1].command.messages]
+    assert sent == ["One walrus?\n\nTwo?", "Second answer.", "Three?"]
+    engine.finish()
+    other = reopened(open_page, store, qtbot, page.presenter.conversation.id)
+    assert ids(other)[:3] == [before[0], *before[2:]]
+    page._undo()
+    assert ids(page)[:4] == before
+
+
+def test_the_last_turn_is_deleted_and_a_version_takes_its_place(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    before = talk(qtbot, page, engine)
+    page.presenter.regenerate(before[3])
+    engine.write("Third answer.")
+    engine.finish()
+    latest = ids(page)[3]
+    page.edits.delete(latest)
+    assert ids(page) == before
+    page.edits.delete(before[3])
+    assert ids(page) == before[:3]
+    page._undo()
+    page._undo()
+    assert ids(page) == [*before[:3], latest]
+
+
+def test_an_answer_is_edited_and_both_versions_keep_what_followed(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, open_page: Callable[[], ChatView]
+) -> None:
+    before = talk(qtbot, page, engine)
+    answer = page.transcript.turns[1]
+    assert isinstance(answer, AnswerMessage)
+    answer.start_editing()
+    assert answer.editor is not None
+    answer.editor.box.setPlainText("A seal.")
+    qtbot.keyClick(answer.editor.box, Qt.Key.Key_Return, Qt.KeyboardModifier.ControlModifier)
+    assert [text for _, text in shown(page)] == ["One walrus?", "A seal.", "Two?", "Second answer."]
+    edited = page.transcript.turns[1]
+    assert isinstance(edited, AnswerMessage)
+    assert "edited" in edited.figures
+    assert edited.note == ""
+    changed = ids(page)
+    page.presenter.step_version(changed[1], -1)
+    assert ids(page) == before
+    page.presenter.step_version(before[1], 1)
+    assert ids(reopened(open_page, store, qtbot, page.presenter.conversation.id)) == changed
+    page._undo()
+    assert ids(page) == before
+    assert page.presenter.model.rows[1].versions == 1
+
+
+def test_a_question_is_changed_without_asking_again(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    talk(qtbot, page, engine)
+    asked = len(engine.requests)
+    question = page.transcript.turns[0]
+    assert isinstance(question, UserMessage)
+    question.start_editing()
+    assert question.editor is not None
+    question.editor.setPlainText("One seal?")
+    question._save()
+    assert len(engine.requests) == asked
+    assert [text for _, text in shown(page)][0::2] == ["One seal?", "Two?"]
+    type_and_send(qtbot, page, "Three?")  # what follows the new version keeps it
+    page._undo()
+    assert shown(page)[0][1] == "One walrus?"
+    assert page.presenter.model.rows[0].versions == 2
+
+
+def test_nothing_is_changed_while_an_answer_is_written(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    before = talk(qtbot, page, engine)
+    type_and_send(qtbot, page, "Three?")
+    page.edits.delete(before[0])
+    page.edits.edit(before[0], "Other")
+    assert ids(page)[:4] == before
+    assert "stop it first" in page.toast.text
+
+
+def test_find_counts_marks_and_steps(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    talk(qtbot, page, engine)
+    page.find_in_chat()
+    bar = page.find_bar
+    qtbot.keyClicks(bar.field, "WALRUS")
+    qtbot.waitUntil(lambda: bar.count.text() == "1 of 3")
+    for words in ("2 of 3", "3 of 3", "1 of 3"):
+        qtbot.keyClick(bar.field, Qt.Key.Key_Return)
+        assert bar.count.text() == words
+    qtbot.keyClick(bar.field, Qt.Key.Key_Return, Qt.KeyboardModifier.ShiftModifier)
+    assert bar.count.text() == "3 of 3"
+    bar.field.setText("giraffe")
+    qtbot.waitUntil(lambda: bar.count.text() == "not in this chat")
+    bar.field.setText("answer")
+    qtbot.waitUntil(lambda: bar.count.text() == "1 of 1")
+    answered(qtbot, page, engine, "Three?", "One more answer.")
+    qtbot.waitUntil(lambda: bar.count.text() == "1 of 2")
+    qtbot.keyClick(bar.field, Qt.Key.Key_Escape)
+    assert not bar.isVisible()
+    page.edits.fold(ids(page)[1], "Animals.")
+    page.finding.open("walrus")  # what is folded is shown, and found
+    qtbot.waitUntil(lambda: bar.count.text() == "1 of 3")
+
+
+def test_a_search_opens_at_its_hit_with_it_marked(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    before = talk(qtbot, page, engine)
+    first = page.presenter.conversation.id
+    page.new_chat()
+    page.panel.search.setText("answer sec")
+    qtbot.waitUntil(lambda: page.presenter.list_model.rowCount() == 1)
+    page.panel._open_index(page.presenter.list_model.index(0))
+    assert page.presenter.conversation.id == first
+    qtbot.waitUntil(lambda: page.find_bar.count.text() == "1 of 1")
+    assert page.find_bar.field.text() == "Second answer"
+    assert page.finding._found[0][0] == before[3]
+
+
+def test_nothing_of_a_scratch_chat_is_stored(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot
+) -> None:
+    page.new_scratch()
+    chat = page.presenter.conversation.id
+    assert page.scratch_banner.isVisible()
+    page.presenter.set_system_prompt("secret walrus")
+    before = talk(qtbot, page, engine)
+    page.edits.edit(before[1], "A secret seal")
+    page.edits.fold(before[1], "A secret summary")
+    page.composer.box.setPlainText("a secret draft")
+    page.presenter.flush()
+    assert all(request.command.chat == "" for request in engine.requests)
+    assert not folder_of(chat, kept_context_dir()).exists()
+    page.new_chat()
+    assert not page.scratch_banner.isVisible()
+    page.presenter.open(chat)  # as long as the window is open it is there
+    assert shown(page)[0] == ("user", "One walrus?")
+    assert store.flush()
+    with closing(sqlite3.connect(store.path)) as connection:
+        for table in ("conversations", "messages", "folds"):
+            assert connection.execute(f"SELECT count(*) FROM {table}").fetchone() == (0,)
+    assert b"secret" not in store.path.read_bytes()
+    page.presenter.delete(chat)
+    assert "gone" in page.toast.text
+    assert not page.presenter.undo() or page.presenter.conversation.id != chat
+    assert page.presenter.list_model.conversation(chat) is None
+
+
+def test_a_scratch_chat_is_kept_after_all(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, open_page: Callable[[], ChatView]
+) -> None:
+    page.new_scratch()
+    before = talk(qtbot, page, engine)
+    page.presenter.keep_scratch()
+    assert not page.scratch_banner.isVisible()
+    answered(qtbot, page, engine, "Three?", "Third.")
+    assert ids(reopened(open_page, store, qtbot, page.presenter.conversation.id))[:4] == before
+
+
+def test_folders_are_filled_emptied_and_deleted(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, open_page: Callable[[], ChatView]
+) -> None:
+    chats = []
+    for number in range(3):
+        page.new_chat()
+        answered(qtbot, page, engine, f"Chat {number}", "Yes")
+        chats.append(page.presenter.conversation.id)
+    model = page.presenter.list_model
+    page.folders.make([chats[0]])
+    (folder,) = model.folders
+    editor = page.panel.list.findChild(QLineEdit)
+    assert editor is not None
+    editor.setText("  Work  at home ")
+    qtbot.keyClick(editor, Qt.Key.Key_Return)
+    qtbot.waitUntil(lambda: [each.name for each in model.folders] == ["Work at home"])
+    # By drag: onto the folder's line, and out of it onto a heading.
+    row = model.row_of_folder(folder.id)
+    assert row is not None
+    dragged = model.mimeData([model.index(model.row_of(chats[1]) or 0)])
+    assert model.canDropMimeData(dragged, Qt.DropAction.MoveAction, -1, -1, model.index(row))
+    at = page.panel.list.visualRect(model.index(row)).center()
+    kind = Qt.DropAction.MoveAction, dragged, Qt.MouseButton.LeftButton, Qt.KeyboardModifier.NoModifier
+    page.panel.list.dropEvent(QDropEvent(QPointF(at), *kind))
+    assert {c.id for c in model.in_folder(folder.id)} == set(chats[:2])
+    model.dropMimeData(dragged, Qt.DropAction.MoveAction, -1, -1, QModelIndex())
+    assert [c.id for c in model.in_folder(folder.id)] == chats[:1]
+    # By keyboard: collapse, expand, delete.
+    page.panel.list.setCurrentIndex(model.index(model.row_of_folder(folder.id) or 0))
+    qtbot.keyClick(page.panel.list, Qt.Key.Key_Left)
+    assert model.row_of(chats[0]) is None
+    qtbot.keyClick(page.panel.list, Qt.Key.Key_Right)
+    assert model.row_of(chats[0]) is not None
+    assert store.flush()
+    again = open_page()
+    (kept,) = again.presenter.list_model.folders
+    assert kept.name == "Work at home"
+    assert [c.id for c in again.presenter.list_model.in_folder(kept.id)] == chats[:1]
+    page.folders._delete(kept, ())
+    assert model.folders == ()
+    assert set(titles(page)) == {"Chat 0", "Chat 1", "Chat 2"}
+    page._undo()
+    assert [c.id for c in model.in_folder(folder.id)] == chats[:1]
+    page.folders._delete(kept, model.in_folder(kept.id))
+    assert set(titles(page)) == {"Chat 1", "Chat 2"}
+    page._undo()
+    assert [c.id for c in model.in_folder(folder.id)] == chats[:1]
+    page.folders.delete(folder.id)
+    assert page.folders.question is not None
+    page.folders.question.close()
+    assert len(model.folders) == 1
