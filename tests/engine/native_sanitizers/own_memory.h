@@ -39,6 +39,18 @@ std::vector<uint16_t> draw_row(Random &random, int64_t count) {
     return row;
 }
 
+std::vector<uint16_t> in_bf16(const std::vector<float> &values) {
+    std::vector<uint16_t> rounded;
+    for (const float value : values) rounded.push_back(to_bf16(value));
+    return rounded;
+}
+
+std::vector<float> draw_floats(Random &random, int64_t count) {
+    std::vector<float> row(static_cast<size_t>(count));
+    for (auto &value : row) value = from_bf16(draw_bf16(random));
+    return row;
+}
+
 void require(bool holds, const char *what) {
     if (holds) return;
     std::fprintf(stderr, "driver: %s\n", what);
