@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernel_set.h"
 #include "switchyard_kernels.h"
 
 namespace {
