@@ -24,6 +24,7 @@ from engine.bench.peers.best_flags import Room, best_flags, name_with, open_peer
 from engine.bench.peers.library import LIBRARY, OFFLOAD, TransformersPeer, accelerate_offload
 from engine.bench.peers.peer import Beside, PeerError, files_beside
 from engine.bench.report import Report, row
+from engine.bench.synthetic import Cut
 
 if TYPE_CHECKING:
     from engine.bench.peers.editions import Flags
@@ -44,6 +45,7 @@ class PrefillPlan:
         strategies: also run the single ways to serve misses; then the device keeps 25% of the experts unless the
             configuration says otherwise.
         peers: the names of those to run as well.
+        cut: what a synthetic model lacks of the one whose shape it has.
     """
 
     prompt_tokens: int
@@ -51,6 +53,7 @@ class PrefillPlan:
     repeats: int
     strategies: bool
     peers: Sequence[str] = ()
+    cut: Cut | None = None
 
 
 def bench_prefill(config: EngineConfig, plan: PrefillPlan, report: Report, say: Callable[[str], None]) -> None:
@@ -170,6 +173,7 @@ def _rows(
     report: Report,
 ) -> None:
     name, ours = f"prefill of {plan.prompt_tokens:,} tokens on {config.device}", rates.pop("ours")
+    name += f", {plan.cut.words}" if plan.cut is not None else ""
     report.rows.append(row(name, ours, "tokens/s"))
     report.rows += [row(name, ours, "tokens/s", peer=peer, peer_values=theirs) for peer, theirs in rates.items()]
     if plan.strategies:

@@ -15,7 +15,7 @@ from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.codes import format_for
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry, RotaryRows, Rows, is_blocks
+from engine.checkpoint.packed import LatentHeads, PackedEntry, RotaryRows, Rows, is_blocks
 from engine.checkpoint.quantised.packings import ByRows
 from engine.formats import FORMATS, LADDER, STORED, TiledFormat, format_of
 from engine.formats.int4 import INT4
@@ -140,6 +140,15 @@ def in_blocks(entry: TensorEntry) -> TensorEntry | None:
             return None
         (entry,) = entry.sources
     return entry if is_blocks(entry.dtype) else None
+
+
+def heads_in_blocks(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
+    """The stacks of each head's matrix of keys, transposed, and of values that a matrix is made of, if both are in
+    blocks; see `LatentHeads`."""
+    if not (isinstance(entry, PackedEntry) and isinstance(entry.packing, LatentHeads)):
+        return None
+    keys, values = entry.sources
+    return (keys, values) if is_blocks(keys.dtype) and is_blocks(values.dtype) else None
 
 
 def pieces_of(source: TensorEntry | ExpertSource) -> list[TensorEntry | ExpertSource]:

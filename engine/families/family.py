@@ -95,7 +95,6 @@ class FastPath:
             head ("twice") or not ("once"), or complex numbers that rotate adjacent pairs.
         norms_all_heads: whether queries' and keys' norms are over all heads together (OLMoE, Muennighoff et al. 2024,
             section 2).
-        norms_round_once: whether a norm multiplies by its weight before rounding, not after.
     """
 
     model: str
@@ -106,7 +105,6 @@ class FastPath:
     is_latent: bool = False
     angles: Literal["twice", "once", "complex"] = "twice"
     norms_all_heads: bool = False
-    norms_round_once: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

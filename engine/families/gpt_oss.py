@@ -33,7 +33,6 @@ FAMILY = Family(
         block="GptOssMLP",
         # A softmax over the chosen logits is one over all of them, made to sum to 1.
         router=Router(bias="bias", normalise=True, bf16_shares=True),
-        norms_round_once=True,
     ),
     gate=ClampedGate("alternating", "limit", "alpha"),
     gguf=Gguf(

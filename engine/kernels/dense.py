@@ -73,6 +73,7 @@ def quantise_on_cards(
     """
     layers = list(_layers(model, precision, stored.formats if stored is not None else None))
     known = {name: (module, of_this) for name, module, of_this in layers}
+    head = getattr(model, "get_output_embeddings", lambda: None)()
     for names in _together({name: of_this for name, (_, of_this) in known.items()}):
         matrices = []
         for name in names:
@@ -87,7 +88,13 @@ def quantise_on_cards(
             made_of = [(forward, joined.record) for forward in joined.forwards]
         else:
             alone = [
-                CardLinear(matrix, bias, place, kernels_of(place) if _is_read(known[name][1]) else None)
+                CardLinear(
+                    matrix,
+                    bias,
+                    place,
+                    kernels_of(place) if _is_read(known[name][1]) else None,
+                    is_head=known[name][0] is head,
+                )
                 for name, matrix, bias in zip(names, matrices, biases, strict=True)
             ]
             made_of = [(forward, forward.record) for forward in alone]

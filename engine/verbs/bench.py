@@ -123,6 +123,7 @@ def add_parser(subparsers: Any) -> None:
 
     prefill = kinds.add_parser("prefill", help="tokens per second of a long prompt, and the decode cache after it")
     _add_model(prefill)
+    prefill.set_defaults(model=None)
     prefill.add_argument("--prompt-tokens", type=positive_int, default=2000, metavar="N", help="length of the prompt")
     prefill.add_argument("--tokens", type=positive_int, default=96, metavar="N", help="decoded before and after it")
     _add_peers(prefill)
@@ -401,7 +402,7 @@ def _run_monitor(args: argparse.Namespace) -> int:
 def _run_decode(args: argparse.Namespace) -> int:
     if args.predict:
         return _run_predictions(args)
-    args.model = args.model or "starter"
+    args.model = args.model or _file_of_library(wanted=bool(args.peers) and not args.strategies) or "starter"
     if args.brute_force:
         return _run_brute_force(args)
     config, report = _config(args), _report()
@@ -414,9 +415,26 @@ def _run_decode(args: argparse.Namespace) -> int:
             report.skip_peer("transformers", "strategies are compared with each other: run --peers by itself")
     else:
         from engine.bench.decode import DecodePlan, bench_decode
+        from engine.bench.synthetic import cut_of
 
-        bench_decode(config, DecodePlan(args.tokens, args.repeats, args.peers, args.contexts), report, note)
+        plan = DecodePlan(args.tokens, args.repeats, args.peers, args.contexts, cut_of(args.model))
+        bench_decode(config, plan, report, note)
     return _emit(report, args)
+
+
+def _file_of_library(*, wanted: bool) -> str | None:
+    """The user's GGUF file that was used last: what peers are best compared with, as both read it as it is."""
+    if not wanted:
+        return None
+    from engine.checkpoint.gguf.names import gguf_at
+    from engine.checkpoint.library import list_models
+
+    files = [entry for entry in list_models() if not entry.problem and gguf_at(entry.path) is not None]
+    if not files:
+        return None
+    found = max(files, key=lambda entry: entry.last_used or 0.0)
+    note(f"with {found.name}, a GGUF file of your library; --model starter is the model that comes with Switchyard")
+    return str(found.path)
 
 
 def _run_predictions(args: argparse.Namespace) -> int:
@@ -456,10 +474,12 @@ def _run_machines(args: argparse.Namespace) -> int:
 
 
 def _run_prefill(args: argparse.Namespace) -> int:
+    args.model = args.model or _file_of_library(wanted=bool(args.peers) and not args.strategies) or "starter"
     config, report = _config(args), _report()
     from engine.bench.prefill import PrefillPlan, bench_prefill
+    from engine.bench.synthetic import cut_of
 
-    plan = PrefillPlan(args.prompt_tokens, args.tokens, args.repeats, args.strategies, args.peers)
+    plan = PrefillPlan(args.prompt_tokens, args.tokens, args.repeats, args.strategies, args.peers, cut_of(args.model))
     bench_prefill(config, plan, report, note)
     return _emit(report, args)
 

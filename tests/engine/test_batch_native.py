@@ -29,7 +29,7 @@ _WIDE: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_head
 """Large enough for linear layers to be native."""
 
 
-def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16", threads: int = 2) -> LoadedModel:
+def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16", threads: int = 2) -> LoadedModel:
     config = EngineConfig(str(path), precision=precision, threads=threads)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
@@ -102,7 +102,8 @@ def test_logits_are_those_of_the_library(
     path = tiny_checkpoint(family, tmp_path, **overrides)
     native = _load(path)
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    library = _load(path, threads=1)
+    # In bf16 the library rounds hidden states, and so is further from this than the kernels are.
+    library = _load(path, "fp32", threads=1)
     try:
         rows = _rows([1, 40, 33, 70, 12], 4)
         answers, seen = _answers(native, rows, monkeypatch)

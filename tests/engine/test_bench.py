@@ -17,6 +17,9 @@ from engine.bench.loops import most_repeated
 from engine.bench.mmap_peer import memory_group
 from engine.bench.peers.editions import EDITIONS
 from engine.bench.peers.library import OFFLOAD
+from engine.bench.report import Report
+from engine.bench.synthetic import Cut
+from engine.bench.synthetic.shapes import SHAPES
 from engine.checkpoint.library import banks_dir
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
@@ -198,6 +201,31 @@ def test_a_gguf_file_is_decoded_by_us_and_by_what_was_built(
         peers = [row["peer"] for row in document["rows"] if row["name"] == name and row["peer"]]
         assert {peer.split(",")[0] for peer in peers} == built
         assert all(", same file, -fa o" in peer for peer in peers)
+
+
+def test_a_model_with_fewer_layers_says_so_and_what_all_of_them_would_do(capsys: pytest.CaptureFixture[str]) -> None:
+    document = bench(capsys, "decode", "--model", f"{TINY}?layers=1&vocab=300", "--tokens", "4", "--device", "cpu")
+    whole = SHAPES["qwen3-moe-tiny"]
+    words = f"300 of {whole.vocab:,} words"
+    assert [row["name"] for row in document["rows"]] == [f"decode, 1 of {whole.layers} layers, {words}"]
+    assert not_run(document) == {f"decode of all {whole.layers} layers"}
+    document = bench(capsys, "prefill", "--model", f"{TINY}?vocab=300", "--prompt-tokens", "40", "--device", "cpu")
+    assert {row["name"].partition(", ")[2] for row in document["rows"]} == {words}
+
+
+def test_layers_and_head_apart() -> None:
+    cut = Cut(layers=4, whole_layers=48, vocabulary=4096, whole_vocabulary=151936, shorter="")
+    report = Report({})
+    # A layer takes 1 ms of ours and 2 ms of the peer's, the rest 4 and 1 ms; the third contestant only noise.
+    rates = {"ours": [1 / 0.008], "peer": [1 / 0.009], "noise": [100.0]}
+    halved = {"ours": [1 / 0.006], "peer": [1 / 0.005], "noise": [100.0]}
+    decode._whole_rows("decode", cut, rates, halved, report)
+    found = {(row.name, row.peer): (row.value, row.ratio) for row in report.rows}
+    few = ", but 4,096 of 151,936 words"
+    assert found["decode: a layer", "peer"] == pytest.approx((1.0, 2.0))
+    assert found[f"decode: head and the rest{few}", "peer"] == pytest.approx((4.0, 0.25))
+    assert found[f"decode of all 48 layers{few}", "peer"] == pytest.approx((1 / 0.052, 97 / 52))
+    assert [skipped["peer"] for skipped in report.peers_not_run] == ["noise, decode of all 48 layers"]
 
 
 def test_a_model_without_experts_has_nothing_to_prepare(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -187,8 +187,8 @@ def test_a_file_on_a_card(
     with opened(file, precision="auto", cache_slots=slots, vram_bytes=64 * MIB) as ours, torch.inference_mode():
         assert ours.info.precision == "stored"
         assert "became" not in ours.info.device_note
-        found = ours.model(input_ids=ids).logits[0].float()
-        one = ours.model(input_ids=ids[:, :1]).logits[0].float()
+        found, one = (ours.model(input_ids=some).logits[0] for some in (ids, ids[:, :1]))
+        assert found.dtype == one.dtype == (torch.bfloat16 if card is None else torch.float32)
         held = ours.info.weights_bytes + ours.info.experts_bytes
         tables = [m for m in ours.model.modules() if isinstance(m.__dict__.get("forward"), CardEmbedding)]
         assert bool(tables) == (card is not None)

@@ -178,7 +178,9 @@ def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, 
 
 def _answers_stay_the_same(loaded: LoadedModel, vocabulary: int = 300) -> None:
     prompt, sampling = [token % vocabulary for token in random_prompt(30, seed=3)], SamplingParams(max_tokens=48)
-    whole = Alone(loaded, speculates=False).generate_from_ids(prompt, sampling, end_ids=NO_END)
+    # Goes on from the same tokens, computed in steps: a prompt is summed in another order.
+    one_by_one = Alone(loaded, speculates=False)
+    whole = one_by_one.generate_from_ids(prompt, sampling, end_ids=NO_END)
     session = Alone(loaded, speculates=True)
     session._prices = Eager()
     kv: Any = session._session
@@ -192,7 +194,7 @@ def _answers_stay_the_same(loaded: LoadedModel, vocabulary: int = 300) -> None:
     kv.drafters = lambda: own
     more = [*prompt, *whole.token_ids, 9]
     by_head = session.generate_from_ids(more, sampling, end_ids=NO_END)
-    alone = Alone(loaded, speculates=False).generate_from_ids(more, sampling, end_ids=NO_END)
+    alone = one_by_one.generate_from_ids(more, sampling, end_ids=NO_END)
     assert by_head.token_ids == alone.token_ids
     assert by_head.guessed_tokens > 0
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,10 @@ from engine.checkpoint.gguf.types import BLOCK_TYPES, BlockType
 from engine.checkpoint.library import bank_path
 from engine.experts.bank import LayerInPlace
 from engine.kernels.native.library import READS_BLOCKS, Isa, NativeKernels, load_kernels
-from engine.kernels.native.linear import BlockEmbedding, QuantisedLinear
+from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
 from engine.kernels.repack import Blocks
+from engine.runtime.decode.step_model import StepModel
+from engine.runtime.kv.layers import new_cache
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.test_disk_backed import on_disk
@@ -131,10 +134,50 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert ours.model(input_ids=PROMPT).logits.dtype == torch.float32
         found = logits(ours.model)[0].float()
         one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()
-    assert (found - wanted).norm() < 0.05 * wanted.norm()
+    if ours.info.experts:
+        # Where a router wavers, rounding may choose another expert for a token, and so for those that attend to it.
+        assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.04
+    else:
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
     assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
     assert len(PROMPT[0]) > 8
     assert not list((tmp_path / "home").rglob("*.bank"))
+
+
+def _wider_keys(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Keys of 32 numbers instead of 16 beside those that are rotated, so that they fill blocks."""
+    draw, wide = np.random.default_rng(4), dict(tensors)
+    for name, values in tensors.items():
+        if "attn_k_b" in name:
+            wide[name] = draw.normal(0, 0.1, (*values.shape[:2], 32)).astype(np.float32)
+        elif "attn_q_b" in name:
+            wide[name] = draw.normal(0, 0.1, (4 * (32 + 16), values.shape[1])).astype(np.float32)
+    return wide
+
+
+@needs_panels
+@pytest.mark.parametrize("isa", ["AVX2", ""], ids=["AVX2", "best"])
+def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
+    isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWITCHYARD_ISA", isa)
+    plain, _ = unpacked("deepseek3", tmp_path)
+    file = rewritten(plain, kind="Q8_0", tensors=_wider_keys, attention__key_length_mla=48)
+    with loaded(file, "fp32") as reference, torch.no_grad():
+        wanted = reference.model(input_ids=PROMPT_IDS).logits[0]
+    with loaded(file, "auto") as ours, torch.no_grad():
+        made = [layer.self_attn.kv_b_proj for layer in ours.model.model.layers]
+        assert all(isinstance(module.__dict__["forward"], LatentHeads) for module in made)
+        assert all(module.weight.numel() == 0 for module in made)
+        step = StepModel(ours.model, 64)
+        assert step._single is not None
+        assert step._single._whole is not None  # latent attention and a dense first layer are in the call
+        found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
+        cache = new_cache(ours.model)
+        rows = [step(PROMPT_IDS[:, at : at + 1], cache, at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
+    for logits_of in (found, torch.stack(rows)):
+        errors = (logits_of - wanted).norm(dim=-1) / wanted.norm(dim=-1)
+        assert errors.median() < 0.04
 
 
 @needs_panels

@@ -26,7 +26,7 @@ _TOLERANCE = 0.006
 """Of logits of about 0.3 after bf16 layers: five of its steps."""
 
 FAMILIES = ["mixtral", "qwen3_moe", "llama", "qwen3", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
-FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open"]
+FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open", "glm4_moe_lite"]
 
 
 _LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
@@ -45,7 +45,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
+def _load(path: Path, precision: Literal["fp32", "bf16", "int8", "int4"] = "bf16") -> LoadedModel:
     config = EngineConfig(str(path), precision=precision, threads=2)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
@@ -107,9 +107,10 @@ def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
 def test_beams_and_prompts_go_the_librarys_way_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint("qwen3_moe", tmp_path)
     answers = []
-    for setting in ("1", "0"):
+    # Without the kernels hidden states would be in bf16, which decides near ties otherwise than float32 does.
+    for setting, precision in (("1", "bf16"), ("0", "fp32")):
         monkeypatch.setenv("SWITCHYARD_NATIVE", setting)
-        loaded = _load(path)
+        loaded = _load(path, precision)
         try:
             session = Alone(loaded)
             ids = list(range(5, 25))
@@ -132,6 +133,9 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("qwen3", {}),
     ("dots1", {}),  # its first layer is dense, the second is not
     ("qwen3_moe", {"mlp_only_layers": [0]}),
+    ("deepseek_v2", {"first_k_dense_replace": 1}),
+    ("deepseek_v3", {**_LARGER_LATENT, "first_k_dense_replace": 1}),
+    ("glm4_moe_lite", {}),
 ]
 
 
@@ -176,3 +180,36 @@ def test_dense_layers_are_in_the_call_of_a_whole_model(
         assert float(far.median()) < 0.02
     finally:
         library.close()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+def test_prompts_and_steps_are_closer_to_float32_than_the_librarys(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states are in float32, whoever computes a layer."""
+    path = tiny_checkpoint(family, tmp_path, **_LARGER, num_hidden_layers=6)
+    torch.manual_seed(9)
+    ids = torch.randint(3, 300, (1, 40))
+    found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, setting, precision in (("exact", "0", "fp32"), ("library", "0", "bf16"), ("ours", "1", "bf16")):
+        monkeypatch.setenv("SWITCHYARD_NATIVE", setting)
+        loaded = _load(path, precision)  # type: ignore[arg-type]
+        try:
+            with torch.inference_mode():
+                heard: list[torch.dtype] = []
+                last = loaded.model.model.layers[-1]
+                handle = last.register_forward_hook(lambda _m, _a, out, heard=heard: heard.append(out.dtype))
+                prompt = loaded.model(input_ids=ids).logits[0].float()
+                handle.remove()
+                assert heard == [torch.bfloat16 if name == "library" else torch.float32]
+                step, cache = StepModel(loaded.model, 64), new_cache(loaded.model)
+                step(ids[:, :20], cache, 0)
+                rows = [step(ids[:, at : at + 1], cache, at)[0][0].float() for at in range(20, 40)]
+            found[name] = prompt, torch.stack(rows)
+        finally:
+            loaded.close()
+    far = {
+        name: [float((mine - exact).norm()) for mine, exact in zip(found[name], found["exact"], strict=True)]
+        for name in ("library", "ours")
+    }
+    assert all(ours < 0.95 * librarys for ours, librarys in zip(far["ours"], far["library"], strict=True)), far

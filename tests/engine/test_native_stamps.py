@@ -34,7 +34,7 @@ class _Steps:
         self._blocks = blocks
         width = blocks[0].struct.experts.hidden
         counts = [int(torch.randint(1, most_tokens + 1, ())) for _ in range(16)]
-        self._inputs = [torch.randn(1, tokens, width).bfloat16() for tokens in counts]
+        self._inputs = [torch.randn(1, tokens, width) for tokens in counts]
         self._expected: list[tuple[int, list[int]]] = []
         for step in range(16 * len(blocks)):
             block, tokens = blocks[step % len(blocks)], self._inputs[step % 16]

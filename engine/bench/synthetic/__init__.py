@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,52 @@ def _without_file_type(model: str) -> tuple[str, str]:
     kinds = [part.removeprefix(_FILE_TYPE) for part in parts if part.startswith(_FILE_TYPE)]
     rest = "&".join(part for part in parts if not part.startswith(_FILE_TYPE))
     return (f"{name}?{rest}" if rest else name), kinds[-1] if kinds else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a synthetic model differs from the one whose shape it has.
+
+    Attributes:
+        layers, whole_layers: its own, and all that there are.
+        vocabulary, whole_vocabulary: likewise.
+        shorter: the same with half of its layers, or None if it has one alone.
+    """
+
+    layers: int
+    whole_layers: int
+    vocabulary: int
+    whole_vocabulary: int
+    shorter: str | None
+
+    @property
+    def words(self) -> str:
+        """For the name of a figure: what of it there is."""
+        parts = []
+        if self.layers != self.whole_layers:
+            parts.append(f"{self.layers} of {self.whole_layers} layers")
+        if self.vocabulary != self.whole_vocabulary:
+            parts.append(f"{self.vocabulary:,} of {self.whole_vocabulary:,} words")
+        return ", ".join(parts)
+
+
+def cut_of(model: str) -> Cut | None:
+    """What a bench's model lacks; None for a whole one.
+
+    Raises:
+        EngineError: as `make_synthetic`.
+    """
+    if not is_synthetic(model):
+        return None
+    plain, kind = _without_file_type(model)
+    name, _, query = plain.partition("?")
+    whole, shape = SHAPES[name.removeprefix(_PREFIX)], parse(plain)[1]
+    if (shape.layers, shape.vocab) == (whole.layers, whole.vocab):
+        return None
+    options = [part for part in query.split("&") if part and not part.startswith("layers=")]
+    options += [f"layers={shape.layers // 2}", *([f"{_FILE_TYPE}{kind}"] if kind else [])]
+    shorter = f"{name}?{'&'.join(options)}" if shape.layers > 1 else None
+    return Cut(shape.layers, whole.layers, shape.vocab, whole.vocab, shorter)
 
 
 def make_synthetic(model: str, say: Callable[[str], None] = lambda _text: None) -> Path:

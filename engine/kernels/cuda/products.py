@@ -61,6 +61,7 @@ class ProductArguments(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("experts", "slots", "visits", "width", "together", "columns", "rows")),
         ("splits", ctypes.c_int),
         ("pairing", ctypes.c_int),
+        ("floats", ctypes.c_int),
         ("activation", ActivationArguments),
     )
 
@@ -112,6 +113,7 @@ class CudaProducts:
         shares: torch.Tensor | None = None,
         slot_of: torch.Tensor | None = None,
         absent: torch.Tensor | None = None,
+        floats: bool = False,
     ) -> torch.Tensor:
         """Up to `MOST_VISITS` visits; weights of an expert are read once for several of them.
 
@@ -122,6 +124,7 @@ class CudaProducts:
             shares: float32 [tokens, k]: adds up the k visits of each token, with these as weights.
             slot_of: int32 [experts]: the record of each expert, -1 for none; by default experts are records.
             absent: int32 [visits]: becomes 1 for visits of experts without a record, 0 for others.
+            floats: whether the result is float32, not of the type of `x`; of a linear layer, without ids and shares.
 
         Returns:
             [visits, outputs], zeros for ids that are no expert or have no record; [tokens, rows] with shares, to which
@@ -133,7 +136,7 @@ class CudaProducts:
         _, blocks, splits = grid = grid_of(matrix, leaders, self.card.multiprocessors)
         rows = matrix.rows if shares is not None else matrix.outputs
         together = shares.shape[1] if shares is not None else 1
-        out = x.new_empty(visits // together, rows)
+        out = x.new_empty(visits // together, rows, dtype=torch.float32 if floats else None)
         x = x if x.data_ptr() % 16 == 0 else x.clone()
         arguments = ProductArguments(
             x=x.data_ptr(), out=out.data_ptr(), ids=pointer(ids), slot_of=pointer(slot_of),
@@ -142,7 +145,7 @@ class CudaProducts:
             zeros_at=matrix.zeros_at, bias_at=matrix.bias_at, table_at=matrix.table_at, up_at=matrix.up_at,
             experts=len(table) if slot_of is None else len(slot_of), slots=len(table), visits=visits, width=width,
             together=together, columns=matrix.columns, rows=matrix.rows, splits=splits, pairing=int(matrix.pairing),
-            activation=ActivationArguments.of(activation),
+            floats=int(floats), activation=ActivationArguments.of(activation),
         )  # fmt: skip
         if splits > 1 or shares is not None:
             parts = x.new_empty(visits * splits * blocks * block, dtype=torch.float32)

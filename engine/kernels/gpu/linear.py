@@ -10,6 +10,7 @@ from engine.kernels.repack import Blocks, unpacked
 
 _FEW_TOKENS = 16
 """Up to this many tokens, reading the weights per token from the card's cache is faster than unpacking them."""
+_ROWS_OF_HEAD = 8192
 
 
 class CardLinear:
@@ -20,14 +21,22 @@ class CardLinear:
     Args:
         matrix: on any device; copied to `device`.
         kernels: of the card, if it runs them.
+        is_head: its outputs are logits: float32, as one near 20 in bf16 is rounded to an eighth.
 
     Attributes:
         matrix: on `device`, within `record`.
     """
 
     def __init__(
-        self, matrix: TiledMatrix | Blocks, bias: torch.Tensor | None, device: torch.device, kernels: CardKernels | None
+        self,
+        matrix: TiledMatrix | Blocks,
+        bias: torch.Tensor | None,
+        device: torch.device,
+        kernels: CardKernels | None,
+        *,
+        is_head: bool = False,
     ) -> None:
+        self._is_head = is_head
         self.record, self._stored = store(matrix, bias, device)
         self._kernels = kernels
         self._table = RecordTable([self.record])
@@ -39,8 +48,8 @@ class CardLinear:
         if self._kernels is None or not self.is_for_few(input):
             return self.rows(input, 0, self._stored.rows)
         rows = input.reshape(-1, self._stored.columns).to(torch.bfloat16).contiguous()
-        out = self._kernels.few.multiply_visits(self._stored, self._table, rows, None, 1)
-        return out.view(*input.shape[:-1], self._stored.rows).to(input.dtype)
+        out = self._kernels.few.multiply_visits(self._stored, self._table, rows, None, 1, floats=self._is_head)
+        return self._as_asked(out.view(*input.shape[:-1], self._stored.rows), input)
 
     def is_for_few(self, input: torch.Tensor) -> bool:
         """Whether they are read directly for so many tokens, if there are kernels."""
@@ -59,8 +68,22 @@ class CardLinear:
         some = (
             rows_of(whole, begin, end) if isinstance(whole, TiledMatrix) else Blocks(whole.kind, whole.raw[begin:end])
         )
-        out = torch.nn.functional.linear(tokens, unpack(some), bias)
-        return out.view(*input.shape[:-1], end - begin).to(input.dtype)
+        weights = unpack(some)
+        product = _unrounded if self._is_head else torch.nn.functional.linear
+        out = product(tokens, weights, bias)
+        return self._as_asked(out.view(*input.shape[:-1], end - begin), input)
+
+    def _as_asked(self, out: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+        return out if self._is_head else out.to(input.dtype)
+
+
+def _unrounded(tokens: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """tokens x weights in float32, the weights unpacked some rows at a time: as floats they are twice as large."""
+    out = tokens.new_empty(len(tokens), len(weights), dtype=torch.float32)
+    for begin in range(0, len(weights), _ROWS_OF_HEAD):
+        some = slice(begin, begin + _ROWS_OF_HEAD)
+        torch.matmul(tokens.float(), weights[some].float().mT, out=out[:, some])
+    return out if bias is None else out + bias.float()
 
 
 class CardEmbedding:

@@ -223,7 +223,7 @@ def _speed_up(
                     norm.forward = later
             found = _attended(module, rotation, hidden, embeddings)
             if all(_is_alike(mine, its) for mine, its in zip(found, wanted, strict=True)):
-                module.forward = _forward_with(module, {_NAME: rotation})
+                module.forward = forward_with(module, {_NAME: rotation})
                 return True
             _undo(norms, forwards)
     except Exception as error:  # any compiler or driver error, or whatever a module wants to be given: operators do it
@@ -247,8 +247,8 @@ def _can_wait(module: Any, norms: list[CardNorm]) -> bool:
     return same and first.weight.is_contiguous() and second.weight.is_contiguous()
 
 
-def _forward_with(module: Any, names: dict[str, Any]) -> Any:
-    """The module's `forward`: the same code, but for what these names mean in it."""
+def forward_with(module: Any, names: dict[str, Any]) -> Any:
+    """A module's `forward`: the same code, but for what these names mean in it."""
     code = type(module).forward
     made = FunctionType(
         code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__, code.__closure__
@@ -292,7 +292,7 @@ def _attended(
     module: Any, rotation: Callable[..., Any], hidden: torch.Tensor, embeddings: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Queries and keys that a module gives its attention function, if it rotates them so."""
-    forward = _forward_with(module, {_NAME: rotation, _ATTENTION: _Watched()})
+    forward = forward_with(module, {_NAME: rotation, _ATTENTION: _Watched()})
     try:
         forward(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=None)
     except _SeenError as seen:

@@ -142,6 +142,8 @@ def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
     if isinstance(forward, QuantisedLinear):
         return forward.struct
     weight = module.weight
+    if weight.dim() != 2:
+        return None
     plain = weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and weight.is_contiguous()
     return plain_struct(weight) if plain else None
 
@@ -251,22 +253,62 @@ class QuantisedLinear:
         return out if self._is_head else out.to(input.dtype)
 
 
+class LatentHeads:
+    """The `forward` of what makes keys and values of latents (DeepSeek-V2, section 2.1); replaces its weight.
+
+    It is stored as GGUF files have it: each head's matrix of keys, transposed, and its matrix of values.
+
+    Args:
+        keys: [heads * rank, width of a key].
+        values: [heads * width of a value, rank].
+
+    Attributes:
+        structs: both, for native kernels.
+    """
+
+    def __init__(self, module: torch.nn.Linear, keys: Blocks, values: Blocks, kernels: NativeKernels) -> None:
+        self._rank = values.columns
+        self._heads = keys.rows // self._rank
+        self._keys, self._values, self._kernels = keys, values, kernels
+        self.structs = keys.matrix_struct, values.matrix_struct
+        self._address = ctypes.addressof(self.structs[1])
+        for name, table in (("tiles_of_keys", keys), ("tiles_of_values", values)):
+            module.register_buffer(name, table.raw, persistent=False)  # registered only to be counted
+        module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        rows = input.reshape(-1, self._rank).bfloat16().contiguous()
+        tokens, kernels = rows.shape[0], self._kernels
+        values = rows.new_empty(tokens, self._values.rows)
+        multiply = kernels.linear if tokens <= _FEW_TOKENS else kernels.linear_rows
+        if multiply(kernels.pool, self._address, tokens, rows.data_ptr(), None, 0, values.data_ptr()):
+            raise out_of_memory()
+        weights = torch.empty(self._keys.rows, self._keys.columns, dtype=torch.bfloat16)
+        unpack_into(self._keys, weights, kernels)
+        keys = torch.matmul(rows, weights.view(self._heads, self._rank, -1)).transpose(0, 1)
+        both = torch.cat([keys, values.view(tokens, self._heads, -1)], dim=-1)
+        return both.reshape(*input.shape[:-1], -1).to(input.dtype)
+
+
 class BlockEmbedding:
     """The `forward` of an embedding in blocks: rows are unpacked as they are looked up; replaces its weight.
 
     Args:
         table: [vocabulary, hidden], which an output layer may share.
+
+    Attributes:
+        dtype: of what it gives.
     """
 
     def __init__(self, module: torch.nn.Embedding, table: Blocks, kernels: NativeKernels) -> None:
         self._table, self._kernels = table, kernels
-        self._dtype = module.weight.dtype
+        self.dtype = module.weight.dtype
         module.register_buffer("tiles", table.raw, persistent=False)  # registered only to be counted
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         ids = input.reshape(-1).long().contiguous()
-        out = torch.empty(len(ids), self._table.columns, dtype=self._dtype)
+        out = torch.empty(len(ids), self._table.columns, dtype=self.dtype)
         if len(ids):
             unpack_into(replace(self._table, order=ids), out, self._kernels)
         return out.view(*input.shape, -1)

@@ -27,13 +27,16 @@ def attention_rows(
     Args:
         layer: its weights; `paged` its pages.
         pieces: the sequences of these tokens.
-        hidden: bf16.
-        cos, sin: bf16 [T, angles], at least one per pair of dimensions.
+        hidden: float32 or bf16.
+        cos, sin: [T, angles], at least one per pair of dimensions.
+
+    Returns:
+        float32.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`.
     """
-    hidden, cos, sin = hidden.contiguous(), cos.contiguous(), sin.contiguous()
+    hidden, cos, sin = (each.float().contiguous() for each in (hidden, cos, sin))
     out = torch.empty_like(hidden)
     failed = kernels.attention_rows(
         kernels.pool,
@@ -55,16 +58,16 @@ def attention_rows(
 def route_rows(
     kernels: NativeKernels, block: SparseBlockStruct, hidden: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Inputs of a sparse block's experts: normed hidden states [T, H], ids [T, k] and float weights [T, k].
+    """Inputs of a sparse block's experts: normed hidden states, bf16 [T, H], ids [T, k] and float weights [T, k].
 
     Args:
-        block: its norm and its router; `hidden` is bf16, contiguous.
+        block: its norm and its router; `hidden` is float32, contiguous.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`.
     """
     tokens, width = hidden.shape[0], block.router.top_k
-    normed = torch.empty_like(hidden)
+    normed = torch.empty_like(hidden, dtype=torch.bfloat16)
     chosen, shares = torch.empty(tokens, width, dtype=torch.int64), torch.empty(tokens, width)
     pointers = (tensor.data_ptr() for tensor in (hidden, normed, chosen, shares))
     if kernels.route_rows(kernels.pool, ctypes.addressof(block), tokens, *pointers):

@@ -103,7 +103,6 @@ class SparseBlockStruct(ctypes.Structure):
         ("shared_gate", ctypes.c_void_p),
         ("card", ctypes.c_void_p),
         ("epsilon", ctypes.c_float),
-        ("norm_rounds_once", ctypes.c_int32),
     )
 
 
@@ -117,7 +116,7 @@ class AttentionStruct(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_int32) for name in ("norms_span_heads", "norm_rounds_once")),
+        ("norms_span_heads", ctypes.c_int32),
     )
 
 
@@ -126,7 +125,7 @@ class LatentAttentionStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "q_a_norm", "kv_norm", "q_a_bias", "kv_a_bias", "o_bias")),
-        *((name, MatrixStruct) for name in ("q_a", "q", "kv_a", "kv_b", "o")),
+        *((name, MatrixStruct) for name in ("q_a", "q", "kv_a", "kv_b", "k_b", "v_b", "o")),
         *((name, ctypes.c_float) for name in ("epsilon", "q_a_epsilon", "kv_epsilon", "scale")),
         *((name, ctypes.c_int32) for name in ("hidden", "heads", "nope", "rope", "rank", "value_dim", "rotation")),
     )
@@ -136,7 +135,8 @@ class LayerStruct(ctypes.Structure):
     """`SwitchyardLayer`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention", "block", "keys", "values", "key_scales", "value_scales")),
+        *((name, ctypes.c_void_p) for name in ("attention", "latent", "block")),
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("capacity", "length")),
         *((name, ctypes.c_void_p) for name in ("chosen", "shares")),
         ("type", ctypes.c_int32),
@@ -150,7 +150,7 @@ class ModelStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("layers", "norm", "bias")),
         ("head", MatrixStruct),
         ("epsilon", ctypes.c_float),
-        *((name, ctypes.c_int32) for name in ("norm_rounds_once", "count")),
+        ("count", ctypes.c_int32),
     )
 
 

@@ -72,8 +72,9 @@ class FewRows:
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        hidden = self._embed(torch.tensor([ids]))
-        cos, sin = self._rotary(hidden, torch.tensor([positions]))
+        rows = self._embed(torch.tensor([ids]))
+        cos, sin = self._rotary(rows, torch.tensor([positions]))
+        hidden = rows.float()
         for layer, module, struct in zip(self._layers, self._modules, self._attention, strict=True):
             paged: PagedLayerStruct = self._states.layer_of(module.self_attn)[1]
             begun_ns = clock.now_ns()

@@ -146,7 +146,7 @@ class NativeRows:
         """The output of a layer for hidden states [1, T, H]."""
         with _replaced(self._linears[index]):
             struct = self._attention.get(index)
-            if struct is None or hidden.dtype != torch.bfloat16:
+            if struct is None:
                 return self._layers.run(index, hidden, recording)
             layer = self._layers[index]
             cos, sin = recording.calls[index][1]["position_embeddings"]

@@ -241,8 +241,9 @@ class TokenStep:
         for hooks in self._hooks:
             if hooks:
                 return None
-        hidden = self._embed(tokens)
-        angles = self._angles.at(start, hidden, position_ids)
+        rows = self._embed(tokens)
+        angles = self._angles.at(start, rows, position_ids)
+        hidden = rows.float()
         card = self.card
         if card is None:
             return self._through_layers(hidden, angles, position_ids, cache)

@@ -14,6 +14,7 @@ import torch
 from engine.common import clock
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
+from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
 from engine.runtime.fast_path.latent_attention import LatentAttention
@@ -38,6 +39,8 @@ def speed_up_decoder_layers(model: Any, kernels: NativeKernels) -> int:
             )
             count += 1
     if count:
+        known = [layer for layer in model.modules() if knows_layer(layer)]
+        keep_in_floats(model, known, all_native=count == len(known))
         RECORDER.layers.follow(kernels.stamps)
     return count
 
@@ -95,9 +98,10 @@ class SingleTokenLayer:
         out = None
         cache: Any = kwargs.get("past_key_values")
         positions: Any = kwargs.get("position_embeddings")
+        if hidden_states.dtype == torch.bfloat16:
+            hidden_states = hidden_states.float()
         if (
             hidden_states.numel() == self._hidden
-            and hidden_states.dtype == torch.bfloat16
             and cache is not None
             and positions is not None
             and _hides_nothing(kwargs.get("attention_mask"))
@@ -108,7 +112,7 @@ class SingleTokenLayer:
         return self.in_library(hidden_states, *args, **kwargs) if out is None else out
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """Hidden states [1, q, hidden] of the next tokens in bf16, contiguous -> what the layer makes of them.
+        """Hidden states [1, q, hidden] of the next tokens, float32, contiguous -> what the layer makes of them.
 
         Args:
             cache: takes their keys and values.

@@ -13,6 +13,7 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct
+from engine.runtime.fast_path.angles import Angles
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
@@ -52,7 +53,7 @@ class GroupedAttention:
         )
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """hidden_states [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
+        """float32 [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
@@ -63,6 +64,7 @@ class GroupedAttention:
         rows = self.claim(hidden_states.shape[1], cache)
         if rows is None:
             return None
+        assert hidden_states.dtype == torch.float32
         out = torch.empty_like(hidden_states)
         kernels = self.kernels
         failed = kernels.attention_step(
@@ -70,7 +72,7 @@ class GroupedAttention:
             self.address,
             hidden_states.shape[1],
             hidden_states.data_ptr(),
-            *angles,
+            *angles.arguments,
             *rows,
             out.data_ptr(),
         )
@@ -78,18 +80,12 @@ class GroupedAttention:
             raise out_of_memory()
         return out
 
-    @property
-    def norms_round_once(self) -> bool:
-        """Whether norms of its family multiply by their weights before rounding, not after."""
-        return bool(self._struct.norm_rounds_once)
-
-    def angles_of(self, positions: Any, tokens: int) -> tuple[int, int, int] | None:
-        """Where the cosines and sines of so many tokens lie, and how many a token has; `None` if they are of another
-        type or number."""
+    def angles_of(self, positions: Any, tokens: int) -> Angles | None:
+        """The cosines and sines of so many tokens; `None` if they are of another number."""
         cos, sin = positions
-        if cos.numel() != tokens * self._angles or cos.dtype != torch.bfloat16:
+        if cos.numel() != tokens * self._angles:
             return None
-        return cos.data_ptr(), sin.data_ptr(), self._angles
+        return Angles.of(cos, sin)
 
     def can_claim(self, tokens: int, cache: Any) -> bool:
         """Whether `claim` gives rows for so many."""
@@ -145,5 +141,4 @@ def attention_struct(layer: Any) -> AttentionStruct:
         attention.k_proj.out_features // attention.head_dim,
         attention.head_dim,
         path.norms_all_heads,
-        path.norms_round_once,
     )

@@ -13,10 +13,21 @@ import torch
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
+from engine.kernels.native.linear import (
+    LatentHeads,
+    address_of,
+    is_plain,
+    is_readable,
+    linear_struct,
+    out_of_memory,
+    read_alike,
+)
+from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
+from engine.runtime.fast_path.angles import Angles
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 
+_KNOWN = (GrowingLayer, GrowingWindowLayer)
 _HALVES, _PAIRS_TO_HALVES, _PAIRS = 0, 1, 2
 
 
@@ -26,11 +37,9 @@ class LatentAttention:
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         self._struct = _struct(layer)
         self.address = ctypes.addressof(self._struct)
-        self._kernels = kernels
+        self.kernels = kernels
         self._index: int = layer.self_attn.layer_idx
         self._rope: int = layer.self_attn.qk_rope_head_dim
-        self._angles = torch.empty(0)
-        self._arguments: tuple[int, int, int, int] = (0, 0, 0, 0)
 
     @staticmethod
     def can_step(layer: Any) -> bool:
@@ -41,33 +50,35 @@ class LatentAttention:
             return False
         structs = [linear_struct(p) for p in (_first_of_query(attention), attention.kv_a_proj_with_mqa)]
         return (
-            all(is_readable(p) for p in _projections(attention) if p is not None)
+            all(is_readable(p) for p in _projections(attention) if p is not None and _heads_of(p) is None)
             and all(is_plain(norm.weight) for norm in _norms(layer) if norm is not None)
             and read_alike(structs)  # the same vector
             and attention.qk_rope_head_dim % 2 == 0
         )
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """hidden_states [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
+        """float32 [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        held_layer, tokens = cache.layers[self._index], hidden_states.shape[1]
-        if type(held_layer) not in (GrowingLayer, GrowingWindowLayer) or not self._take_angles(positions, tokens):
+        tokens = hidden_states.shape[1]
+        angles = self.angles_of(positions, tokens)
+        if angles is None:
             return None
-        rows = held_layer.claim_rows(tokens)
+        rows = self._claim(tokens, cache)
         if rows is None:
             return None
         latents, rotary_keys, held = rows
+        assert hidden_states.dtype == torch.float32
         out = torch.empty_like(hidden_states)
-        kernels = self._kernels
+        kernels = self.kernels
         failed = kernels.latent_step(
             kernels.pool,
             self.address,
             tokens,
             hidden_states.data_ptr(),
-            *self._arguments,
+            *angles.arguments,
             latents.data_ptr(),
             rotary_keys.data_ptr(),
             held,
@@ -77,22 +88,34 @@ class LatentAttention:
             raise out_of_memory()
         return out
 
-    def _take_angles(self, positions: Any, tokens: int) -> bool:
-        """Puts cosines and sines of `positions` where the kernel reads them; whether they are of the kind it knows."""
+    def angles_of(self, positions: Any, tokens: int) -> Angles | None:
+        """The angles of so many tokens; `None` if they are not of the kind that the kernel knows."""
         if self._struct.rotation == _PAIRS:
             if positions.numel() != tokens * self._rope // 2 or positions.dtype != torch.complex64:
-                return False
-            self._angles = positions.contiguous()
-            start = self._angles.data_ptr()
-            self._arguments = (start, start + 4, 2, self._rope)
-            return True
+                return None
+            return Angles.of_complex(positions)
         cos, sin = positions
-        if cos.numel() != tokens * self._rope or cos.dtype != torch.bfloat16:
-            return False
-        self._angles = torch.cat((cos, sin), dim=-1).float()
-        start = self._angles.data_ptr()
-        self._arguments = (start, start + 4 * self._rope, 1, 2 * self._rope)
-        return True
+        return Angles.of(cos, sin) if cos.numel() == tokens * self._rope else None
+
+    def can_claim(self, tokens: int, cache: Any) -> bool:
+        """Whether `claim` gives rows for so many."""
+        held_layer = cache.layers[self._index]
+        return type(held_layer) in _KNOWN and held_layer.can_claim(tokens)
+
+    def claim(self, tokens: int, cache: Any) -> tuple[Any, ...] | None:
+        """As `GroupedAttention.claim`: latents take the place of keys, rotary keys that of values."""
+        rows = self._claim(tokens, cache)
+        if rows is None:
+            return None
+        latents, rotary_keys, held = rows
+        return int(KvType.BF16), latents.data_ptr(), rotary_keys.data_ptr(), None, None, 0, held
+
+    def _claim(self, tokens: int, cache: Any) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        held_layer = cache.layers[self._index]
+        if type(held_layer) not in _KNOWN:
+            return None
+        rows: tuple[torch.Tensor, torch.Tensor, int] | None = held_layer.claim_rows(tokens)
+        return rows
 
 
 def _first_of_query(attention: Any) -> Any:
@@ -111,6 +134,12 @@ def _projections(attention: Any) -> tuple[Any, ...]:
     )
 
 
+def _heads_of(projection: Any) -> LatentHeads | None:
+    """What makes keys and values of latents, if a file has both apart."""
+    forward = projection.__dict__.get("forward")
+    return forward if isinstance(forward, LatentHeads) else None
+
+
 def _norms(layer: Any) -> tuple[Any, ...]:
     """Of the layer, of the query's latent or `None`, of the latent."""
     return layer.input_layernorm, layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm
@@ -118,7 +147,10 @@ def _norms(layer: Any) -> tuple[Any, ...]:
 
 def _struct(layer: Any) -> LatentAttentionStruct:
     attention = layer.self_attn
-    q_a, _, kv_a, _, o = projections = _projections(attention)
+    q_a, q, kv_a, kv_b, o = _projections(attention)
+    apart = _heads_of(kv_b)
+    none = MatrixStruct()
+    of_latents = (none, *apart.structs) if apart is not None else (linear_struct(kv_b), none, none)
     norms = _norms(layer)
     path = fast_path_of(attention, "attention")
     assert path is not None
@@ -128,7 +160,9 @@ def _struct(layer: Any) -> LatentAttentionStruct:
     return LatentAttentionStruct(
         *(address_of(norm.weight) if norm is not None else None for norm in norms),
         *(address_of(p.bias) if p is not None else None for p in (q_a, kv_a, o)),
-        *(linear_struct(p) if p is not None else MatrixStruct() for p in projections),
+        *(linear_struct(p) if p is not None else MatrixStruct() for p in (q_a, q, kv_a)),
+        *of_latents,
+        linear_struct(o),
         *(norm.variance_epsilon if norm is not None else 0.0 for norm in norms),
         attention.scaling,
         layer.input_layernorm.weight.numel(),

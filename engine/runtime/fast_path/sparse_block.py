@@ -82,7 +82,6 @@ class SparseBlock:
             gate.weight.data_ptr() if gate is not None else None,
             ctypes.addressof(card) if card is not None else None,
             norm.variance_epsilon,
-            path.norms_round_once,
         )
         return cls(struct, kernels, block.experts)
 
@@ -99,7 +98,6 @@ class SparseBlock:
             None,
             None,
             norm.variance_epsilon,
-            path.norms_round_once,
         )
         return cls(struct, kernels)
 
@@ -114,11 +112,12 @@ class SparseBlock:
         return self.tokens is None or (self.tokens.is_open and getattr(self._experts, BANK_LAYER, None) is self._bound)
 
     def step(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """hidden_states [1, q, hidden], contiguous, q up to `MAX_TOKENS`, with the block's result added.
+        """float32 [1, q, hidden], contiguous, q up to `MAX_TOKENS`, with the block's result added.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
+        assert hidden_states.dtype == torch.float32
         out = torch.empty_like(hidden_states)
         kernels = self._kernels
         tokens, start = hidden_states.shape[1], hidden_states.data_ptr()

@@ -22,7 +22,7 @@ from engine.kernels.native.linear import (
     out_of_memory,
 )
 from engine.kernels.native.structs import LayerStruct, ModelStruct
-from engine.runtime.fast_path.grouped_attention import GroupedAttention
+from engine.runtime.fast_path.latent_attention import LatentAttention
 
 if TYPE_CHECKING:
     from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
@@ -33,12 +33,16 @@ class WholeModel:
 
     def __init__(self, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> None:
         self._layers = layers
-        self._attentions = [layer.attention for layer in layers if isinstance(layer.attention, GroupedAttention)]
+        self._attentions = [layer.attention for layer in layers]
         self._kernels = self._attentions[0].kernels
         self._structs = (LayerStruct * len(layers))()
         for struct, layer in zip(self._structs, layers, strict=True):
             assert layer.sparse is not None
-            struct.attention, struct.block = layer.attention.address, layer.sparse.address
+            if isinstance(layer.attention, LatentAttention):
+                struct.latent = layer.attention.address
+            else:
+                struct.attention = layer.attention.address
+            struct.block = layer.sparse.address
             struct.chosen, struct.shares = layer.sparse.routing
         self._model = ModelStruct(
             ctypes.addressof(self._structs),
@@ -46,7 +50,6 @@ class WholeModel:
             address_of(head.bias),
             linear_struct(head),
             norm.variance_epsilon,
-            self._attentions[0].norms_round_once,
             len(layers),
         )
         self._address = ctypes.addressof(self._model)
@@ -57,7 +60,7 @@ class WholeModel:
     def of(cls, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> WholeModel | None:
         """That of a model, or `None` if some part of it is of another kind."""
         if (
-            not all(layer.sparse is not None and isinstance(layer.attention, GroupedAttention) for layer in layers)
+            any(layer.sparse is None for layer in layers)
             or type(norm) is not type(layers[0].norm)
             or not is_plain(norm.weight)
             or not (keeps_rows_apart(head) and is_readable(head))
@@ -66,7 +69,7 @@ class WholeModel:
         return cls(layers, norm, head)
 
     def step(self, hidden: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """Hidden states [1, q, hidden] of the next tokens in bf16, contiguous -> logits [q, V] after each.
+        """Hidden states [1, q, hidden] of the next tokens, float32, contiguous -> logits [q, V] after each.
 
         Logits are float32 unless the head is in bf16.
 
@@ -101,6 +104,6 @@ class WholeModel:
         logits = hidden.new_empty((tokens, self._vocabulary), dtype=self._logits)
         kernels = self._kernels
         start, out = hidden.data_ptr(), logits.data_ptr()
-        if kernels.model_step(kernels.pool, self._address, tokens, start, *angles, out):
+        if kernels.model_step(kernels.pool, self._address, tokens, start, *angles.arguments, out):
             raise out_of_memory()
         return logits

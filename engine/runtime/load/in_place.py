@@ -19,7 +19,7 @@ from engine.checkpoint.expert_index import ExpertSource, PartSources
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import is_blocks
-from engine.checkpoint.stored import in_blocks, pieces_of, rows_of
+from engine.checkpoint.stored import heads_in_blocks, in_blocks, pieces_of, rows_of
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.bank import ExpertBank, LayerInPlace
 from engine.experts.bank_header import BankHeader, BankLayerSpec
@@ -38,7 +38,7 @@ from engine.kernels.dense import card_layers, quantised_sizes
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import BlockEmbedding, QuantisedLinear
+from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
 from engine.kernels.repack import Blocks
 from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
@@ -216,10 +216,11 @@ class FilesInPlace:
         if not whole:
             return
         stored = (stored for entry in opened.plan.entries if (stored := in_blocks(entry)) is not None)
+        heads = (stack for entry in opened.plan.entries for stack in heads_in_blocks(entry) or ())
         of_sites = [_stacks_of(site, opened.plan) or {} for site in opened.sites]
         experts = (stack for each in of_sites for stacks in each.values() for stack in stacks)
         try:
-            for entry in (*stored, *experts):
+            for entry in (*stored, *heads, *experts):
                 if entry.file not in self._arriving:
                     self._arriving[entry.file] = FileInPlace(entry.file)
         except BaseException:
@@ -269,6 +270,12 @@ class FilesInPlace:
         """Lets linear layers and embeddings compute from the files."""
         made: dict[int, Blocks] = {}  # one for all who share it, which then count it once
         for name, entry in matrices_in_place(self._opened).items():
+            stacks = heads_in_blocks(entry)
+            if stacks is not None:
+                module = model.get_submodule(name.removesuffix(".weight"))
+                keys, values = (self._rows_of(stack, reader) for stack in stacks)
+                module.forward = LatentHeads(module, keys, values, kernels)
+                continue
             if id(entry) not in made:
                 made[id(entry)] = self._blocks(entry, reader)
             table = made[id(entry)]
@@ -278,6 +285,11 @@ class FilesInPlace:
             else:
                 is_head = module is model.get_output_embeddings()
                 module.forward = QuantisedLinear(module, table, kernels, is_head=is_head)
+
+    def _rows_of(self, stack: TensorEntry, reader: TensorReader) -> Blocks:
+        """The matrices of a stack, one below the other."""
+        matrices, rows, _ = stack.shape
+        return Blocks(BY_NAME[stack.dtype], self._bytes_of(stack, reader).view(matrices * rows, -1))
 
     def _bytes_of(self, entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
         arriving = self._arriving.get(entry.file)
@@ -302,7 +314,7 @@ def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
     for name, module in model.named_modules():
         weight = f"{name}.weight"
         entry = named.get(weight) or named.get(tied.get(weight, ""))
-        if entry is None or blocks_of(entry) is None:
+        if entry is None or (blocks_of(entry) is None and heads_in_blocks(entry) is None):
             continue
         is_linear = type(module) is torch.nn.Linear and name.rpartition(".")[2] not in ROUTERS
         is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
@@ -344,8 +356,9 @@ def _biases(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -
 def formats_in_place(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
     """The types that kernels have to read together: of gate and up rows, or twice a matrix's own."""
     stacks = [each for site in opened.sites for each in (_stacks_of(site, opened.plan) or {}).values()]
-    matrices = (blocks_of(entry) for entry in matrices_in_place(opened).values())
-    alone = {each.kind.name for each in matrices if each is not None}
+    matrices = matrices_in_place(opened).values()
+    alone = {each.kind.name for entry in matrices if (each := blocks_of(entry)) is not None}
+    alone |= {stack.dtype for entry in matrices for stack in heads_in_blocks(entry) or ()}
     return {(each[0].dtype, each[-1].dtype) for each in stacks} | {(name, name) for name in alone}
 
 

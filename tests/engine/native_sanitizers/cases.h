@@ -69,7 +69,7 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     const int64_t inner = draw(random, 1, 90);
     const auto few = static_cast<int32_t>(draw(random, 1, kDecodeTokens));
     const auto norm = draw_row(random, hidden), shared_gate = draw_row(random, hidden);
-    const auto x = draw_row(random, int64_t{few} * hidden);
+    const auto x = draw_floats(random, int64_t{few} * hidden);
     const auto router = draw_row(random, int64_t{experts} * hidden), bias = draw_row(random, experts);
     const std::vector<float> correction(static_cast<size_t>(experts), 0.5f);
     const OwnMatrix gate(pool, random, inner, hidden, format, SWITCHYARD_PLAIN);
@@ -78,7 +78,6 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     SwitchyardSparseBlock block{};
     block.norm = norm.data();
     block.epsilon = 1e-6f;
-    block.norm_rounds_once = coin(random);
     block.experts = own.layer;
     block.router.weight = router.data();
     if (coin(random)) block.router.bias = bias.data();
@@ -99,7 +98,7 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     const auto top_k = static_cast<size_t>(block.router.top_k);
     std::vector<int64_t> chosen(static_cast<size_t>(few) * top_k);
     std::vector<float> shares(chosen.size());
-    std::vector<uint16_t> out(x.size()), alone(static_cast<size_t>(hidden));
+    std::vector<float> out(x.size()), alone(static_cast<size_t>(hidden));
     require(switchyard_sparse_step(pool, &block, few, x.data(), chosen.data(), shares.data(), out.data()) == 0,
             "no sparse step");
     for (int32_t token = 0; token < few; ++token) {
@@ -113,9 +112,9 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     for (const int64_t expert : chosen) require(expert >= 0 && expert < experts, "an expert that is not there");
     record("chosen", std::vector<uint16_t>(chosen.begin(), chosen.end()));
-    record("sparse", out);
+    record("sparse", in_bf16(out));
     const auto tokens = static_cast<int32_t>(draw(random, 1, 20));
-    const auto rows = draw_row(random, int64_t{tokens} * hidden);
+    const auto rows = draw_floats(random, int64_t{tokens} * hidden);
     std::vector<uint16_t> normed(rows.size());
     std::vector<int64_t> routed(static_cast<size_t>(tokens) * top_k);
     std::vector<float> parts(routed.size());
@@ -144,9 +143,9 @@ void try_attention_rows(SwitchyardPool *pool, Random &random, const SwitchyardAt
         const auto first = static_cast<int32_t>(draw(random, 1, 40)), second = static_cast<int32_t>(draw(random, 1, 40));
         const SwitchyardPiece pieces[2] = {{order[0], held[0], first, 0}, {order[1], held[1], second, first}};
         const int64_t tokens = first + second, half = layer.head_dim / 2;
-        const auto x = draw_row(random, tokens * layer.hidden);
-        const auto cos = draw_row(random, tokens * half), sin = draw_row(random, tokens * half);
-        std::vector<uint16_t> out(x.size());
+        const auto x = draw_floats(random, tokens * layer.hidden);
+        const auto cos = draw_floats(random, tokens * half), sin = draw_floats(random, tokens * half);
+        std::vector<float> out(x.size());
         require(switchyard_attention_rows(pool, &layer, &paged, pieces, 2, x.data(), cos.data(), sin.data(), half,
                                           out.data()) == 0, "no attention of rows");
         held[0] += first, held[1] += second;
@@ -161,7 +160,6 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
     layer.epsilon = 1e-6f;
     layer.scale = 0.1f;
-    layer.norm_rounds_once = coin(random);
     layer.norms_span_heads = coin(random);
     const int64_t dim = layer.head_dim, hidden = layer.hidden;
     const int64_t queries = layer.heads * dim, keys_width = layer.kv_heads * dim;
@@ -190,21 +188,21 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     const bool scaled = type == SWITCHYARD_KV_INT8;
     float *of_keys = scaled ? key_scales.data() : nullptr, *of_values = scaled ? value_scales.data() : nullptr;
     const int64_t half = dim / 2;
-    const auto x = draw_row(random, tokens * hidden), cos = draw_row(random, tokens * half);
-    const auto sin = draw_row(random, tokens * half);
-    std::vector<uint16_t> out(x.size());
-    require(switchyard_attention_step(pool, &layer, tokens, x.data(), cos.data(), sin.data(), half, type,
+    const auto x = draw_floats(random, tokens * hidden), cos = draw_floats(random, tokens * half);
+    const auto sin = draw_floats(random, tokens * half);
+    std::vector<float> out(x.size());
+    require(switchyard_attention_step(pool, &layer, tokens, x.data(), cos.data(), sin.data(), 1, half, type,
                                       keys.data(), values.data(), of_keys, of_values, room, length, out.data()) == 0,
             "no attention");
     const OwnPool alone(1);
-    std::vector<uint16_t> again(x.size());
+    std::vector<float> again(x.size());
     for (int32_t token = 0; token < tokens; ++token)
         require(switchyard_attention_step(alone.pool, &layer, 1, x.data() + token * hidden, cos.data() + token * half,
-                                          sin.data() + token * half, half, type, keys.data(), values.data(),
+                                          sin.data() + token * half, 1, half, type, keys.data(), values.data(),
                                           of_keys, of_values, room, length + token, again.data() + token * hidden) == 0,
                 "no attention");
     require(out == again, "attention depends on the number of threads, or on what is computed together");
-    record("attention", out);
+    record("attention", in_bf16(out));
     try_attention_rows(pool, random, layer);
 }
 
@@ -227,8 +225,14 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     const OwnMatrix kv_a(pool, random, layer.rank + layer.rope, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix kv_b(pool, random, layer.heads * (layer.nope + layer.value_dim), layer.rank, format,
                          SWITCHYARD_PLAIN);
+    const OwnMatrix k_b(pool, random, layer.heads * layer.rank, layer.nope, format, SWITCHYARD_PLAIN);
+    const OwnMatrix v_b(pool, random, layer.heads * layer.value_dim, layer.rank, format, SWITCHYARD_PLAIN);
     const OwnMatrix o(pool, random, hidden, layer.heads * layer.value_dim, format, SWITCHYARD_PLAIN);
-    layer.q = q.matrix, layer.kv_a = kv_a.matrix, layer.kv_b = kv_b.matrix, layer.o = o.matrix;
+    layer.q = q.matrix, layer.kv_a = kv_a.matrix, layer.o = o.matrix;
+    if (coin(random))
+        layer.kv_b = kv_b.matrix;
+    else
+        layer.k_b = k_b.matrix, layer.v_b = v_b.matrix;
     if (has_q_latent) layer.q_a = q_a.matrix;
     const auto norm = draw_row(random, hidden), q_norm = draw_row(random, of_query);
     const auto kv_norm = draw_row(random, layer.rank), kv_bias = draw_row(random, layer.rank + layer.rope);
@@ -238,10 +242,10 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     const int64_t capacity = draw(random, 1, draw(random, 0, 3) ? 70 : 900), length = draw(random, 0, capacity - 1);
     auto latents = draw_row(random, capacity * layer.rank), keys = draw_row(random, capacity * layer.rope);
     const auto tokens = static_cast<int32_t>(draw(random, 1, std::min<int64_t>(kDecodeTokens, capacity - length)));
-    const auto x = draw_row(random, tokens * hidden);
+    const auto x = draw_floats(random, tokens * hidden);
     std::vector<float> angles(static_cast<size_t>(tokens * layer.rope));
     for (float &angle : angles) angle = static_cast<float>(draw(random, -8, 8)) * 0.125f;
-    std::vector<uint16_t> out(x.size()), again(x.size());
+    std::vector<float> out(x.size()), again(x.size());
     require(switchyard_latent_step(pool, &layer, tokens, x.data(), angles.data(), angles.data() + 1, 2, layer.rope,
                                    latents.data(), keys.data(), length, out.data()) == 0, "no latent attention");
     for (int32_t token = 0; token < tokens; ++token) {
@@ -251,7 +255,7 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
                                        again.data() + token * hidden) == 0, "no latent attention");
     }
     require(out == again, "a token depends on those it is computed with");
-    record("latent", out);
+    record("latent", in_bf16(out));
 }
 
 // Two sequences whose tokens come in one call and in several; pages in any order.

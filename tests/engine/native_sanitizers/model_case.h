@@ -57,7 +57,7 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
         if (scaled) its.key_scales.resize(slots, 0.01f), its.value_scales.resize(slots, 0.01f);
         its.chosen.resize(static_cast<size_t>(tokens * block.router.top_k));
         its.shares.resize(its.chosen.size());
-        layers.push_back({&attention, &block, its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
+        layers.push_back({&attention, nullptr, &block, its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
                           scaled ? its.value_scales.data() : nullptr, capacity, length, its.chosen.data(),
                           its.shares.data(), type});
     }
@@ -65,17 +65,17 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     const OwnMatrix head(pool, random, words, hidden, format, SWITCHYARD_PLAIN);
     const auto bias = draw_row(random, words);
     SwitchyardModel model = {layers.data(), norm.data(), coin(random) ? bias.data() : nullptr, head.matrix, 1e-6f,
-                             coin(random), count};
-    const auto x = draw_row(random, int64_t{tokens} * hidden);
-    const auto cos = draw_row(random, tokens * half), sin = draw_row(random, tokens * half);
+                             count};
+    const auto x = draw_floats(random, int64_t{tokens} * hidden);
+    const auto cos = draw_floats(random, tokens * half), sin = draw_floats(random, tokens * half);
     std::vector<uint16_t> logits(static_cast<size_t>(2 * tokens * words));  // room for floats
-    require(switchyard_model_step(pool, &model, tokens, x.data(), cos.data(), sin.data(), half, logits.data()) == 0,
+    require(switchyard_model_step(pool, &model, tokens, x.data(), cos.data(), sin.data(), 1, half, logits.data()) == 0,
             "no step of a model");
 
     // The same model whose layers are called one by one: what is left of it is the last norm and the head.
     auto now = x, next = x;
     for (const SwitchyardLayer &layer : layers) {
-        require(switchyard_attention_step(pool, layer.attention, tokens, now.data(), cos.data(), sin.data(), half, type,
+        require(switchyard_attention_step(pool, layer.attention, tokens, now.data(), cos.data(), sin.data(), 1, half, type,
                                           layer.keys, layer.values, layer.key_scales, layer.value_scales, capacity,
                                           length, next.data()) == 0, "no attention");
         require(switchyard_sparse_step(pool, layer.block, tokens, next.data(), layer.chosen, layer.shares,
@@ -83,7 +83,7 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     std::vector<uint16_t> again(logits.size());
     model.count = 0;
-    require(switchyard_model_step(pool, &model, tokens, now.data(), cos.data(), sin.data(), half, again.data()) == 0,
+    require(switchyard_model_step(pool, &model, tokens, now.data(), cos.data(), sin.data(), 1, half, again.data()) == 0,
             "no step of a model");
     require(logits == again, "a model's step is not that of its layers");
 }

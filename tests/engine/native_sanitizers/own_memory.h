@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "kernel_set.h"
 #include "switchyard_kernels.h"
 
 namespace {
@@ -36,6 +37,18 @@ uint16_t draw_bf16(Random &random) {
 std::vector<uint16_t> draw_row(Random &random, int64_t count) {
     std::vector<uint16_t> row(static_cast<size_t>(count));
     for (auto &value : row) value = draw_bf16(random);
+    return row;
+}
+
+std::vector<uint16_t> in_bf16(const std::vector<float> &values) {
+    std::vector<uint16_t> rounded;
+    for (const float value : values) rounded.push_back(to_bf16(value));
+    return rounded;
+}
+
+std::vector<float> draw_floats(Random &random, int64_t count) {
+    std::vector<float> row(static_cast<size_t>(count));
+    for (auto &value : row) value = from_bf16(draw_bf16(random));
     return row;
 }
 

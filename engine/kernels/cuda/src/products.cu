@@ -18,7 +18,7 @@ constexpr int NOBODY = -2, ABSENT = -1;
 // As `ProductArguments` in products.py.  Distances are in bytes from a record's begin, -1 for what is not there.
 struct ProductArguments {
     const u8* x;         // [tokens, columns]
-    u8* out;             // [visits, outputs], or [tokens, rows] if there are shares
+    u8* out;             // [visits, outputs], or [tokens, rows] if there are shares; of x's type, or floats
     const i64* ids;      // [visits] experts; null: one matrix for all visits
     const int* slot_of;  // [experts] -> slot or -1; null: experts are slots
     const i64* records;  // [slots] distances from `base`
@@ -33,6 +33,7 @@ struct ProductArguments {
     int together;  // visits per row of out, if there are shares
     int columns, rows, splits;
     int pairing;  // 0: outputs are rows; 1: gates above ups, which for blocks are from up_at on; 2: gates and ups in turn
+    int floats;   // whether products, which nothing adds up, are written unrounded
     Activation activation;
 };
 
@@ -348,7 +349,11 @@ __device__ __forceinline__ void finish(const ProductArguments& a, const u8* reco
         float up = 0;
         if (is_paired) up = sums[row][entry + mine] + bias_at<Element>(a, record, row_of_entry<Format>(a, entry + mine));
         const float result = activate(a.activation, gate, up, is_paired);
-        reinterpret_cast<Element*>(a.out)[static_cast<i64>(visits[row]) * outputs + output] = Element::of(result);
+        const i64 place = static_cast<i64>(visits[row]) * outputs + output;
+        if (a.floats)
+            reinterpret_cast<float*>(a.out)[place] = result;
+        else
+            reinterpret_cast<Element*>(a.out)[place] = Element::of(result);
     }
 }
 

@@ -21,19 +21,20 @@ struct AttentionStep {
     const SwitchyardAttention *layer;
     Kernels kernels;
     int32_t tokens;
-    const uint16_t *hidden, *cos, *sin;
-    int64_t angle_step;
+    const float *hidden;
+    const float *cos, *sin;
+    int64_t angle_step, token_step;
     void *keys, *values;
     float *key_scales, *value_scales;  // of int8, else null
     int32_t type;
     int64_t capacity, length;
-    uint16_t *out;
+    float *out;
     std::vector<int32_t> all;                // 0, 1, ..., tokens - 1
-    std::vector<uint16_t> normed;            // [tokens, hidden]
+    std::vector<float> normed;               // [tokens, hidden]
     Vectors x;                               // the same, for the projections
-    std::vector<uint16_t> projected;         // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
+    std::vector<float> projected;            // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
     std::vector<CachedAttention> attention;  // of each token: what it computes alone, it computes here
-    std::vector<uint16_t> attended;          // [tokens, heads * head_dim]
+    std::vector<float> attended;             // [tokens, heads * head_dim]
     Vectors attended_x;                      // the same, for the output
 
     int64_t width() const { return int64_t{layer->heads + 2 * layer->kv_heads} * layer->head_dim; }
@@ -82,21 +83,10 @@ void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
         block_dot(step.kernels, *weight, block, step.x, step.all.data(), step.tokens, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight->rows - row);
         for (int64_t token = 0; token < step.tokens; ++token) {
-            uint16_t *to = &step.projected[token * width + place + row];
+            float *to = &step.projected[token * width + place + row];
             const float *from = dots + token * kTileRows;
-            for (int64_t i = 0; i < rows; ++i) to[i] = to_bf16(from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+            for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
         }
-    }
-}
-
-// x * cos + rotate_half(x) * sin, rounded where the library rounds.
-void rotate(const AttentionStep &step, int64_t token, uint16_t *x) {
-    const int64_t half = step.layer->head_dim / 2;
-    const uint16_t *cos = step.cos + token * step.angle_step, *sin = step.sin + token * step.angle_step;
-    for (int64_t i = 0; i < half; ++i) {
-        const float low = from_bf16(x[i]), high = from_bf16(x[i + half]);
-        x[i] = to_bf16(round_bf16(low * from_bf16(cos[i])) + round_bf16(-high * from_bf16(sin[i])));
-        x[i + half] = to_bf16(round_bf16(high * from_bf16(cos[i])) + round_bf16(low * from_bf16(sin[i])));
     }
 }
 
@@ -104,20 +94,17 @@ void rotate(const AttentionStep &step, int64_t token, uint16_t *x) {
 void norm_all(AttentionStep &step, int64_t token, int64_t which) {
     const auto &layer = *step.layer;
     const int64_t queries = int64_t{layer.heads} * layer.head_dim, keys = int64_t{layer.kv_heads} * layer.head_dim;
-    uint16_t *x = &step.projected[token * step.width() + (which ? queries : 0)];
-    rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_rounds_once);
+    float *x = &step.projected[token * step.width() + (which ? queries : 0)];
+    rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x);
 }
 
 // One projected head: a query is kept, keys and values go to their row of the cache.
 void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
     const int64_t dim = layer.head_dim, row = step.length + token;
-    uint16_t *x = &step.projected[token * step.width() + head * dim];
-    static thread_local std::vector<float> numbers;
+    float *x = &step.projected[token * step.width() + head * dim];
     const auto keep = [&](int64_t kv_head, void *rows, float *scales) {
-        numbers.resize(static_cast<size_t>(dim));
-        for (int64_t i = 0; i < dim; ++i) numbers[i] = from_bf16(x[i]);
-        write_row(step.type, numbers.data(), dim, kv_head * step.capacity + row, rows, scales);
+        write_row(step.type, x, dim, kv_head * step.capacity + row, rows, scales);
     };
     if (head >= layer.heads + layer.kv_heads) {
         keep(head - layer.heads - layer.kv_heads, step.values, step.value_scales);
@@ -125,23 +112,18 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     }
     const bool is_query = head < layer.heads;
     const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm;
-    if (norm && !layer.norms_span_heads) rms_norm(x, norm, layer.epsilon, dim, x, layer.norm_rounds_once);
-    rotate(step, token, x);
-    if (is_query) {
-        float *query = step.attention[token].query(head);
-        for (int64_t i = 0; i < dim; ++i) query[i] = from_bf16(x[i]);
-    } else {
+    if (norm && !layer.norms_span_heads) rms_norm(x, norm, layer.epsilon, dim, x);
+    const int64_t angles = token * step.token_step;
+    rotate_halves(x, dim / 2, step.cos + angles, step.sin + angles, step.angle_step);
+    if (is_query)
+        std::copy_n(x, dim, step.attention[token].query(head));
+    else
         keep(head - layer.heads, step.keys, step.key_scales);
-    }
 }
 
 void join_head(AttentionStep &step, int64_t token, int64_t head) {
     const int64_t dim = step.layer->head_dim;
-    uint16_t *attended = &step.attended[(token * step.layer->heads + head) * dim];
-    static thread_local std::vector<float> mixed;
-    mixed.resize(static_cast<size_t>(dim));
-    step.attention[token].finish(head, mixed.data());
-    for (int64_t i = 0; i < dim; ++i) attended[i] = to_bf16(mixed[i]);
+    step.attention[token].finish(head, &step.attended[(token * step.layer->heads + head) * dim]);
 }
 
 void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
@@ -155,8 +137,7 @@ void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
             const int64_t at = token * weight.rows + row;
             const float *from = dots + token * kTileRows;
             for (int64_t i = 0; i < rows; ++i)
-                step.out[at + i] = to_bf16(from_bf16(step.hidden[at + i]) +
-                                           round_bf16(from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f)));
+                step.out[at + i] = step.hidden[at + i] + (from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
         }
     }
 }
@@ -168,9 +149,8 @@ void attention_work(void *argument) {
     const int64_t heads = step.heads(), dim = layer.head_dim, tokens = step.tokens;
     run.norm.run([&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
-            uint16_t *normed = &step.normed[token * layer.hidden];
-            rms_norm(step.hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden, normed,
-                     layer.norm_rounds_once);
+            float *normed = &step.normed[token * layer.hidden];
+            rms_norm(step.hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden, normed);
             step.x.set(step.kernels, token, normed);
         }
     });
@@ -202,10 +182,11 @@ void attention_work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
-                                                 int32_t tokens, const uint16_t *hidden, const uint16_t *cos,
-                                                 const uint16_t *sin, int64_t angle_step, int32_t type, void *keys,
+                                                 int32_t tokens, const float *hidden, const float *cos,
+                                                 const float *sin, int32_t angle_step, int64_t token_step,
+                                                 int32_t type, void *keys,
                                                  void *values, float *key_scales, float *value_scales, int64_t capacity,
-                                                 int64_t length, uint16_t *out) try {
+                                                 int64_t length, float *out) try {
     const Stamp stamp(attention);
     static thread_local AttentionStep step;
     const int64_t dim = attention->head_dim, heads = attention->heads, kv_heads = attention->kv_heads;
@@ -216,6 +197,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.cos = cos;
     step.sin = sin;
     step.angle_step = angle_step;
+    step.token_step = token_step;
     step.type = type;
     step.keys = keys;
     step.values = values;

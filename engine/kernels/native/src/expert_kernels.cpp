@@ -98,11 +98,12 @@ void sum_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
     }
     for (int32_t token = 0; token < call.tokens; ++token)
         for (int64_t i = 0; i < rows; ++i) {
-            float sum = sums[token * rows + i];
+            const float sum = sums[token * rows + i];
             const int64_t at = int64_t{token} * layer.hidden + from + i;
-            if (call.addend) sum = round_bf16(sum) + from_bf16(call.addend[at]);
-            if (call.residual) sum = from_bf16(call.residual[at]) + round_bf16(sum);
-            call.out[at] = to_bf16(sum);
+            if (call.residual)
+                call.sums[at] = call.residual[at] + (call.addend ? sum + call.addend[at] : sum);
+            else
+                call.out[at] = to_bf16(sum);
         }
 }
 
@@ -110,14 +111,19 @@ void experts_work(void *argument) { static_cast<ExpertsRun *>(argument)->work();
 
 }  // namespace
 
-void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, const uint16_t *add_to,
-                        uint16_t *result) {
+void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, uint16_t *result) {
+    begin(experts, token_count, nullptr, nullptr);
+    out = result;
+}
+
+void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, const float *add_to, float *result) {
     layer = experts;
     kernels = kernels_in_use();
     tokens = token_count;
     residual = add_to;
     addend = nullptr;
-    out = result;
+    sums = result;
+    out = nullptr;
     const SwitchyardMatrix first = first_matrix(0);
     x.resize({&first}, tokens, layer->hidden);
 }
@@ -173,7 +179,7 @@ int32_t experts_apart(SwitchyardPool *pool, const SwitchyardExperts &experts, in
     static thread_local std::vector<float> weights;
     index.assign(ids, ids + count);
     weights.assign(static_cast<size_t>(count), 1.0f);
-    call.begin(&experts, 1, nullptr, nullptr);
+    call.begin(&experts, 1, nullptr);
     call.visits.group(experts.count, 1, count, index.data(), weights.data());
     call.reserve(call.visits.count(), rows);
     call.x.set(call.kernels, 0, x);
@@ -194,7 +200,7 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
     }
     // One call at a time per thread; the buffers live on, because allocating per layer would cost as much as a layer.
     static thread_local ExpertsCall call;
-    call.begin(experts, tokens, nullptr, out);
+    call.begin(experts, tokens, out);
     call.visits.group(experts->count, tokens, k, index, weights);
     call.reserve(call.visits.count());
     for (int32_t token = 0; token < tokens; ++token)

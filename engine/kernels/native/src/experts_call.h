@@ -20,11 +20,15 @@ struct ExpertsCall {
     std::vector<float> products;     // [visits, hidden], unless they go elsewhere
     std::vector<float *> outputs;    // [visits]: of each, [hidden], before its share
     std::vector<int32_t> one_by_one; // 0, 1, 2, ...
-    const uint16_t *residual;        // [tokens, hidden] to add to the result, or null
-    const uint16_t *addend;          // [tokens, hidden] to add to the result before that, or null
-    uint16_t *out;
+    const float *residual;           // [tokens, hidden] to add to the result, or null
+    const float *addend;             // [tokens, hidden] to add to the result as well, or null
+    float *sums;                     // [tokens, hidden]: where the result goes if there is something to add it to
+    uint16_t *out;                   // [tokens, hidden]: where it goes if there is not
 
-    void begin(const SwitchyardExperts *experts, int32_t token_count, const uint16_t *add_to, uint16_t *result);
+    // Of experts alone.
+    void begin(const SwitchyardExperts *experts, int32_t token_count, uint16_t *result);
+    // Of experts within a layer.
+    void begin(const SwitchyardExperts *experts, int32_t token_count, const float *add_to, float *result);
     // Makes room for this many visits, whose outputs go to `rows`, [count, hidden], or else to `products`.
     void reserve(int64_t count, float *rows = nullptr);
 

@@ -22,21 +22,23 @@ struct LatentStep {
     const SwitchyardLatentAttention *layer;
     Kernels kernels;
     int32_t tokens;
-    const uint16_t *hidden;
-    std::vector<float> cos, sin;  // [tokens, rope / 2]
+    const float *hidden;
+    const float *cos, *sin;
+    int64_t angle_step, token_step;
     uint16_t *latents, *rotary_keys;
     int64_t length;
-    uint16_t *out;
+    float *out;
     std::vector<int32_t> all;                // 0, 1, ..., tokens - 1
-    std::vector<uint16_t> normed;            // [tokens, hidden]
+    std::vector<float> normed;               // [tokens, hidden]
     Vectors x;                               // the same, for the projections
-    std::vector<uint16_t> q_latent;          // [tokens, q_a rows]
+    std::vector<float> q_latent;             // [tokens, q_a rows]
     Vectors q_x;                             // the same, normalised
-    std::vector<uint16_t> queries;           // [tokens, heads, nope + rope]
-    std::vector<uint16_t> compressed;        // [tokens, rank + rope]
+    std::vector<float> queries;              // [tokens, heads, nope + rope]
+    std::vector<float> compressed;           // [tokens, rank + rope]
     std::vector<CachedAttention> attention;  // of each token: what it computes alone, it computes here
+    Vectors absorbed_x;                      // [tokens, heads], [nope]
     Vectors mixed;                           // [tokens, heads], [rank]
-    std::vector<uint16_t> attended;          // [tokens, heads * value_dim]
+    std::vector<float> attended;             // [tokens, heads * value_dim]
     Vectors attended_x;
 
     bool has_q_latent() const { return layer->q_a.rows > 0; }
@@ -62,33 +64,31 @@ struct LatentRun {
           output(blocks_of(step.layer->o), threads, 1) {}
 };
 
-// One block of weight x + bias for all tokens, rounded: out [tokens, weight.rows].
+// One block of weight x + bias for all tokens: out [tokens, weight.rows].
 void product_block(const LatentStep &step, const SwitchyardMatrix &weight, int64_t block, const Vectors &x,
-                   const uint16_t *bias, uint16_t *out) {
+                   const uint16_t *bias, float *out) {
     float dots[kDecodeTokens * kTileRows];
     block_dot(step.kernels, weight, block, x, step.all.data(), step.tokens, dots);
     const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
     for (int64_t token = 0; token < step.tokens; ++token) {
-        uint16_t *to = out + token * weight.rows + row;
+        float *to = out + token * weight.rows + row;
         const float *from = dots + token * kTileRows;
-        for (int64_t i = 0; i < rows; ++i) to[i] = to_bf16(from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+        for (int64_t i = 0; i < rows; ++i) to[i] = from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
     }
 }
 
-// Rotates [rope] numbers, rounding where the library rounds.
-void rotate(const LatentStep &step, int64_t token, uint16_t *x) {
-    const int64_t half = step.layer->rope / 2;
-    const float *cos = &step.cos[token * half], *sin = &step.sin[token * half];
+// Rotates [rope] numbers.
+void rotate(const LatentStep &step, int64_t token, float *x) {
+    const int64_t half = step.layer->rope / 2, angles = token * step.token_step;
+    const float *cos = step.cos + angles, *sin = step.sin + angles;
     const auto kind = step.layer->rotation;
-    static thread_local std::vector<uint16_t> turned;
+    if (kind == 0) return rotate_halves(x, half, cos, sin, step.angle_step);
+    static thread_local std::vector<float> turned;
     turned.resize(static_cast<size_t>(2 * half));
-    const auto round = [&](float value) { return kind == 2 ? value : round_bf16(value); };
     for (int64_t i = 0; i < half; ++i) {
-        const float a = from_bf16(kind == 0 ? x[i] : x[2 * i]), b = from_bf16(kind == 0 ? x[i + half] : x[2 * i + 1]);
-        const uint16_t low = to_bf16(round(a * cos[i]) - round(b * sin[i]));
-        const uint16_t high = to_bf16(round(b * cos[i]) + round(a * sin[i]));
-        turned[kind == 2 ? 2 * i : i] = low;
-        turned[kind == 2 ? 2 * i + 1 : i + half] = high;
+        const float a = x[2 * i], b = x[2 * i + 1], c = cos[i * step.angle_step], s = sin[i * step.angle_step];
+        turned[kind == 2 ? 2 * i : i] = a * c - b * s;
+        turned[kind == 2 ? 2 * i + 1 : i + half] = b * c + a * s;
     }
     std::copy(turned.begin(), turned.end(), x);
 }
@@ -98,14 +98,14 @@ void between_projections(LatentStep &step, int64_t token) {
     const auto &layer = *step.layer;
     const int64_t row = step.length + token;
     if (step.has_q_latent()) {
-        uint16_t *latent = &step.q_latent[token * layer.q_a.rows];
+        float *latent = &step.q_latent[token * layer.q_a.rows];
         rms_norm(latent, layer.q_a_norm, layer.q_a_epsilon, layer.q_a.rows, latent);
         step.q_x.set(step.kernels, token, latent);
     }
-    uint16_t *compressed = &step.compressed[token * layer.kv_a.rows], *key = compressed + layer.rank;
+    float *compressed = &step.compressed[token * layer.kv_a.rows], *key = compressed + layer.rank;
     rms_norm(compressed, layer.kv_norm, layer.kv_epsilon, layer.rank, step.latents + row * layer.rank);
     rotate(step, token, key);
-    std::copy(key, key + layer.rope, step.rotary_keys + row * layer.rope);
+    for (int64_t i = 0; i < layer.rope; ++i) step.rotary_keys[row * layer.rope + i] = to_bf16(key[i]);
 }
 
 // out = sum over i < count of x[i] * row begin + i of the matrix: its transpose times x.
@@ -147,15 +147,15 @@ void transposed_product(const Kernels &kernels, const SwitchyardMatrix &matrix, 
     }
 }
 
-// Rows [begin, begin + count) of the matrix times vector `which`, rounded.
+// Rows [begin, begin + count) of the matrix times vector `which`.
 void some_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t begin, int64_t count, const Vectors &x,
-               int32_t which, uint16_t *out) {
+               int32_t which, float *out) {
     for (int64_t block = begin / kTileRows; block * kTileRows < begin + count; ++block) {
         float dots[kTileRows];
         block_dot(kernels, matrix, block, x, &which, 1, dots);
         for (int64_t i = 0; i < kTileRows; ++i) {
             const int64_t at = block * kTileRows + i - begin;
-            if (at >= 0 && at < count) out[at] = to_bf16(dots[i]);
+            if (at >= 0 && at < count) out[at] = dots[i];
         }
     }
 }
@@ -164,14 +164,17 @@ void some_rows(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t b
 void absorb(LatentStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
     const int64_t nope = layer.nope, rope = layer.rope, rank = layer.rank;
-    static thread_local std::vector<float> numbers;
-    numbers.resize(static_cast<size_t>(nope));
-    uint16_t *query = &step.queries[token * layer.q.rows + head * (nope + rope)];
-    for (int64_t i = 0; i < nope; ++i) numbers[i] = from_bf16(query[i]);
+    float *query = &step.queries[token * layer.q.rows + head * (nope + rope)];
     float *absorbed = step.attention[token].query(head);
-    transposed_product(step.kernels, layer.kv_b, head * (nope + layer.value_dim), nope, numbers.data(), absorbed);
+    if (layer.k_b.rows) {
+        const int64_t at = token * layer.heads + head;
+        step.absorbed_x.set(step.kernels, at, query);
+        some_rows(step.kernels, layer.k_b, head * rank, rank, step.absorbed_x, static_cast<int32_t>(at), absorbed);
+    } else {
+        transposed_product(step.kernels, layer.kv_b, head * (nope + layer.value_dim), nope, query, absorbed);
+    }
     rotate(step, token, query + nope);
-    for (int64_t i = 0; i < rope; ++i) absorbed[rank + i] = from_bf16(query[nope + i]);
+    std::copy_n(query + nope, rope, absorbed + rank);
 }
 
 void join_head(LatentStep &step, int64_t token, int64_t head) {
@@ -181,17 +184,24 @@ void join_head(LatentStep &step, int64_t token, int64_t head) {
     latent.resize(static_cast<size_t>(layer.rank));
     step.attention[token].finish(head, latent.data());
     step.mixed.set(step.kernels, at, latent.data());
-    some_rows(step.kernels, layer.kv_b, head * (layer.nope + layer.value_dim) + layer.nope, layer.value_dim, step.mixed,
-              static_cast<int32_t>(at), &step.attended[at * layer.value_dim]);
+    const bool apart = layer.v_b.rows > 0;
+    const int64_t first = apart ? head * layer.value_dim : head * (layer.nope + layer.value_dim) + layer.nope;
+    some_rows(step.kernels, apart ? layer.v_b : layer.kv_b, first, layer.value_dim, step.mixed, static_cast<int32_t>(at),
+              &step.attended[at * layer.value_dim]);
 }
 
 void output_block(LatentStep &step, int64_t block) {
     const auto &weight = step.layer->o;
-    product_block(step, weight, block, step.attended_x, step.layer->o_bias, step.out);
-    const int64_t row = block * kTileRows, end = std::min(row + kTileRows, weight.rows);
-    for (int64_t token = 0; token < step.tokens; ++token)
-        for (int64_t i = token * weight.rows + row; i < token * weight.rows + end; ++i)
-            step.out[i] = to_bf16(from_bf16(step.hidden[i]) + from_bf16(step.out[i]));
+    const uint16_t *bias = step.layer->o_bias;
+    float dots[kDecodeTokens * kTileRows];
+    block_dot(step.kernels, weight, block, step.attended_x, step.all.data(), step.tokens, dots);
+    const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
+    for (int64_t token = 0; token < step.tokens; ++token) {
+        const int64_t at = token * weight.rows + row;
+        const float *from = dots + token * kTileRows;
+        for (int64_t i = 0; i < rows; ++i)
+            step.out[at + i] = step.hidden[at + i] + (from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+    }
 }
 
 void latent_work(void *argument) {
@@ -208,7 +218,7 @@ void latent_work(void *argument) {
     });
     run.first.run([&](int64_t begin, int64_t end) {
         const int64_t of_queries = blocks_of(step.q_first());
-        uint16_t *queries = step.has_q_latent() ? step.q_latent.data() : step.queries.data();
+        float *queries = step.has_q_latent() ? step.q_latent.data() : step.queries.data();
         for (int64_t block = begin; block < end; ++block) {
             if (block < of_queries)
                 product_block(step, step.q_first(), block, step.x, layer.q_a_bias, queries);
@@ -247,27 +257,24 @@ void latent_work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
-                                              int32_t tokens, const uint16_t *hidden, const float *cos,
+                                              int32_t tokens, const float *hidden, const float *cos,
                                               const float *sin, int32_t angle_step, int64_t token_step,
                                               uint16_t *latents, uint16_t *rotary_keys, int64_t length,
-                                              uint16_t *out) try {
+                                              float *out) try {
     const Stamp stamp(attention);
     static thread_local LatentStep step;
     const auto &layer = *attention;
-    const int64_t heads = layer.heads, half = layer.rope / 2;
+    const int64_t heads = layer.heads;
     step.layer = attention;
     step.kernels = kernels_in_use();
     step.tokens = tokens;
     step.hidden = hidden;
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
-    step.cos.resize(static_cast<size_t>(tokens * half));
-    step.sin.resize(static_cast<size_t>(tokens * half));
-    for (int64_t token = 0; token < tokens; ++token)
-        for (int64_t i = 0; i < half; ++i) {
-            const int64_t from = token * token_step + i * angle_step;
-            step.cos[token * half + i] = cos[from], step.sin[token * half + i] = sin[from];
-        }
+    step.cos = cos;
+    step.sin = sin;
+    step.angle_step = angle_step;
+    step.token_step = token_step;
     step.latents = latents;
     step.rotary_keys = rotary_keys;
     step.length = length;
@@ -281,13 +288,14 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
     for (int32_t token = 0; token < tokens; ++token)
         step.attention[token].resize(heads, 1, length + token + 1, layer.scale, step.rows(), nullptr);
-    step.mixed.resize({&layer.kv_b}, tokens * heads, layer.rank);
+    step.mixed.resize({layer.v_b.rows ? &layer.v_b : &layer.kv_b}, tokens * heads, layer.rank);
+    if (layer.k_b.rows) step.absorbed_x.resize({&layer.k_b}, tokens * heads, layer.nope);
     step.attended.resize(static_cast<size_t>(tokens * heads * layer.value_dim));
     step.attended_x.resize({&layer.o}, tokens, heads * layer.value_dim);
     LatentRun run(step, pool->threads());
     int64_t weights = 0;
-    for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.o})
-        weights += bytes_of(*matrix);
+    for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.k_b, &layer.v_b, &layer.o})
+        weights += matrix->rows ? bytes_of(*matrix) : 0;
     // As in switchyard_attention_step.
     pool->run(latent_work, &run, tokens * (weights + 2 * heads * length * (2 * layer.rank + layer.rope)));
     return 0;

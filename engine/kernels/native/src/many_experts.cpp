@@ -271,7 +271,7 @@ void many_experts(SwitchyardPool &pool, const SwitchyardExperts &layer, int32_t 
                   const int64_t *index, const float *weights, uint16_t *out) {
     static thread_local Buffers buffers;
     auto &call = buffers.call;
-    call.begin(&layer, tokens, nullptr, out);
+    call.begin(&layer, tokens, out);
     call.kernels = kernels_for_many();
     call.visits.group(layer.count, tokens, k, index, weights);
     const int64_t visits = call.visits.count();

@@ -8,22 +8,30 @@
 // Room for a spread vector of n.
 constexpr int64_t padded(int64_t n) { return (n + 31) & ~int64_t{31}; }
 
-// The library's RMS norm in bf16: normalised in fp32, rounded, then scaled by the weight and rounded again; or, in some
-// families, rounded once.
-inline void rms_norm(const uint16_t *x, const uint16_t *weight, float epsilon, int64_t n, uint16_t *out,
-                     bool rounds_once = false) {
+inline void put(float value, float *out) { *out = value; }
+inline void put(float value, uint16_t *out) { *out = to_bf16(value); }
+
+// An RMS norm, rounded at most once, at the end.  Hidden states are floats throughout a model: what bf16 would lose of a sum
+// that grows from layer to layer is more than what is lost anywhere else.
+template <class Number>
+void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, Number *out) {
     // Sixteen sums side by side, which the compiler keeps in vectors.
     float sums[16] = {};
     int64_t at = 0;
     for (; at + 16 <= n; at += 16)
-        for (int64_t i = 0; i < 16; ++i) sums[i] += from_bf16(x[at + i]) * from_bf16(x[at + i]);
+        for (int64_t i = 0; i < 16; ++i) sums[i] += x[at + i] * x[at + i];
     float squares = 0;
-    for (; at < n; ++at) squares += from_bf16(x[at]) * from_bf16(x[at]);
+    for (; at < n; ++at) squares += x[at] * x[at];
     for (float sum : sums) squares += sum;
     const float scale = 1.0f / std::sqrt(squares / static_cast<float>(n) + epsilon);
-    if (rounds_once) {
-        for (int64_t i = 0; i < n; ++i) out[i] = to_bf16(from_bf16(weight[i]) * (from_bf16(x[i]) * scale));
-        return;
+    for (int64_t i = 0; i < n; ++i) put(from_bf16(weight[i]) * (x[i] * scale), &out[i]);
+}
+
+// x * cos + rotate_half(x) * sin, of pairs i and half + i; angles `step` floats apart.
+inline void rotate_halves(float *x, int64_t half, const float *cos, const float *sin, int64_t step) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float low = x[i], high = x[i + half], c = cos[i * step], s = sin[i * step];
+        x[i] = low * c - high * s;
+        x[i + half] = high * c + low * s;
     }
-    for (int64_t i = 0; i < n; ++i) out[i] = to_bf16(from_bf16(weight[i]) * round_bf16(from_bf16(x[i]) * scale));
 }

@@ -14,7 +14,7 @@ namespace {
 struct Buffers {
     std::vector<uint16_t> normed;     // [tokens, hidden]
     RowProducts x;                    // the same, for the projections
-    std::vector<uint16_t> projected;  // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
+    std::vector<float> projected;     // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
     std::vector<uint16_t> attended;   // [tokens, heads * head_dim]
     RowProducts attended_x;           // the same, for the output
 };
@@ -23,15 +23,16 @@ struct AttentionRows {
     const SwitchyardAttention &layer;
     const PagedCall &call;
     Buffers &own;
-    const uint16_t *hidden, *cos, *sin;
-    int64_t angle_step;
-    uint16_t *out;
+    const float *hidden;
+    const float *cos, *sin;
+    int64_t token_step;
+    float *out;
     int64_t dim, queries, keys, width;
     Phase norms, projections, heads, attention, spreading, output;
 
-    AttentionRows(const SwitchyardAttention &layer, const PagedCall &call, Buffers &own, const uint16_t *hidden,
-                  const uint16_t *cos, const uint16_t *sin, int64_t angle_step, uint16_t *out, int threads)
-        : layer(layer), call(call), own(own), hidden(hidden), cos(cos), sin(sin), angle_step(angle_step), out(out),
+    AttentionRows(const SwitchyardAttention &layer, const PagedCall &call, Buffers &own, const float *hidden,
+                  const float *cos, const float *sin, int64_t token_step, float *out, int threads)
+        : layer(layer), call(call), own(own), hidden(hidden), cos(cos), sin(sin), token_step(token_step), out(out),
           dim(layer.head_dim), queries(layer.heads * dim), keys(layer.kv_heads * dim), width(queries + 2 * keys),
           norms(own.x.tiles(), threads, 1),
           projections(blocks_of(layer.q) + blocks_of(layer.k) + blocks_of(layer.v), threads, 1),
@@ -44,7 +45,7 @@ struct AttentionRows {
         const int64_t first = tile * own.x.lanes(), last = std::min(first + own.x.lanes(), call.tokens);
         for (int64_t token = first; token < last; ++token)
             rms_norm(hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden,
-                     &own.normed[token * layer.hidden], layer.norm_rounds_once);
+                     &own.normed[token * layer.hidden]);
         own.x.set(tile, own.normed.data());
     }
 
@@ -63,41 +64,27 @@ struct AttentionRows {
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight->rows - row);
         own.x.block(*weight, block, [&](int64_t first, int64_t some, const float *dots) {
             for (int64_t v = 0; v < some; ++v) {
-                uint16_t *to = &own.projected[(first + v) * width + place + row];
+                float *to = &own.projected[(first + v) * width + place + row];
                 for (int64_t i = 0; i < rows; ++i)
-                    to[i] = to_bf16(dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+                    to[i] = dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
             }
         });
     }
 
-    // x * cos + rotate_half(x) * sin, rounded where the library rounds.
-    void rotate(int64_t token, uint16_t *x) const {
-        const uint16_t *c = cos + token * angle_step, *s = sin + token * angle_step;
-        const int64_t half = dim / 2;
-        for (int64_t i = 0; i < half; ++i) {
-            const float low = from_bf16(x[i]), high = from_bf16(x[i + half]);
-            x[i] = to_bf16(round_bf16(low * from_bf16(c[i])) + round_bf16(-high * from_bf16(s[i])));
-            x[i + half] = to_bf16(round_bf16(high * from_bf16(c[i])) + round_bf16(low * from_bf16(s[i])));
-        }
-    }
-
     // Norms and rotations of a token's heads; keys and values go to their pages.
-    void prepare(int64_t token, std::vector<float> &room) {
-        uint16_t *x = &own.projected[token * width];
-        const bool once = layer.norm_rounds_once;
+    void prepare(int64_t token) {
+        float *x = &own.projected[token * width];
         if (layer.norms_span_heads) {
-            rms_norm(x, layer.q_norm, layer.epsilon, queries, x, once);
-            rms_norm(x + queries, layer.k_norm, layer.epsilon, keys, x + queries, once);
+            rms_norm(x, layer.q_norm, layer.epsilon, queries, x);
+            rms_norm(x + queries, layer.k_norm, layer.epsilon, keys, x + queries);
         }
         for (int64_t head = 0; head < layer.heads + layer.kv_heads; ++head) {
-            uint16_t *mine = x + head * dim;
+            float *mine = x + head * dim;
             const uint16_t *norm = head < layer.heads ? layer.q_norm : layer.k_norm;
-            if (norm && !layer.norms_span_heads) rms_norm(mine, norm, layer.epsilon, dim, mine, once);
-            rotate(token, mine);
+            if (norm && !layer.norms_span_heads) rms_norm(mine, norm, layer.epsilon, dim, mine);
+            rotate_halves(mine, dim / 2, cos + token * token_step, sin + token * token_step, 1);
         }
-        room.resize(static_cast<size_t>(2 * keys));
-        for (int64_t i = 0; i < 2 * keys; ++i) room[i] = from_bf16(x[queries + i]);
-        call.write(token, call.piece_of(token), room.data(), room.data() + keys);
+        call.write(token, call.piece_of(token), x + queries, x + queries + keys);
     }
 
     void put_out(int64_t block) {
@@ -107,8 +94,7 @@ struct AttentionRows {
             for (int64_t v = 0; v < some; ++v) {
                 const int64_t at = (first + v) * layer.hidden + row;
                 for (int64_t i = 0; i < rows; ++i)
-                    out[at + i] = to_bf16(from_bf16(hidden[at + i]) +
-                                          round_bf16(dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f)));
+                    out[at + i] = hidden[at + i] + (dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
             }
         });
     }
@@ -122,10 +108,9 @@ struct AttentionRows {
         };
         each(norms, [&](int64_t tile) { norm_tile(tile); });
         each(projections, [&](int64_t item) { project(item); });
-        each(heads, [&](int64_t token) { prepare(token, room); });
+        each(heads, [&](int64_t token) { prepare(token); });
         const auto query = [&](int64_t token, int64_t head, float *q) {
-            const uint16_t *x = &own.projected[token * width + head * dim];
-            for (int64_t i = 0; i < dim; ++i) q[i] = from_bf16(x[i]);
+            std::copy_n(&own.projected[token * width + head * dim], dim, q);
         };
         const auto result = [&](int64_t token, int64_t head, const float *x) {
             uint16_t *to = &own.attended[token * queries + head * dim];
@@ -143,8 +128,8 @@ void work(void *argument) { static_cast<AttentionRows *>(argument)->work(); }
 
 SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const SwitchyardAttention *layer,
                                                  const SwitchyardPagedLayer *paged, const SwitchyardPiece *pieces,
-                                                 int32_t count, const uint16_t *hidden, const uint16_t *cos,
-                                                 const uint16_t *sin, int64_t angle_step, uint16_t *out) try {
+                                                 int32_t count, const float *hidden, const float *cos,
+                                                 const float *sin, int64_t token_step, float *out) try {
     static thread_local Buffers own;
     const PagedCall call(*paged, pieces, count);
     const Kernels kernels = kernels_for_many();
@@ -157,7 +142,7 @@ SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const Swi
     own.attended_x.resize(kernels, {&layer->o}, call.tokens);
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer->q, &layer->k, &layer->v, &layer->o}) weights += bytes_of(*matrix);
-    AttentionRows rows(*layer, call, own, hidden, cos, sin, angle_step, out, pool->threads());
+    AttentionRows rows(*layer, call, own, hidden, cos, sin, token_step, out, pool->threads());
     pool->run_long(work, &rows, weights * call.tokens + call.bytes);
     return 0;
 } catch (const std::bad_alloc &) {

@@ -18,7 +18,7 @@ struct RouteRows {
     RowProducts &x;
     std::vector<float> &logits;  // [tokens, experts]
     int64_t tokens;
-    const uint16_t *hidden;
+    const float *hidden;
     uint16_t *normed;
     int64_t *chosen;
     float *shares;
@@ -35,7 +35,7 @@ void work(void *argument) {
             const int64_t first = tile * call.x.lanes(), last = std::min(first + call.x.lanes(), call.tokens);
             for (int64_t token = first; token < last; ++token)
                 rms_norm(call.hidden + token * width, call.block.norm, call.block.epsilon, width,
-                         call.normed + token * width, call.block.norm_rounds_once);
+                         call.normed + token * width);
             call.x.set(tile, call.normed);
         }
     });
@@ -64,7 +64,7 @@ void work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_route_rows(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
-                                             const uint16_t *hidden, uint16_t *normed, int64_t *chosen,
+                                             const float *hidden, uint16_t *normed, int64_t *chosen,
                                              float *shares) try {
     static thread_local RowProducts products;
     static thread_local std::vector<float> logits;

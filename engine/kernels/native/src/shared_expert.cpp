@@ -74,7 +74,7 @@ void SharedExpertRun::work(const uint16_t *normed) {
             const int64_t row = at * kTileRows, rows = std::min(kTileRows, hidden - row);
             for (int64_t token = 0; token < tokens; ++token)
                 for (int64_t i = 0; i < rows; ++i)
-                    expert.out[token * hidden + row + i] = to_bf16(shares[token] * round_bf16(dots[token * kTileRows + i]));
+                    expert.out[token * hidden + row + i] = shares[token] * dots[token * kTileRows + i];
         }
     });
 }

@@ -15,7 +15,7 @@ struct SharedExpert {
     Vectors x;                  // [tokens, hidden]
     std::vector<float> inner;   // [tokens, inner]
     Vectors activated;          // the same
-    std::vector<uint16_t> out;  // [tokens, hidden]
+    std::vector<float> out;     // [tokens, hidden]
 
     bool exists() const { return block->shared_down_proj.rows > 0; }
     void begin(const SwitchyardSparseBlock *sparse_block, int32_t token_count, const Kernels &in_use);

@@ -82,8 +82,7 @@ void route_work(void *argument) {
         for (int64_t token = begin; token < end; ++token) {
             const int64_t hidden = block.experts.hidden;
             uint16_t *normed = &step.normed[token * hidden];
-            rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed,
-                     block.norm_rounds_once);
+            rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed);
             if (step.routes()) {
                 step.normed_bf16.set(step.call.kernels, token, normed);
                 step.call.x.set(step.call.kernels, token, normed);
@@ -153,7 +152,7 @@ void compute_on_card(SparseStep &step) {
         if (!exchange.thread.help(seen)) pause();
     };
     if (asks && (answer = card.wait(layer, help)) == nullptr) {
-        std::copy_n(step.call.residual, block.experts.hidden, step.call.out);  // given up: nobody reads it
+        std::copy_n(step.call.residual, block.experts.hidden, step.call.sums);  // given up: nobody reads it
         return;
     }
     step.call.layer = &block.experts;
@@ -173,8 +172,8 @@ void compute_on_card(SparseStep &step) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
-                                              const uint16_t *hidden, int64_t *chosen, float *shares,
-                                              uint16_t *out) try {
+                                              const float *hidden, int64_t *chosen, float *shares,
+                                              float *out) try {
     // What a card does is in its records.
     const Stamp stamp(block, chosen, block->card ? 0 : tokens * int64_t{block->router.top_k});
     static thread_local SparseStep step;

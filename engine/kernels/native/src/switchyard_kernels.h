@@ -106,7 +106,6 @@ typedef struct {
     const uint16_t *shared_gate;  // bf16 [hidden], or null
     const SwitchyardCardExperts *card;  // or null; single tokens, between switchyard_exchange_start and _end
     float epsilon;
-    int32_t norm_rounds_once;
 } SwitchyardSparseBlock;
 
 // Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden).
@@ -120,23 +119,23 @@ typedef struct {
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
     int32_t norms_span_heads;  // whether q_norm and k_norm are of all heads together, [heads * head_dim]
-    int32_t norm_rounds_once;  // whether RMS norms round only after the weight
 } SwitchyardAttention;
 
 // Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
-// RMS norms that round twice; q_a, kv_a and q (if there is no q_a) are all in tiles, or none is.
+// RMS norms; q_a, kv_a and q (if there is no q_a) are all in tiles, or none is.
 typedef struct {
     const uint16_t *norm, *q_a_norm, *kv_norm;            // bf16 [hidden], [q_a rows] or null, [rank]
     const uint16_t *q_a_bias, *kv_a_bias, *o_bias;        // bf16, or null
     SwitchyardMatrix q_a;                                 // [any, hidden], or no rows
     SwitchyardMatrix q;                                   // [heads * (nope + rope), q_a rows or hidden]
     SwitchyardMatrix kv_a;                                // [rank + rope, hidden]
-    SwitchyardMatrix kv_b;                                // [heads * (nope + value_dim), rank]
+    SwitchyardMatrix kv_b;                                // [heads * (nope + value_dim), rank], or no rows: then
+    SwitchyardMatrix k_b, v_b;                            // [heads * rank, nope] and [heads * value_dim, rank]
     SwitchyardMatrix o;                                   // [hidden, heads * value_dim]
     float epsilon, q_a_epsilon, kv_epsilon, scale;
     int32_t hidden, heads, nope, rope, rank, value_dim;
     // Pairs of dimensions that are rotated together: 0 i and rope / 2 + i; 1 2i and 2i + 1, which come out as i and
-    // rope / 2 + i; 2 2i and 2i + 1, which stay there, without rounding between.
+    // rope / 2 + i; 2 2i and 2i + 1, which stay there.
     int32_t rotation;
 } SwitchyardLatentAttention;
 
@@ -174,37 +173,38 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
                                          const uint16_t *x, const uint16_t *bias, int32_t floats, void *out);
 
-// In the next four, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.
+// In the next four, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.  Hidden states are
+// floats; what goes into a matrix in bf16 or in blocks is rounded as its format asks, and keys and values to their type.
 
-// A few tokens through a sparse block.  hidden, out: bf16 [tokens, hidden], not the same.  chosen: int64 [tokens, k] and
+// A few tokens through a sparse block.  hidden, out: [tokens, hidden], not the same.  chosen: int64 [tokens, k] and
 // shares: float [tokens, k] receive the routing.
 SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
-                                              const uint16_t *hidden, int64_t *chosen, float *shares, uint16_t *out);
+                                              const float *hidden, int64_t *chosen, float *shares, float *out);
 
 // The next tokens of a sequence through attention.  keys, values: [kv_heads, capacity, head_dim] of a type of
 // SWITCHYARD_KV_* that hold `length` tokens; those of these tokens are written from row `length` on, all of them below
-// `capacity`.  key_scales, value_scales: [kv_heads, capacity] of int8, whose capacity is a multiple of 32, else null.  cos, sin: bf16
-// [head_dim / 2] of each token, `angle_step` after those of the one before, one for each pair of dimensions i and
-// head_dim / 2 + i.  hidden, out: bf16 [tokens, hidden], not the same.
+// `capacity`.  key_scales, value_scales: [kv_heads, capacity] of int8, whose capacity is a multiple of 32, else null.  cos, sin:
+// head_dim / 2 angles of each token, one for each pair of dimensions i and head_dim / 2 + i, each `angle_step` floats after the
+// one before, and each token's `token_step` floats after those of the one before.  hidden, out: [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
-                                                 int32_t tokens, const uint16_t *hidden, const uint16_t *cos,
-                                                 const uint16_t *sin, int64_t angle_step, int32_t type, void *keys,
-                                                 void *values, float *key_scales, float *value_scales, int64_t capacity,
-                                                 int64_t length, uint16_t *out);
+                                                 int32_t tokens, const float *hidden, const float *cos,
+                                                 const float *sin, int32_t angle_step, int64_t token_step,
+                                                 int32_t type, void *keys, void *values, float *key_scales,
+                                                 float *value_scales, int64_t capacity, int64_t length, float *out);
 
 // The next tokens of a sequence through latent attention.  latents: bf16 [capacity, rank] and rotary_keys: bf16
 // [capacity, rope] hold `length` tokens; those of these tokens are written from row `length` on, all of them below
-// `capacity`.  cos, sin: rope / 2 angles of each token, each `angle_step` floats after the one before, and each token's
-// `token_step` floats after those of the one before.  hidden, out: bf16 [tokens, hidden], not the same.
+// `capacity`.  cos, sin: rope / 2 angles of each token, as above.  hidden, out: [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
-                                              int32_t tokens, const uint16_t *hidden, const float *cos,
+                                              int32_t tokens, const float *hidden, const float *cos,
                                               const float *sin, int32_t angle_step, int64_t token_step,
-                                              uint16_t *latents, uint16_t *rotary_keys, int64_t length, uint16_t *out);
+                                              uint16_t *latents, uint16_t *rotary_keys, int64_t length, float *out);
 
-// A decoder layer of grouped-query attention and a sparse block, and where a sequence's keys and values of this layer are;
-// see switchyard_attention_step and switchyard_sparse_step.
+// A decoder layer of attention and a sparse block, and where a sequence's keys and values of this layer are, or its latents
+// and rotary keys; see switchyard_attention_step, switchyard_latent_step and switchyard_sparse_step.
 typedef struct {
-    const SwitchyardAttention *attention;
+    const SwitchyardAttention *attention;  // or null: then
+    const SwitchyardLatentAttention *latent;
     const SwitchyardSparseBlock *block;
     void *keys, *values;
     float *key_scales, *value_scales;
@@ -221,16 +221,15 @@ typedef struct {
     const uint16_t *bias;  // bf16 [head rows], or null
     SwitchyardMatrix head;  // plain, [vocabulary, hidden]
     float epsilon;
-    int32_t norm_rounds_once;
     int32_t count;
 } SwitchyardModel;
 
-// A few tokens through all layers of a model, as a step of each in turn would compute them.  cos, sin, angle_step: as
-// for attention, of every layer.  hidden: bf16 [tokens, hidden]; logits: [tokens, vocabulary], bf16 if the
+// A few tokens through all layers of a model, as a step of each in turn would compute them.  cos, sin, angle_step, token_step:
+// as for attention, of every layer.  hidden: [tokens, hidden]; logits: [tokens, vocabulary], bf16 if the
 // head is, else float.
 SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
-                                             const uint16_t *hidden, const uint16_t *cos, const uint16_t *sin,
-                                             int64_t angle_step, void *logits);
+                                             const float *hidden, const float *cos, const float *sin,
+                                             int32_t angle_step, int64_t token_step, void *logits);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
 // [rows, columns].  A table is an input, which weights are fitted to.  int4: half-quadratic optimisation of scales and
