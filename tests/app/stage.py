@@ -1003,7 +1003,6 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-empty": lambda stage: None,
     "chat-conversation": lambda stage: stage.open_conversation(),
     "chat-code": _chat_code_only,
-    "chat-mathematics": _chat_mathematics,
     "chat-answering": _chat_answering,
     "chat-editing": _chat_editing,
     "chat-error": _chat_error,
@@ -1069,5 +1068,6 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "settings-updates": _settings_updates,
     "licences": _licences,
     "shortcuts": _shortcuts,
+    "chat-mathematics": _chat_mathematics,
 }
 """Each begins with the window just opened, on an empty chat."""
