@@ -1108,7 +1108,6 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-empty": lambda stage: None,
     "chat-conversation": lambda stage: stage.open_conversation(),
     "chat-code": _chat_code_only,
-    "chat-mathematics": _chat_mathematics,
     "chat-answering": _chat_answering,
     "chat-editing": _chat_editing,
     "chat-error": _chat_error,
@@ -1184,5 +1183,6 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-find": _chat_find,
     "chat-scratch": _chat_scratch,
     "chat-edit-answer": _chat_edit_answer,
+    "chat-mathematics": _chat_mathematics,
 }
 """Each begins with the window just opened, on an empty chat."""
