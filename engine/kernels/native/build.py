@@ -220,6 +220,10 @@ _SPECIAL = {
     "tiles_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mavx512vnni")),
     "attend_neon.cpp": _Special("arm"),
     "kernels_neon.cpp": _Special("arm"),
+    "many_neon.cpp": _Special("arm"),
+    "rows_neon.cpp": _Special("arm"),
+    "rows_neondot.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",)),
+    "rows_neoni8mm.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",), newest=("-march=armv8.2-a+dotprod+i8mm",)),
     "tiles_neon.cpp": _Special("arm"),
     "tiles_neondot.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",)),
 }

@@ -39,6 +39,7 @@ class Isa(IntEnum):
     AMX = 6
     NEON = 16
     NEON_DOT = 17
+    NEON_I8MM = 18
 
 
 READS_BLOCKS = (Isa.AVX2, Isa.AVX_VNNI, Isa.AVX512, Isa.AVX512_VNNI, Isa.AVX512_BF16)

@@ -47,8 +47,9 @@ Set set_of(int32_t isa) {
         case 5: return with(kAvx512Bf16Many);
         case 6: return with(kAmxMany);
 #elif defined(__aarch64__) || defined(_M_ARM64)
-        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend, &kPortableRows};
-        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend, &kPortableRows};
+        case 16: return {&kNeonKernels, &kNeonTiles, &kNeonMany, &kPortableBlocks, &kNeonAttend, &kNeonRows};
+        case 17: return {&kNeonKernels, &kNeonDotTiles, &kNeonMany, &kPortableBlocks, &kNeonAttend, &kNeonDotRows};
+        case 18: return {&kNeonKernels, &kNeonDotTiles, &kNeonMany, &kPortableBlocks, &kNeonAttend, &kNeonI8mmRows};
 #endif
         default: return {nullptr, nullptr};
     }
@@ -98,7 +99,7 @@ SWITCHYARD_API uint32_t switchyard_advertised_isas(void) {
     const bool there[] = {true, can.avx2, can.avx_vnni, can.avx512, can.avx512_vnni, can.avx512_bf16, can.amx_bf16};
     uint32_t isas = 0;
     for (int isa = 0; isa < 7; ++isa) isas |= uint32_t{there[isa]} << isa;
-    isas |= uint32_t{can.neon} << 16 | uint32_t{can.neon_dot} << 17;
+    isas |= uint32_t{can.neon} << 16 | uint32_t{can.neon_dot} << 17 | uint32_t{can.neon_i8mm} << 18;
     for (int isa = 0; isa < 32; ++isa)
         if (!set_of(isa).tiles) isas &= ~(uint32_t{1} << isa);  // not built in
     return isas;

@@ -69,4 +69,6 @@ extern const ManyKernels kAvx2Many;
 extern const ManyKernels kAvx512Many;
 extern const ManyKernels *const kAvx512Bf16Many;  // null if the compiler does not know the instructions
 extern const ManyKernels *const kAmxMany;         // likewise
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const ManyKernels kNeonMany;
 #endif

@@ -144,7 +144,7 @@ SWITCHYARD_API int32_t switchyard_abi(void);
 
 // Instruction sets, best last: 0 portable; on x86 1 AVX2 + FMA + F16C, 2 plus AVX-VNNI, 3 AVX-512 (F, BW, VL), 4 plus AVX-512
 // VNNI, 5 plus AVX-512 BF16, 6 plus AMX BF16 (which the operating system must permit); on Arm 16 NEON, 17 plus its dot
-// products.  Returns those that the processor advertises and this library was built for, as a set of bits.
+// products, 18 plus products of matrices of bytes (i8mm).  Returns those that the processor advertises and this library was built for, as a set of bits.
 SWITCHYARD_API uint32_t switchyard_advertised_isas(void);
 // Runs every kernel of that instruction set on small problems: 0 if right.  May die of an illegal instruction where
 // a virtual machine advertises what it traps on: call it in a child process.

@@ -1,8 +1,9 @@
 // A block of 32 rows unpacked once for many vectors: in tiles, of which a column's four bytes of a vector meet those of 16 rows.
 #pragma once
+#include <type_traits>
+
 #include "rows.h"
 
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
 namespace {
 
 constexpr int64_t kPanelRows = 32;
@@ -44,8 +45,9 @@ inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t
     }
 }
 
-// 256 columns of all rows to their place: tiles, of which each half of 16 rows has eight vectors.
-inline void put_tiles(const uint8_t *codes, uint8_t *tiles) {
+// 256 columns of all rows from `at` on to their place: tiles, of which each half of 16 rows has eight vectors.
+inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, int64_t) {
+    uint8_t *tiles = panel.codes + at * kPanelRows;
     alignas(64) uint8_t vectors[16 * 64];
     for (int64_t column = 0; column < kWide; column += 64)
         for (int half = 0; half < 2; ++half) {
@@ -127,6 +129,19 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
 
 constexpr int64_t kTogether = 1;
 constexpr int64_t kMostMultiplied = 4;
+
+template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t *to) {
+    for (int part = 0; part < 8; ++part) put_bytes(Type::codes(block, part), to + 32 * part);
+}
+
+template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
+    const One one = Type::one(block);
+    put_bytes(added(one.codes, Type::kSigned ? Type::kOffset : 0), to);
+    *scales = one.scale;
+    *offsets = one.offset;
+}
+
+#if defined(__AVX2__)
 // Products of pairs of columns, of which so many are added as words.
 template <class Type> constexpr int kFit = 32767 / (2 * 127 * Type::kMost);
 
@@ -151,15 +166,11 @@ inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t
     }
 }
 
-inline void put_tiles(const uint8_t *codes, uint8_t *tiles) {
+inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, int64_t) {
+    uint8_t *tiles = panel.codes + at * kPanelRows;
     for (int64_t column = 0; column < kWide; column += kGroup, tiles += 1024)
         for (int part = 0; part < 4; ++part)
             transpose(codes + part * 8 * kWide + column, kWide, tiles + part / 2 * 512 + part % 2 * 32, 64);
-}
-
-template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t *to) {
-    for (int part = 0; part < 8; ++part)
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to + 32 * part), Type::codes(block, part));
 }
 
 inline void put_floats(__m256i words, float scale, float *to) {
@@ -167,14 +178,6 @@ inline void put_floats(__m256i words, float scale, float *to) {
     const __m256i upper = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1));
     _mm256_store_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(lower), _mm256_set1_ps(scale)));
     _mm256_store_ps(to + 8, _mm256_mul_ps(_mm256_cvtepi32_ps(upper), _mm256_set1_ps(scale)));
-}
-
-template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
-    const One one = Type::one(block);
-    const __m256i raise = _mm256_set1_epi8(Type::kSigned ? Type::kOffset : 0);
-    _mm256_store_si256(reinterpret_cast<__m256i *>(to), _mm256_add_epi8(one.codes, raise));
-    *scales = one.scale;
-    *offsets = one.offset;
 }
 
 // Four columns of eight rows, whose bytes are signed where only one product of a pair fits.
@@ -250,6 +253,121 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
         for (int i = 0; i < 4; ++i) _mm256_storeu_ps(out + v * kPanelRows + 8 * i, sums[v][i]);
 }
 
+#else
+
+template <class Type> constexpr int kFit = 0;  // products are added as whole numbers of 32 bits
+
+// 256 columns of all rows from `at` on to their place: four rows after the other, with four bytes of each side by side.
+inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, int64_t columns) {
+    uint8_t *tiles = panel.codes + 4 * at;
+    for (int64_t row = 0; row < kPanelRows; row += 4, codes += 4 * kWide, tiles += 4 * wide_blocks(columns) * kWide)
+        for (int64_t column = 0; column < kWide; column += 16) {
+#if defined(SWITCHYARD_NEON)
+            uint32x4x4_t four;
+            for (int i = 0; i < 4; ++i) four.val[i] = vreinterpretq_u32_u8(vld1q_u8(codes + i * kWide + column));
+            vst4q_u32(reinterpret_cast<uint32_t *>(tiles + 4 * column), four);
+#else
+            for (int64_t i = 0; i < 16; ++i) std::memcpy(tiles + 4 * column + 4 * i, codes + i % 4 * kWide + column + i / 4 * 4, 4);
+#endif
+        }
+}
+
+inline void put_floats(Words words, float scale, float *to) {
+    int16_t each[16];
+    std::memcpy(each, &words, sizeof each);
+    for (int i = 0; i < 16; ++i) to[i] = static_cast<float>(each[i]) * scale;
+}
+
+// Adds the products of eight rows (`upper` four and `lower` four) with `width` columns of some vectors from `at` on.
+template <int count, int width>
+inline void add_columns(const uint8_t *upper, const uint8_t *lower, const RowVector *x, int64_t at, Fours (*sums)[2]) {
+#if defined(SWITCHYARD_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+    constexpr int pairs = (count + 1) / 2;  // of vectors; each sum is two rows with two vectors
+    int32x4_t both[pairs][4];
+    for (auto &pair : both)
+        for (auto &sum : pair) sum = vdupq_n_s32(0);
+#pragma GCC unroll 4
+    for (int column = 0; column < width; column += 8) {
+        int8x16_t rows[4];
+        for (int four = 0; four < 2; ++four) {
+            const uint8_t *from = (four ? lower : upper) + 4 * column;
+            const int32x4_t first = vreinterpretq_s32_u8(vld1q_u8(from)), second = vreinterpretq_s32_u8(vld1q_u8(from + 16));
+            rows[2 * four] = vreinterpretq_s8_s32(vzip1q_s32(first, second));
+            rows[2 * four + 1] = vreinterpretq_s8_s32(vzip2q_s32(first, second));
+        }
+        for (int pair = 0; pair < pairs; ++pair) {
+            const int8_t *q = x[2 * pair].q, *partner = x[2 * pair + 1 < count ? 2 * pair + 1 : 2 * pair].q;
+            const int8x16_t values = vcombine_s8(vld1_s8(q + at + column), vld1_s8(partner + at + column));
+            for (int i = 0; i < 4; ++i) both[pair][i] = vmmlaq_s32(both[pair][i], rows[i], values);
+        }
+    }
+    for (int v = 0; v < count; ++v)
+        for (int four = 0; four < 2; ++four) {
+            const int32x4_t *two = both[v / 2] + 2 * four;
+            sums[v][four] += (Fours)(v % 2 ? vuzp2q_s32(two[0], two[1]) : vuzp1q_s32(two[0], two[1]));
+        }
+#elif defined(SWITCHYARD_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#pragma GCC unroll 2
+    for (int column = 0; column < width; column += 16) {
+        int8x16_t q[count];
+        for (int v = 0; v < count; ++v) q[v] = vld1q_s8(x[v].q + at + column);
+        const auto four = [&](auto lane) {
+            const int from = 4 * column + 16 * decltype(lane)::value;
+            const int8x16_t high = vreinterpretq_s8_u8(vld1q_u8(upper + from)), low = vreinterpretq_s8_u8(vld1q_u8(lower + from));
+            for (int v = 0; v < count; ++v) {
+                sums[v][0] = (Fours)vdotq_laneq_s32((int32x4_t)sums[v][0], high, q[v], decltype(lane)::value);
+                sums[v][1] = (Fours)vdotq_laneq_s32((int32x4_t)sums[v][1], low, q[v], decltype(lane)::value);
+            }
+        };
+        four(std::integral_constant<int, 0>());
+        four(std::integral_constant<int, 1>());
+        four(std::integral_constant<int, 2>());
+        four(std::integral_constant<int, 3>());
+    }
+#else
+    for (int column = 0; column < width; column += 4) {
+        const auto high = vector_at<Sixteen>(upper + 4 * column), low = vector_at<Sixteen>(lower + 4 * column);
+        for (int v = 0; v < count; ++v) {
+            int32_t values;
+            std::memcpy(&values, x[v].q + at + column, 4);
+            const auto q = (Sixteen)(Fours{} + values);
+            sums[v][0] = with_products(sums[v][0], high, q);
+            sums[v][1] = with_products(sums[v][1], low, q);
+        }
+    }
+#endif
+}
+
+template <int count, bool wide, bool has_mins, int width, int>
+void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, float *out) {
+    const int64_t of_four = 4 * wide_blocks(columns) * kWide;
+    for (int64_t row = 0; row < kPanelRows; row += 8) {
+        Floats sums[count][2] = {};
+        const uint8_t *upper = panel.codes + row / 4 * of_four, *lower = upper + of_four;
+        const float *scales = panel.scales + row, *mins = panel.mins + row;
+        for (int64_t at = 0; at < columns; at += width, scales += kPanelRows, mins += kPanelRows) {
+            const int64_t group = at / kGroup;
+            Fours products[count][2] = {};
+            add_columns<count, width>(upper + 4 * at, lower + 4 * at, x, at, products);
+            const Floats scale[2] = {vector_at<Floats>(scales), vector_at<Floats>(scales + 4)};
+            for (int v = 0; v < count; ++v) {
+                const int32_t total = total_of<wide, width>(x[v], group, static_cast<int>(at % kGroup / width));
+                const float own = x[v].scales[wide ? group / (kWide / kGroup) : group];
+                for (int four = 0; four < 2; ++four) {
+                    Fours whole = products[v][four];
+                    if constexpr (!has_mins) whole -= panel.offset * total;
+                    sums[v][four] += floats_of(whole) * (scale[four] * own);
+                    if constexpr (has_mins)
+                        sums[v][four] += vector_at<Floats>(mins + 4 * four) * (own * static_cast<float>(total));
+                }
+            }
+        }
+        for (int v = 0; v < count; ++v)
+            for (int four = 0; four < 2; ++four) put_vector(sums[v][four], out + v * kPanelRows + row + 4 * four);
+    }
+}
+
+#endif
 #endif
 
 template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
@@ -270,7 +388,7 @@ template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t colum
             }
             const uint8_t *at = rows[row] + block * Type::kBytes;
             for (int64_t line = 0; line < Type::kBytes; line += 64)
-                _mm_prefetch(reinterpret_cast<const char *>(at) + line + 2 * Type::kBytes, _MM_HINT_T0);
+                __builtin_prefetch(at + line + 2 * Type::kBytes);
             const Wide wide = Type::wide(at);
             put_wide<Type>(at, wide, codes + row * kWide);
             put_floats(wide.steps, wide.scale, scales);
@@ -280,7 +398,7 @@ template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t colum
                 for (int64_t part = 0; part < parts; ++part) to_mins[part * kPanelRows] = mins[part * step];
             }
         }
-        put_tiles(codes, panel->codes + block * kWide * kPanelRows);
+        put_tiles(codes, *panel, block * kWide, columns);
     }
 }
 
@@ -304,7 +422,7 @@ template <class Type> void unpack_four(const uint8_t *const *rows, int64_t colum
                     std::memset(last, 0, sizeof(last));
                     if (there > 0) std::memcpy(last, rows[row] + group * step, static_cast<size_t>(there * step));
                 }
-                _mm_prefetch(reinterpret_cast<const char *>(at) + 512, _MM_HINT_T0);
+                __builtin_prefetch(at + 512);
                 alignas(16) float scales[kTogether], offsets[kTogether];
                 put_together<Type>(at, codes + row * kWide + (group - from) * kGroup, scales, offsets);
                 for (int64_t i = 0; i < kTogether; ++i) {
@@ -312,7 +430,7 @@ template <class Type> void unpack_four(const uint8_t *const *rows, int64_t colum
                     if constexpr (has_mins) panel->mins[(group + i) * kPanelRows + row] = i < there ? offsets[i] : 0;
                 }
             }
-        put_tiles(codes, panel->codes + from * kGroup * kPanelRows);
+        put_tiles(codes, *panel, from * kGroup, columns);
     }
 }
 
@@ -331,4 +449,3 @@ void multiply_panel(const RowPanel &panel, int64_t columns, const RowVector *x, 
 }
 
 }  // namespace
-#endif

@@ -32,11 +32,9 @@ struct Q2K : scalar::Q2K {
         return made;
     }
     static constexpr int place(int j, int half) { return 32 * j + 128 * half; }
-#elif defined(__AVX2__)
+#else
     static Wide wide(const uint8_t *block) {
-        const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block)), low = _mm_set1_epi8(15);
-        return {_mm256_cvtepu8_epi16(_mm_and_si128(both, low)), _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(both, 4), low)),
-                half_at(block + 80), half_at(block + 82)};
+        return {words_of_low_nibbles(block), words_of_high_nibbles(block), half_at(block + 80), half_at(block + 82)};
     }
     static Bytes codes(const uint8_t *block, int part) {
         return low_bits(shifted(bytes_at(block + 16 + part / 4 * 32), part % 4 * 2), 3);

@@ -32,13 +32,11 @@ struct Q4K : scalar::Q4K {
         return made;
     }
     static constexpr int place(int j, int half) { return j / 2 * 128 + j % 2 * 32 + half * 64; }
-#elif defined(__AVX2__)
+#else
     static Wide wide(const uint8_t *block) {
         uint64_t steps, least;
         unpack_steps(block + 4, &steps, &least);
-        const __m128i each = sixteen(steps, least);
-        return {_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(each, each)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(each, each)),
-                half_at(block), half_at(block + 2)};
+        return {words_of_pairs(steps), words_of_pairs(least), half_at(block), half_at(block + 2)};
     }
     static Bytes codes(const uint8_t *block, int part) {
         return low_bits(shifted(bytes_at(block + 16 + part / 2 * 32), part % 2 * 4), 15);

@@ -24,11 +24,11 @@ struct Q5K : scalar::Q5K {
         return made;
     }
     static constexpr int place(int j, int half) { return Q4K::place(j, half); }
-#elif defined(__AVX2__)
+#else
     static Wide wide(const uint8_t *block) { return Q4K::wide(block); }
     static Bytes codes(const uint8_t *block, int part) {
         const Bytes low = low_bits(shifted(bytes_at(block + 48 + part / 2 * 32), part % 2 * 4), 15);
-        return _mm256_or_si256(low, shifted_left(low_bits(shifted(bytes_at(block + 16), part), 1), 4));
+        return joined(low, shifted_left(low_bits(shifted(bytes_at(block + 16), part), 1), 4));
     }
 #endif
 };

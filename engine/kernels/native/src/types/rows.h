@@ -1,8 +1,9 @@
 // What the types share: the loops over a row's blocks for the instruction set of the including file.
 // Everything is local to that file, so that the linker never mixes them.
 //
-// A type has, besides what ggml_values.h says, for products in vectors of 512 or of 256 bits either
-//   wide(block) and place       a block of 256: codes, a scale and a minimum per 16 of them (Wide), and where 32 of the codes lie
+// A type has, besides what ggml_values.h says, for products in vectors of 512 bits, and again for those of fewer, either
+//   wide(block) and place       a block of 256: codes, a scale and a minimum per 16 of them (Wide), and where 32 of the codes lie;
+//               or codes        32 of the codes
 //   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
 // and for panels
 //   kWidth, kOffset, kMost      codes that share a scale; what makes them unsigned; the largest, 128 where they stay signed
@@ -35,8 +36,51 @@ inline void unpack_steps_of_16(const uint8_t *packed, uint64_t *first, uint64_t 
     *second = static_cast<uint64_t>((b >> 4 & low) | (c >> 2 & high)) << 32 | ((a >> 4 & low) | (c & high));
 }
 
+// Steps of IQ4_XS, 4 bits each in 4 bytes and 2 more in 2: 32 too large, a byte for each of eight groups.
+inline uint64_t unpack_split_steps(const uint8_t *low, const uint8_t *high) {
+    uint64_t nibbles = u32_at(low), pairs = u16_at(high);
+    nibbles = (nibbles | nibbles << 16) & 0x0000ffff0000ffff;
+    nibbles = (nibbles | nibbles << 8) & 0x00ff00ff00ff00ff;
+    nibbles = (nibbles | nibbles << 4) & 0x0f0f0f0f0f0f0f0f;
+    pairs = (pairs | pairs << 24) & 0x000000ff000000ff;
+    pairs = (pairs | pairs << 12) & 0x000f000f000f000f;
+    pairs = (pairs | pairs << 6) & 0x0303030303030303;
+    return nibbles | pairs << 4;
+}
+
 constexpr int64_t kAheadOfRow = 6144;  // bytes between a prefetch and its use: about what a core reads meanwhile
 
+}  // namespace
+
+#if !defined(__AVX512VNNI__) && !defined(__AVX2__)
+#include "lanes_128.h"
+#endif
+
+namespace {
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+
+// 16 whole numbers.
+using Words = __m256i;
+inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
+inline __m128i sixteen_at(const uint8_t *at) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(at)); }
+inline Words words_of(uint64_t first, uint64_t second) { return _mm256_cvtepu8_epi16(sixteen(first, second)); }
+inline Words words_of_pairs(uint64_t each) {  // of each byte, two
+    const __m128i bytes = sixteen(each, 0);
+    return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(bytes, bytes));
+}
+inline Words words_of_low_nibbles(const uint8_t *at) {
+    return _mm256_cvtepu8_epi16(_mm_and_si128(sixteen_at(at), _mm_set1_epi8(15)));
+}
+inline Words words_of_high_nibbles(const uint8_t *at) {
+    return _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(sixteen_at(at), 4), _mm_set1_epi8(15)));
+}
+inline Words words_of_signed(const uint8_t *at) { return _mm256_cvtepi8_epi16(sixteen_at(at)); }
+inline Words no_words() { return _mm256_setzero_si256(); }
+inline Words subtracted(Words words, int number) { return _mm256_sub_epi16(words, _mm256_set1_epi16(static_cast<short>(number))); }
+template <int bits> inline Words doubled(Words words) { return _mm256_slli_epi16(words, bits); }
+
+#endif
 #if defined(__AVX512VNNI__)
 
 using Bytes = __m512i;
@@ -59,7 +103,6 @@ template <int lower, int upper> inline Bytes rotated(Bytes bytes) {
 inline Bytes with_bits(Bytes first, Bytes second, int mask) {
     return _mm512_ternarylogic_epi64(first, second, _mm512_set1_epi8(static_cast<char>(mask)), 0xf8);
 }
-inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
 
 // A block of 256. codes[j] are multiplied with the values x(j) begins at. Products of four neighbours are packed, two registers
 // side by side, so that each 128 bits have four words of the one and then four of the other: `first` and `second` are the words
@@ -91,7 +134,7 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
     const __m512i none = _mm512_setzero_si512();
     for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes) {
         for (int64_t at = 0; at < Type::kBytes; at += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+            __builtin_prefetch(row + at + kAheadOfRow);
         const Wide wide = Type::wide(row);
         for (int v = 0; v < count; ++v) {
             const int8_t *q = x[v].q + block * kWide;
@@ -180,7 +223,7 @@ template <class Type, int count> void dot_four(const uint8_t *row, int64_t colum
     int64_t group = 0;
     for (; group + 4 <= groups; group += 4, row += 4 * Type::kBytes) {
         for (int64_t at = 0; at < 4 * Type::kBytes; at += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+            __builtin_prefetch(row + at + kAheadOfRow);
         add(Type::four(row), group);
     }
     if (group < groups) {
@@ -214,11 +257,20 @@ inline Bytes bytes_at(const void *at) { return _mm256_loadu_si256(static_cast<co
 inline Bytes low_bits(Bytes bytes, int mask) { return _mm256_and_si256(bytes, _mm256_set1_epi8(static_cast<char>(mask))); }
 inline Bytes shifted(Bytes bytes, int bits) { return _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(bits)); }
 inline Bytes shifted_left(Bytes bytes, int bits) { return _mm256_sll_epi16(bytes, _mm_cvtsi32_si128(bits)); }
-inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
+inline Bytes joined(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes added(Bytes bytes, int number) { return _mm256_add_epi8(bytes, _mm256_set1_epi8(static_cast<char>(number))); }
+inline void put_bytes(Bytes bytes, uint8_t *to) { _mm256_store_si256(reinterpret_cast<__m256i *>(to), bytes); }
+// `value` where a bit is set.
+inline Bytes where_set(uint32_t set, uint8_t value) {
+    const __m256i which = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(set)), which);
+    const __m256i bits = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
+    return low_bits(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bits), bits), value);
+}
 
 // A block of 256: Type::codes(block, i) are 32 of them.
 struct Wide {
-    __m256i steps, mins;  // per 16 codes
+    Words steps, mins;  // per 16 codes
     float scale, lowest;
 };
 
@@ -248,7 +300,7 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
     for (int v = 0; v < count; ++v) sums[v] = less[v] = _mm256_setzero_ps();
     for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes) {
         for (int64_t at = 0; at < Type::kBytes; at += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+            __builtin_prefetch(row + at + kAheadOfRow);
         const Wide wide = Type::wide(row);
         const int64_t at = block * kWide;
         __m256i whole[count];
@@ -299,7 +351,7 @@ template <class Type, int count> void dot_four(const uint8_t *row, int64_t colum
     const __m256i ones = _mm256_set1_epi16(1);
     const int64_t groups = columns / kGroup;
     for (int64_t group = 0; group < groups; ++group, row += Type::kBytes) {
-        _mm_prefetch(reinterpret_cast<const char *>(row) + kAheadOfRow, _MM_HINT_T0);
+        __builtin_prefetch(row + kAheadOfRow);
         const One one = Type::one(row);
         for (int v = 0; v < count; ++v) {
             const __m256i q = bytes_at(x[v].q + group * kGroup);
@@ -322,32 +374,6 @@ inline Bytes table_of(const int8_t *table) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(table)));
 }
 inline Bytes look_up(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }
-
-#else
-
-// By the values themselves, a block at a time.
-template <class Type, int count> void dot_plain(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
-    constexpr int64_t width = Type::kElements < kGroup ? kGroup : Type::kElements;
-    for (int v = 0; v < count; ++v) out[v] = 0;
-    for (int64_t block = 0; block * Type::kElements < columns; ++block) {
-        float values[width];
-        Type::values(row + block * Type::kBytes, values);
-        for (int v = 0; v < count; ++v) {
-            const int8_t *q = x[v].q + block * Type::kElements;
-            float sums[8] = {};
-            for (int64_t i = 0; i < Type::kElements; ++i) sums[i % 8] += values[i] * static_cast<float>(q[i]);
-            float sum = 0;
-            for (float each : sums) sum += each;
-            out[v] += x[v].scales[block] * sum;
-        }
-    }
-}
-template <class Type, int count> void dot_wide(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
-    dot_plain<Type, count>(row, columns, x, out);
-}
-template <class Type, int count> void dot_four(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
-    dot_plain<Type, count>(row, columns, x, out);
-}
 
 #endif
 
