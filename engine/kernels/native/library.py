@@ -42,11 +42,6 @@ class Isa(IntEnum):
     NEON_I8MM = 18
 
 
-READS_BLOCKS = (Isa.AVX2, Isa.AVX_VNNI, Isa.AVX512, Isa.AVX512_VNNI, Isa.AVX512_BF16)
-"""Instruction sets that multiply rows of blocks as fast as tiles, with one vector and with many; matrix instructions
-and Arm's have no panels of them yet."""
-
-
 class ExchangeCalls:
     """The calls of switchyard_exchange.h."""
 

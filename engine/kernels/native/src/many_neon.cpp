@@ -1,9 +1,10 @@
 // For AArch64.
 #include <arm_neon.h>
 
-#include <cstdint>
+#include "row_kernels.h"
 namespace {
 constexpr int64_t kLanesOfMany = 8;
+constexpr const RowKernels &kRowsOfMany = kNeonRows;
 }
 #include "many_floats.h"
 

@@ -49,6 +49,7 @@ struct RowType {
 };
 
 constexpr int kRowTypes = 16;
+constexpr int32_t kF32Type = 0, kF16Type = 1, kBf16Type = 30;  // ggml's numbers of types of numbers
 
 struct RowKernels {
     RowType types[kRowTypes];

@@ -76,7 +76,7 @@ typedef struct {
 // How a layer chooses its experts: scores of all of them from logits, the k best by score + correction among the
 // groups that are kept, and their scores as shares.
 typedef struct {
-    const uint16_t *weight;   // bf16 [experts, hidden]
+    const void *weight;       // bf16, or fp32 where `is_exact`, [experts, hidden]
     const uint16_t *bias;     // bf16 [experts], or null
     const float *correction;  // [experts]: added for the choice only, or null
     int32_t top_k;
@@ -86,6 +86,7 @@ typedef struct {
     int32_t normalise;            // whether the chosen shares are made to sum to 1
     int32_t bf16_shares;          // whether they are rounded at the end
     float scale;                  // applied to the shares last
+    int32_t is_exact;
 } SwitchyardRouter;
 
 // Of a layer whose experts are on an emulated card as far as they have slots there; see switchyard_exchange.h.

@@ -30,8 +30,14 @@ inline Bytes bytes_at(const void *at) {
 inline Bytes low_bits(Bytes bytes, int mask) {
     return {{bytes.half[0] & static_cast<uint8_t>(mask), bytes.half[1] & static_cast<uint8_t>(mask)}};
 }
-inline Bytes shifted(Bytes bytes, int bits) { return {{bytes.half[0] >> bits, bytes.half[1] >> bits}}; }
-inline Bytes shifted_left(Bytes bytes, int bits) { return {{bytes.half[0] << bits, bytes.half[1] << bits}}; }
+inline Bytes shifted(Bytes bytes, int bits) {
+    const auto by = static_cast<uint8_t>(bits);
+    return {{bytes.half[0] >> by, bytes.half[1] >> by}};
+}
+inline Bytes shifted_left(Bytes bytes, int bits) {
+    const auto by = static_cast<uint8_t>(bits);
+    return {{bytes.half[0] << by, bytes.half[1] << by}};
+}
 inline Bytes joined(Bytes a, Bytes b) { return {{a.half[0] | b.half[0], a.half[1] | b.half[1]}}; }
 inline Bytes added(Bytes bytes, int number) {
     return {{bytes.half[0] + static_cast<uint8_t>(number), bytes.half[1] + static_cast<uint8_t>(number)}};

@@ -20,6 +20,7 @@ template <bool wide, int width> inline int32_t total_of(const RowVector &x, int6
 constexpr int64_t kTogether = 4;  // blocks of 32 that are unpacked together
 constexpr int64_t kMostMultiplied = 5;
 template <class Type> constexpr int kFit = 0;  // products are added as whole numbers of 32 bits
+template <class Type> constexpr int kLarger = 0;  // what `put_together` adds to codes
 
 // 16 rows of 64 bytes, `stride` apart -> 16 vectors with four bytes of each row.
 inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t step) {
@@ -129,6 +130,7 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
 
 constexpr int64_t kTogether = 1;
 constexpr int64_t kMostMultiplied = 4;
+template <class Type> constexpr int kLarger = Type::kSigned ? Type::kOffset : 0;
 
 template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t *to) {
     for (int part = 0; part < 8; ++part) put_bytes(Type::codes(block, part), to + 32 * part);
@@ -136,7 +138,7 @@ template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t 
 
 template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
     const One one = Type::one(block);
-    put_bytes(added(one.codes, Type::kSigned ? Type::kOffset : 0), to);
+    put_bytes(added(one.codes, kLarger<Type>), to);
     *scales = one.scale;
     *offsets = one.offset;
 }
@@ -445,6 +447,45 @@ void multiply_panel(const RowPanel &panel, int64_t columns, const RowVector *x, 
                           : some == 2 ? multiply_some<2, wide, has_mins, width, fit>
                                       : multiply_some<1, wide, has_mins, width, fit>;
         loop(panel, columns, x + begin, out + begin * kPanelRows);
+    }
+}
+
+// Rows' weights as floats.
+template <class Type> void unpack_wide_row(const uint8_t *row, int64_t columns, float *out) {
+    alignas(64) uint8_t codes[kWide];
+    alignas(64) float scales[16], mins[16];
+    for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes, out += kWide) {
+        const Wide wide = Type::wide(row);
+        put_wide<Type>(row, wide, codes);
+        put_floats(wide.steps, wide.scale, scales);
+        if constexpr (Type::kLowest) put_floats(wide.mins, -wide.lowest, mins);
+        for (int part = 0; part < 16; ++part) {
+            const float scale = scales[part], least = Type::kLowest ? mins[part] : scale * static_cast<float>(-Type::kOffset);
+            for (int64_t i = part * kPart; i < (part + 1) * kPart; ++i) {
+                const auto code = Type::kOffset ? static_cast<float>(codes[i]) : static_cast<float>(static_cast<int8_t>(codes[i]));
+                out[i] = code * scale + least;
+            }
+        }
+    }
+}
+
+template <class Type> void unpack_four_row(const uint8_t *row, int64_t columns, float *out) {
+    alignas(64) uint8_t codes[kTogether * kGroup];
+    alignas(16) float scales[kTogether], offsets[kTogether];
+    const int64_t groups = columns / kGroup;
+    for (int64_t group = 0; group < groups; group += kTogether, row += kTogether * Type::kBytes) {
+        const int64_t there = groups - group < kTogether ? groups - group : kTogether;
+        uint8_t last[kTogether * Type::kBytes] = {};
+        if (there < kTogether) std::memcpy(last, row, static_cast<size_t>(there * Type::kBytes));
+        put_together<Type>(there < kTogether ? last : row, codes, scales, offsets);
+        for (int64_t part = 0; part < there; ++part, out += kGroup) {
+            const float scale = scales[part], offset = offsets[part] - scale * static_cast<float>(kLarger<Type>);
+            for (int64_t i = 0; i < kGroup; ++i) {
+                const uint8_t code = codes[part * kGroup + i];
+                const bool negative = Type::kSigned && Type::kOffset == 0;
+                out[i] = (negative ? static_cast<float>(static_cast<int8_t>(code)) : static_cast<float>(code)) * scale + offset;
+            }
+        }
     }
 }
 

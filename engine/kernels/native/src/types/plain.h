@@ -51,6 +51,18 @@ struct Bf16 : scalar::Bf16 {
 #endif
 };
 
+template <class Type> void unpack_numbers(const uint8_t *row, int64_t columns, float *out) {
+    int64_t at = 0;
+#if defined(__AVX512VNNI__)
+    for (; at + 16 <= columns; at += 16) _mm512_storeu_ps(out + at, Type::sixteen_at(row + at * Type::kBytes));
+#elif defined(__AVX2__)
+    for (; at + 8 <= columns; at += 8) _mm256_storeu_ps(out + at, Type::eight_at(row + at * Type::kBytes));
+#else
+    for (; at + 4 <= columns; at += 4) put_vector(Type::four_at(row + at * Type::kBytes), out + at);
+#endif
+    for (; at < columns; ++at) Type::values(row + at * Type::kBytes, out + at);
+}
+
 // Vectors are padded with zeros, rows are not.
 template <class Type, int count> void dot_numbers(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
     int64_t at = 0;
