@@ -29,12 +29,10 @@ struct Iq4Xs : scalar::Iq4Xs {
         const __m256i each = _mm256_permutexvar_epi16(_mm256_set_epi16(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), steps);
         made.steps = each;
         made.mins = doubled<7>(each);  // times kRaised
-        made.scale = half_at(block);
-        made.lowest = 0;
+        made.factors = one_half(block);
         return made;
     }
     static constexpr int kWidth = 32, kOffset = kRaised;
-    static constexpr int place(int j, int half) { return 64 * j + 32 * half; }
 #else
     static constexpr int kWidth = 32, kOffset = 0, kMost = 128;
     static Wide wide(const uint8_t *block) {

@@ -56,25 +56,26 @@ inline Bytes where_set(uint32_t bits, uint8_t value) {
     const Sixteen each = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
     Bytes made;
     for (int half = 0; half < 2; ++half, bits >>= 16) {
-        Sixteen spread;
-        std::memset(&spread, static_cast<int>(bits & 255), 8);
-        std::memset(reinterpret_cast<uint8_t *>(&spread) + 8, static_cast<int>(bits >> 8 & 255), 8);
-        made.half[half] = (Sixteen)((spread & each) == each) & value;
+        const uint64_t spread[2] = {(bits & 255) * 0x0101010101010101, (bits >> 8 & 255) * 0x0101010101010101};
+        made.half[half] = (Sixteen)((vector_at<Sixteen>(spread) & each) == each) & value;
     }
     return made;
 }
 
-inline Sixteen table_of(const int8_t *table) { return vector_at<Sixteen>(table); }
-inline Sixteen look_up_16(Sixteen table, Sixteen codes) {
 #if defined(SWITCHYARD_NEON)
-    return (Sixteen)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)codes);
-#else
-    Sixteen found;
-    for (int i = 0; i < 16; ++i) found[i] = table[codes[i]];
-    return found;
-#endif
+inline uint8x16_t table_of(const int8_t *table) { return vreinterpretq_u8_s8(vld1q_s8(table)); }
+inline Bytes look_up(uint8x16_t table, Bytes codes) {
+    return {{(Sixteen)vqtbl1q_u8(table, (uint8x16_t)codes.half[0]), (Sixteen)vqtbl1q_u8(table, (uint8x16_t)codes.half[1])}};
 }
-inline Bytes look_up(Sixteen table, Bytes codes) { return {{look_up_16(table, codes.half[0]), look_up_16(table, codes.half[1])}}; }
+#else
+inline const int8_t *table_of(const int8_t *table) { return table; }
+inline Bytes look_up(const int8_t *table, Bytes codes) {
+    uint8_t each[32];
+    put_bytes(codes, each);
+    for (uint8_t &code : each) code = static_cast<uint8_t>(table[code]);
+    return bytes_at(each);
+}
+#endif
 
 // 16 whole numbers.
 struct Words {
@@ -131,7 +132,9 @@ inline float total_of_lanes(Floats sums) { return (sums[0] + sums[2]) + (sums[1]
 // A block of 256: Type::codes(block, i) are 32 of them.
 struct Wide {
     Words steps, mins;  // per 16 codes
-    float scale, lowest;
+    float of_codes, of_mins;
+    float scale() const { return of_codes; }
+    float lowest() const { return of_mins; }
 };
 
 template <class Type, int count> void dot_wide(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
@@ -162,11 +165,11 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
                 const Fours below = pair_products(wide.mins.half[0], vector_at<Eights>(parts)) +
                                     pair_products(wide.mins.half[1], vector_at<Eights>(parts + 8));
                 if constexpr (Type::kLowest)
-                    less[v] += floats_of(below) * (wide.lowest * scale);
+                    less[v] += floats_of(below) * (wide.lowest() * scale);
                 else
                     whole[v] -= below;
             }
-            sums[v] += floats_of(whole[v]) * (wide.scale * scale);
+            sums[v] += floats_of(whole[v]) * (wide.scale() * scale);
         }
     }
     for (int v = 0; v < count; ++v) out[v] = total_of_lanes(sums[v] - less[v]);

@@ -59,10 +59,7 @@ inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, i
 }
 
 template <class Type> void put_wide(const uint8_t *, const Wide &wide, uint8_t *to) {
-    for (int j = 0; j < 4; ++j) {
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 0)), _mm512_castsi512_si256(wide.codes[j]));
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 1)), _mm512_extracti64x4_epi64(wide.codes[j], 1));
-    }
+    for (int j = 0; j < 4; ++j) _mm512_store_si512(to + 64 * j, wide.codes[j]);
 }
 
 inline void put_floats(__m256i words, float scale, float *to) {
@@ -79,12 +76,14 @@ template <class Type> void put_together(const uint8_t *blocks, uint8_t *to, floa
 
 template <int count, bool wide, bool has_mins, int width, int>
 void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, float *out) {
-    __m512 sums[count][2];
+    __m512 sums[count][2], before[wide ? count : 1][2];  // a vector's scale of 256 is multiplied with at the end of those
     for (auto &vector : sums)
+        for (auto &sum : vector) sum = _mm512_setzero_ps();
+    for (auto &vector : before)
         for (auto &sum : vector) sum = _mm512_setzero_ps();
     const uint8_t *codes = panel.codes;
     const float *scales = panel.scales, *mins = panel.mins;
-    for (int64_t group = 0; group * kGroup < columns; ++group, codes += 1024)
+    for (int64_t group = 0; group * kGroup < columns; ++group, codes += 1024) {
         for (int part = 0; part < kGroup / width; ++part, scales += kPanelRows, mins += kPanelRows) {
             __m512i products[count][2];
             int32_t totals[count];
@@ -111,18 +110,28 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
             if constexpr (has_mins) least[0] = _mm512_load_ps(mins), least[1] = _mm512_load_ps(mins + 16);
 #pragma GCC unroll 8
             for (int v = 0; v < count; ++v) {
-                const float own = x[v].scales[wide ? group / (kWide / kGroup) : group];
+                const float own = wide ? 1.0f : x[v].scales[group];
                 for (int half = 0; half < 2; ++half) {
-                    const __m512 spread = _mm512_mul_ps(scale[half], _mm512_set1_ps(own));
+                    const __m512 spread = wide ? scale[half] : _mm512_mul_ps(scale[half], _mm512_set1_ps(own));
                     sums[v][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[v][half]), spread, sums[v][half]);
                     if constexpr (has_mins)
                         sums[v][half] = _mm512_fmadd_ps(least[half], _mm512_set1_ps(own * static_cast<float>(totals[v])), sums[v][half]);
                 }
             }
         }
+        if constexpr (wide)
+            if ((group + 1) % (kWide / kGroup) == 0)
+#pragma GCC unroll 8
+                for (int v = 0; v < count; ++v)
+                    for (int half = 0; half < 2; ++half) {
+                        const __m512 own = _mm512_set1_ps(x[v].scales[group / (kWide / kGroup)]);
+                        before[v][half] = _mm512_fmadd_ps(sums[v][half], own, before[v][half]);
+                        sums[v][half] = _mm512_setzero_ps();
+                    }
+    }
     for (int v = 0; v < count; ++v) {
-        _mm512_storeu_ps(out + v * kPanelRows, sums[v][0]);
-        _mm512_storeu_ps(out + v * kPanelRows + 16, sums[v][1]);
+        _mm512_storeu_ps(out + v * kPanelRows, wide ? before[wide ? v : 0][0] : sums[v][0]);
+        _mm512_storeu_ps(out + v * kPanelRows + 16, wide ? before[wide ? v : 0][1] : sums[v][1]);
     }
 }
 
@@ -393,10 +402,10 @@ template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t colum
                 __builtin_prefetch(at + line + 2 * Type::kBytes);
             const Wide wide = Type::wide(at);
             put_wide<Type>(at, wide, codes + row * kWide);
-            put_floats(wide.steps, wide.scale, scales);
+            put_floats(wide.steps, wide.scale(), scales);
             for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = scales[part * step];
             if constexpr (Type::kLowest) {
-                put_floats(wide.mins, -wide.lowest, mins);
+                put_floats(wide.mins, -wide.lowest(), mins);
                 for (int64_t part = 0; part < parts; ++part) to_mins[part * kPanelRows] = mins[part * step];
             }
         }
@@ -457,8 +466,18 @@ template <class Type> void unpack_wide_row(const uint8_t *row, int64_t columns, 
     for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes, out += kWide) {
         const Wide wide = Type::wide(row);
         put_wide<Type>(row, wide, codes);
-        put_floats(wide.steps, wide.scale, scales);
-        if constexpr (Type::kLowest) put_floats(wide.mins, -wide.lowest, mins);
+        put_floats(wide.steps, wide.scale(), scales);
+        if constexpr (Type::kLowest) put_floats(wide.mins, -wide.lowest(), mins);
+#if defined(__AVX512VNNI__)
+        // Stores are slow to be read again in parts, but for the codes'.
+        const __m512 each = _mm512_load_ps(scales), under = Type::kLowest ? _mm512_load_ps(mins) : _mm512_mul_ps(each, _mm512_set1_ps(-Type::kOffset));
+        for (int part = 0; part < 16; ++part) {
+            const __m512i which = _mm512_set1_epi32(part);
+            const __m512i wider = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i *>(codes + part * kPart)));
+            const __m512 least = _mm512_permutexvar_ps(which, under), scale = _mm512_permutexvar_ps(which, each);
+            _mm512_storeu_ps(out + part * kPart, _mm512_fmadd_ps(_mm512_cvtepi32_ps(wider), scale, least));
+        }
+#else
         for (int part = 0; part < 16; ++part) {
             const float scale = scales[part], least = Type::kLowest ? mins[part] : scale * static_cast<float>(-Type::kOffset);
             for (int64_t i = part * kPart; i < (part + 1) * kPart; ++i) {
@@ -466,6 +485,7 @@ template <class Type> void unpack_wide_row(const uint8_t *row, int64_t columns, 
                 out[i] = code * scale + least;
             }
         }
+#endif
     }
 }
 

@@ -68,23 +68,36 @@ template <class Type, int count> void dot_numbers(const uint8_t *row, int64_t co
     int64_t at = 0;
     float rest[count] = {};
 #if defined(__AVX512VNNI__)
-    __m512 sums[count];
-    for (auto &sum : sums) sum = _mm512_setzero_ps();
-    for (; at + 16 <= columns; at += 16) {
-        if (at % 32 == 0) __builtin_prefetch(row + at * Type::kBytes + kAheadOfRow);
-        const __m512 weights = Type::sixteen_at(row + at * Type::kBytes);
-        for (int v = 0; v < count; ++v) sums[v] = _mm512_fmadd_ps(weights, _mm512_loadu_ps(x[v].values + at), sums[v]);
+    __m512 sums[count][4];  // a single sum would wait for itself
+    for (auto &vector : sums)
+        for (auto &sum : vector) sum = _mm512_setzero_ps();
+    const auto add = [&](int64_t from, int part) {
+        const __m512 weights = Type::sixteen_at(row + from * Type::kBytes);
+        for (int v = 0; v < count; ++v) sums[v][part] = _mm512_fmadd_ps(weights, _mm512_loadu_ps(x[v].values + from), sums[v][part]);
+    };
+    for (; at + 64 <= columns; at += 64) {
+        for (int line = 0; line < Type::kBytes; ++line) __builtin_prefetch(row + at * Type::kBytes + 64 * line + kAheadOfRow);
+#pragma GCC unroll 4
+        for (int part = 0; part < 4; ++part) add(at + 16 * part, part);
     }
-    for (int v = 0; v < count; ++v) rest[v] = _mm512_reduce_add_ps(sums[v]);
+    for (; at + 16 <= columns; at += 16) add(at, 0);
+    for (int v = 0; v < count; ++v)
+        rest[v] = _mm512_reduce_add_ps(_mm512_add_ps(_mm512_add_ps(sums[v][0], sums[v][1]), _mm512_add_ps(sums[v][2], sums[v][3])));
 #elif defined(__AVX2__)
-    __m256 sums[count];
-    for (auto &sum : sums) sum = _mm256_setzero_ps();
-    for (; at + 8 <= columns; at += 8) {
-        const __m256 weights = Type::eight_at(row + at * Type::kBytes);
-        for (int v = 0; v < count; ++v) sums[v] = _mm256_fmadd_ps(weights, _mm256_loadu_ps(x[v].values + at), sums[v]);
+    __m256 sums[count][2];
+    for (auto &vector : sums)
+        for (auto &sum : vector) sum = _mm256_setzero_ps();
+    for (; at + 16 <= columns; at += 16) {
+        if (at * Type::kBytes % 64 == 0) __builtin_prefetch(row + at * Type::kBytes + kAheadOfRow);
+        for (int part = 0; part < 2; ++part) {
+            const __m256 weights = Type::eight_at(row + (at + 8 * part) * Type::kBytes);
+            for (int v = 0; v < count; ++v)
+                sums[v][part] = _mm256_fmadd_ps(weights, _mm256_loadu_ps(x[v].values + at + 8 * part), sums[v][part]);
+        }
     }
     for (int v = 0; v < count; ++v) {
-        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums[v]), _mm256_extractf128_ps(sums[v], 1));
+        const __m256 both = _mm256_add_ps(sums[v][0], sums[v][1]);
+        const __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
         const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
         rest[v] = _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
     }

@@ -17,19 +17,18 @@ struct Q3K : scalar::Q3K {
 #if defined(__AVX512VNNI__)
     static Wide wide(const uint8_t *block) {
         Wide made;
-        const Bytes q = bytes_at(block + 32), high = twice(block);
-        made.codes[0] = with_bits(low_bits(q, 3), rotated<2, -2>(high), 4);
-        made.codes[1] = with_bits(low_bits(shifted<2>(q), 3), rotated<1, -3>(high), 4);
-        made.codes[2] = with_bits(low_bits(shifted<4>(q), 3), rotated<0, -4>(high), 4);
-        made.codes[3] = with_bits(low_bits(shifted<6>(q), 3), rotated<-1, -5>(high), 4);
+        const Bytes high = twice(block);
+        Q2K::put_codes(block + 32, &made);
+        made.codes[0] = with_bits(made.codes[0], rotated<-2, -1>(high), 4);
+        made.codes[1] = with_bits(made.codes[1], rotated<0, 1>(high), 4);
+        made.codes[2] = with_bits(made.codes[2], rotated<2, 3>(high), 4);
+        made.codes[3] = with_bits(made.codes[3], rotated<4, 5>(high), 4);
         const Words steps = steps_of(block);
         Q2K::put_scales(steps, &made);
         made.mins = doubled<2>(steps);
-        made.scale = half_at(block + 108);
-        made.lowest = 0;
+        made.factors = one_half(block + 108);
         return made;
     }
-    static constexpr int place(int j, int half) { return Q2K::place(j, half); }
 #else
     static Wide wide(const uint8_t *block) {
         const Words steps = steps_of(block);
