@@ -54,9 +54,10 @@ inline Bytes codes_of_nibbles(const uint8_t *pairs) {
 // `value` where a bit is set.
 inline Bytes where_set(uint32_t bits, uint8_t value) {
     const Sixteen each = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    constexpr uint64_t ones = 0x0101010101010101;
     Bytes made;
     for (int half = 0; half < 2; ++half, bits >>= 16) {
-        const uint64_t spread[2] = {(bits & 255) * 0x0101010101010101, (bits >> 8 & 255) * 0x0101010101010101};
+        const uint64_t spread[2] = {(bits & 255) * ones, (bits >> 8 & 255) * ones};
         made.half[half] = (Sixteen)((vector_at<Sixteen>(spread) & each) == each) & value;
     }
     return made;
