@@ -28,8 +28,12 @@ def results(*program: str | Path, isa: Isa, seed: int) -> Results:
     return found
 
 
-def compare(got: Results, wanted: Results, where: str) -> None:
-    """Fails unless all are near each other, but for routings where experts are as good as each other."""
+def compare(got: Results, wanted: Results, where: str, *, only_numbers: bool = False) -> None:
+    """Fails unless all are near each other, but for routings where experts are as good as each other.
+
+    Args:
+        only_numbers: leaves out what infinities and NaNs come of, which sets that round otherwise treat otherwise.
+    """
     assert [name for name, _ in got] == [name for name, _ in wanted]
     routings, others = 0, 0
     same_experts = True
@@ -40,6 +44,10 @@ def compare(got: Results, wanted: Results, where: str) -> None:
             routings, others = routings + 1, others + (not same_experts)
         elif name == "expanded":
             np.testing.assert_array_equal(mine, theirs, err_msg=said)
+        elif only_numbers and not np.isfinite(theirs).all():
+            continue
+        elif name == "experts_in_blocks":  # one set rounds activations to 8 bits, the other weights to bf16
+            assert np.linalg.norm(mine - theirs) <= 0.04 * np.linalg.norm(theirs), said
         elif name != "sparse" or same_experts:
             finite = theirs[np.isfinite(theirs)]
             size = float(np.abs(finite).max()) if finite.size else 0.0

@@ -40,4 +40,4 @@ def with_tiles(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_kernel_gives_what_the_portable_ones_give(with_tiles: Path) -> None:
     """Their self-test among them, which holds every type of blocks against its numbers."""
     wanted = results(with_tiles, isa=Isa.PORTABLE, seed=_SEED)
-    compare(results(with_tiles, isa=Isa.AMX, seed=_SEED), wanted, f"seed {_SEED}")
+    compare(results(with_tiles, isa=Isa.AMX, seed=_SEED), wanted, f"seed {_SEED}", only_numbers=True)
