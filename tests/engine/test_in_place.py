@@ -85,7 +85,7 @@ def test_routers_in_fp32_are_not_rounded(isa: Isa) -> None:
     struct.router = RouterStruct(
         router.data_ptr(), top_k=3, groups=1, kept_groups=1, normalise=1, scale=1.0, is_exact=1
     )
-    hidden = torch.randn(50, 96, generator=generator).bfloat16()
+    hidden = torch.randn(50, 96, generator=generator)
     with kernels_of(isa, threads=2) as kernels:
         for count in (1, 50):
             normed, chosen, shares = route_rows(kernels, struct, hidden[:count].contiguous())
