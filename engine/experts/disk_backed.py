@@ -11,7 +11,7 @@ from engine.experts.executor import ExpertExecutor
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import LentSlots, TierRecords
 from engine.experts.sites import ExpertsSite
-from engine.kernels import choose_kernel, choose_torch_kernel
+from engine.kernels import choose_kernel
 from engine.kernels.native.library import NativeKernels
 
 
@@ -59,12 +59,10 @@ def bind_disk_backed(sites: list[ExpertsSite], bank: DiskBackedBank, kernels: Na
     for site in sites:
         layer = bank.disk.header.index_of[site.name]
         slots = bank.ram.slots(layer)
-        in_torch = choose_torch_kernel(site.module, slots, kernels)
-        few = choose_kernel(site.module, slots, kernels)
-        assert few is not None
-        assert in_torch is not None
-        source = TierRecords(lent, layer, site.num_experts, few)
-        experts = ExpertExecutor(source, layer, many_tokens=in_torch, ahead=ahead)
+        kernel = choose_kernel(site.module, slots, kernels)
+        assert kernel is not None
+        source = TierRecords(lent, layer, site.num_experts, kernel)
+        experts = ExpertExecutor(source, layer, ahead=ahead)
         setattr(site.module, BANK_LAYER, (slots, experts))
 
 

@@ -21,10 +21,9 @@ from typing import Protocol
 
 import torch
 
-from engine.experts.partial_sums import CALL_ROWS, PartialSums, Routing
+from engine.experts.partial_sums import PartialSums, Routing
 from engine.experts.record_source import Arrivals, RecordSource
 from engine.experts.recording import FEW_TOKENS, record_uses
-from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.telemetry.recorder import RECORDER
 
@@ -55,7 +54,6 @@ class ExpertExecutor:
         source: its records.
         number: of the layer, for the observers.
         observer: observes steps of up to `MAX_TOKENS` tokens; may be set later.
-        many_tokens: computes longer steps from the source's slots; the source's kernel by default.
         ahead: observes longer steps.
     """
 
@@ -66,12 +64,11 @@ class ExpertExecutor:
         source: RecordSource,
         number: int,
         observer: StepObserver | None = None,
-        many_tokens: ExpertKernel | None = None,
         ahead: PromptObserver | None = None,
     ) -> None:
         self.source = source
         self._number, self.observer = number, observer
-        self._many_tokens, self._ahead = many_tokens or source.kernel, ahead
+        self._ahead = ahead
 
     def number_in_model(self, number: int) -> None:
         """Sets the number of its decoder layer, for the timeline of copies to a device."""
@@ -90,9 +87,10 @@ class ExpertExecutor:
         routing = Routing(top_k_index, self.source.num_experts)
         rows = hidden_states.new_empty(visits, hidden_states.shape[1])
         sums = PartialSums(hidden_states, top_k_weights, routing, rows)
-        # The kernel depends on the step alone, not on which experts happen to be in RAM: same input, same bits.
         is_short = hidden_states.shape[0] <= MAX_TOKENS
-        kernel, most = (self.source.kernel, MAX_TOKENS) if is_short else (self._many_tokens, CALL_ROWS)
+        # How a row is rounded may depend on the rows beside it: in longer steps those of its expert alone, whichever
+        # experts happen to be in RAM, so that the same input gives the same bits.
+        most = MAX_TOKENS if is_short else 1
         is_observed = False
 
         def observe() -> None:
@@ -112,7 +110,7 @@ class ExpertExecutor:
             for held, there in arrivals:
                 if not (is_observed or arrivals.left):
                     observe()
-                sums.on_host(kernel, hidden_states, there, held.rows, most=most)
+                sums.on_host(self.source.kernel, hidden_states, there, held.rows, most=most)
         except BaseException:
             arrivals.release()
             raise

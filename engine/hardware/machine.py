@@ -71,7 +71,6 @@ class CpuProfile:
         ram_bytes: size.
         weights_bytes_per_s: measured weight bandwidth of expert kernels, by threads; empty if never measured.
         cache_bytes: of the last-level caches; 0 if unknown.
-        reads_blocks: whether the native kernels compute from GGUF files as they lie.
     """
 
     name: str
@@ -81,7 +80,6 @@ class CpuProfile:
     ram_bytes: int
     weights_bytes_per_s: Mapping[int, float] = field(default_factory=dict)
     cache_bytes: int = 0
-    reads_blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True)

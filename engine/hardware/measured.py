@@ -266,7 +266,6 @@ def _cpu(probe: Probe, measured: Measurements | None, by_threads: dict[int, floa
         ram_bytes=probe.ram_bytes,
         weights_bytes_per_s=by_threads,
         cache_bytes=(probe.processor.l3_bytes or 0) if probe.processor else 0,
-        reads_blocks="avx2" in probe.instructions and "amx_tile" not in probe.instructions,
     )
 
 

@@ -40,8 +40,7 @@ class Limits:
 
     def held(self, model: ModelShape, machine: HardwareProfile) -> ModelShape:
         """The model with its keys and values, and what is stored of its weights, as this machine holds them."""
-        held = model if self.use_card and machine.gpu is not None else model.holding(self.kv_precision)
-        return held.in_place() if machine.cpu.reads_blocks else held
+        return (model if self.use_card and machine.gpu is not None else model.holding(self.kv_precision)).in_place()
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,6 +118,7 @@ _CALLED = {
     "AMX": "AVX-512 with VNNI and BF16, and AMX",
     "NEON": "NEON",
     "NEON_DOT": "NEON with dot products",
+    "NEON_I8MM": "NEON with dot products and products of matrices of bytes",
 }
 
 

@@ -88,7 +88,11 @@ def zig(platform: Platform) -> Compiler:
     # Symbols of nobody's interest are most of a library; position-independent code is Zig's default.
     first = ("c++", "-target", platform.zig, "-s")
     # Everything but the system's own libraries is inside anyway; with `-static` Zig would make an archive.
-    instead = {"-march=armv8.2-a+dotprod": "-mcpu=generic+v8_2a+dotprod", "-static": "-static-libstdc++"}
+    instead = {
+        "-march=armv8.2-a+dotprod": "-mcpu=generic+v8_2a+dotprod",
+        "-march=armv8.2-a+dotprod+i8mm": "-mcpu=generic+v8_2a+dotprod+i8mm",
+        "-static": "-static-libstdc++",
+    }
     # The first link for a system also compiles the C++ library for it.
     return Compiler(str(program), for_windows=platform.is_windows, first=first, instead=instead, within_s=3600)
 

@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.types import BLOCK_TYPES, BlockType
+from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
 from engine.checkpoint.library import bank_path
 from engine.experts.bank import LayerInPlace
-from engine.kernels.native.library import READS_BLOCKS, Isa, NativeKernels, load_kernels
+from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
+from engine.kernels.native.rows import route_rows
+from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlockStruct
 from engine.kernels.repack import Blocks
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
@@ -29,17 +31,6 @@ from tests.tiny_gguf import write_model
 
 _ISAS = isas()
 every_type = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
-
-
-def _reads_blocks() -> bool:
-    kernels = load_kernels(threads=1)
-    assert kernels is not None
-    found = kernels.isa in READS_BLOCKS
-    kernels.close()
-    return found
-
-
-needs_panels = pytest.mark.skipif(not _reads_blocks(), reason="this processor makes tiles of blocks")
 
 
 def _product(blocks: Blocks, x: torch.Tensor, kernels: NativeKernels) -> torch.Tensor:
@@ -68,6 +59,38 @@ def test_rows_are_multiplied_as_they_lie(kind: BlockType, isa: Isa) -> None:
         reordered = Blocks(kind, blocks.raw, order)
         assert torch.equal(_product(reordered, x[:8], kernels), alone[:8, order])
         assert torch.equal(_product(reordered, x, kernels), found[:, order])
+
+
+@pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
+def test_rows_of_numbers_are_not_rounded(name: str, isa: Isa) -> None:
+    kind = BY_NAME[name]
+    weight = torch.randn(90, 301, generator=torch.Generator().manual_seed(4))
+    stored = weight.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name])
+    blocks = Blocks(kind, stored.view(torch.uint8).view(90, -1))
+    x = torch.randn(70, 301, generator=torch.Generator().manual_seed(5)).bfloat16()
+    wanted = x.double() @ stored.double().mT
+    module = torch.nn.Linear(301, 90, bias=False, dtype=torch.bfloat16)
+    with kernels_of(isa, threads=2) as kernels:
+        layer = QuantisedLinear(module, blocks, kernels, is_head=True)
+        for count in (1, 8, 9, 70):
+            assert (layer(x[:count]) - wanted[:count]).norm() < 2e-6 * wanted[:count].norm()
+
+
+@pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
+def test_routers_in_fp32_are_not_rounded(isa: Isa) -> None:
+    generator = torch.Generator().manual_seed(6)
+    router, norm = torch.randn(20, 96, generator=generator), torch.ones(96, dtype=torch.bfloat16)
+    struct = SparseBlockStruct(norm.data_ptr(), experts=ExpertsStruct(count=20, hidden=96), epsilon=1e-6)
+    struct.router = RouterStruct(
+        router.data_ptr(), top_k=3, groups=1, kept_groups=1, normalise=1, scale=1.0, is_exact=1
+    )
+    hidden = torch.randn(50, 96, generator=generator)
+    with kernels_of(isa, threads=2) as kernels:
+        for count in (1, 50):
+            normed, chosen, shares = route_rows(kernels, struct, hidden[:count].contiguous())
+            scores = (normed.double() @ router.double().mT).softmax(-1).gather(1, chosen)
+            assert torch.allclose(shares.double(), scores / scores.sum(-1, keepdim=True), atol=1e-5)
 
 
 @every_type
@@ -100,11 +123,10 @@ CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
 ]
 
 
-@needs_panels
 @pytest.mark.parametrize(
     ("family", "architecture", "types", "options"), CASES, ids=["Q4_0", "Q8_0", "mixed", "Q5_1", "tied", "Q5_0"]
 )
-@pytest.mark.parametrize("isa", ["AVX2", ""], ids=["AVX2", "best"])
+@pytest.mark.parametrize("isa", ["PORTABLE", "AVX2", ""], ids=["portable", "AVX2", "best"])
 def test_a_file_gives_the_numbers_of_its_weights(
     family: str,
     architecture: str,
@@ -155,7 +177,6 @@ def _wider_keys(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return wide
 
 
-@needs_panels
 @pytest.mark.parametrize("isa", ["AVX2", ""], ids=["AVX2", "best"])
 def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
     isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -180,7 +201,6 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
         assert errors.median() < 0.04
 
 
-@needs_panels
 def test_biases_and_alternating_rows(tmp_path: Path) -> None:
     """gpt-oss has biases, and gate and up rows in turn, which its files have apart."""
     plain, _ = unpacked("gpt-oss", tmp_path)
@@ -197,7 +217,6 @@ def test_biases_and_alternating_rows(tmp_path: Path) -> None:
     assert (single - wanted[:1]).norm() < 0.05 * wanted[:1].norm()
 
 
-@needs_panels
 @pytest.mark.parametrize("biased", [False, True], ids=["mixed types", "biases"])
 def test_experts_on_disk_are_read_from_the_file_itself(
     biased: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -213,7 +232,7 @@ def test_experts_on_disk_are_read_from_the_file_itself(
         alone = ours.model(input_ids=ids[:, :1]).logits[0].float()
     with on_disk(monkeypatch, file, "auto") as ours, torch.no_grad():
         assert ours.disk_backed is not None
-        # Experts that arrive one by one are summed in another order, and prompts are multiplied by torch.
+        # Experts that arrive one by one are summed in another order.
         for found, all_in_ram in ((ours.model(input_ids=ids), wanted), (ours.model(input_ids=ids[:, :1]), alone)):
             errors = (found.logits[0].float() - all_in_ram).norm(dim=-1) / all_in_ram.norm(dim=-1)
             assert errors.median() < 0.05
@@ -221,7 +240,6 @@ def test_experts_on_disk_are_read_from_the_file_itself(
     assert not list(tmp_path.rglob("*.bank"))
 
 
-@needs_panels
 def test_the_copies_of_an_earlier_version_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
     folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **_SIZES)

@@ -246,10 +246,6 @@ def test_downloads_take_room_where_they_go() -> None:
     in_place = row(found, small)  # its experts are read from the file itself
     assert in_place.from_disk
     assert (in_place.disk.bank, in_place.verdict) == (0, "batch-only")
-    cpu = replace(small.profile.cpu, reads_blocks=False)
-    prepared = row(found, replace(small, profile=replace(small.profile, cpu=cpu)))
-    assert prepared.from_disk
-    assert "prepared on the library's disk" in prepared.why
     catalogue = read_catalogue()
     assert len(recommend(catalogue, other, Limits())) > len(recommend(catalogue, here, Limits()))
 

@@ -171,6 +171,7 @@ def parse_variables(listing: str) -> dict[str, str]:
 __all__ = [
     "BuildError",
     "build",
+    "compile_object",
     "compile_sources",
     "find_compiler",
     "library_name",
@@ -220,6 +221,10 @@ _SPECIAL = {
     "tiles_avx512vnni.cpp": _Special("x86", (*_AVX512, "-mavx512vnni")),
     "attend_neon.cpp": _Special("arm"),
     "kernels_neon.cpp": _Special("arm"),
+    "many_neon.cpp": _Special("arm"),
+    "rows_neon.cpp": _Special("arm"),
+    "rows_neondot.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",)),
+    "rows_neoni8mm.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",), newest=("-march=armv8.2-a+dotprod+i8mm",)),
     "tiles_neon.cpp": _Special("arm"),
     "tiles_neondot.cpp": _Special("arm", ("-march=armv8.2-a+dotprod",)),
 }
@@ -295,6 +300,11 @@ def compile_sources(
     ]
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         return list(pool.map(partial(_compile, compiler, folder=folder, more=more), sources))
+
+
+def compile_object(compiler: Compiler, name: str, folder: Path, more: tuple[str, ...] = ()) -> Path:
+    """The object of one source, in `folder`."""
+    return _compile(compiler, _SOURCES / name, folder, more)
 
 
 def _compile(compiler: Compiler, source: Path, folder: Path, more: tuple[str, ...]) -> Path:

@@ -23,7 +23,7 @@ from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 16
+_ABI = 17
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -39,11 +39,7 @@ class Isa(IntEnum):
     AMX = 6
     NEON = 16
     NEON_DOT = 17
-
-
-READS_BLOCKS = (Isa.AVX2, Isa.AVX_VNNI, Isa.AVX512, Isa.AVX512_VNNI, Isa.AVX512_BF16)
-"""Instruction sets that multiply rows of blocks as fast as tiles, with one vector and with many; matrix instructions
-and Arm's have no panels of them yet."""
+    NEON_I8MM = 18
 
 
 class ExchangeCalls:

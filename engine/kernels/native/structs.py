@@ -68,6 +68,7 @@ class RouterStruct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("top_k", "scoring", "groups", "kept_groups")),
         *((name, ctypes.c_int32) for name in ("bf16_logits", "normalise", "bf16_shares")),
         ("scale", ctypes.c_float),
+        ("is_exact", ctypes.c_int32),
     )
 
 

@@ -63,7 +63,7 @@ class SparseBlock:
         bound = getattr(block.experts, BANK_LAYER, None)
         shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
         if (
-            not (is_plain(norm.weight) and is_plain(router.weight))
+            not (is_plain(norm.weight) and _is_readable_router(router.weight))
             or not (correction is None or correction.dtype == torch.float32)
             or not (shared is None or _is_plain_mlp(shared))
             or bound is None
@@ -167,4 +167,10 @@ def _router(router: Any, how: Router) -> RouterStruct:
         bool(normalise),
         how.bf16_shares,
         getattr(router, how.scale) if how.scale else 1.0,
+        router.weight.dtype == torch.float32,
     )
+
+
+def _is_readable_router(weight: torch.Tensor) -> bool:
+    exact = weight.dtype == torch.float32 and weight.device.type == "cpu" and weight.is_contiguous()
+    return exact or is_plain(weight)

@@ -32,7 +32,7 @@ from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
 from engine.kernels.gpu.proof import reads_blocks
 from engine.kernels.native.choice import ensure_measured
-from engine.kernels.native.library import READS_BLOCKS, NativeKernels, load_kernels, missing_note
+from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import move_between
 from engine.runtime.draft_head import draft_head_of
@@ -174,7 +174,7 @@ def _load_weights(
     lies = opened.dtype == torch.bfloat16 and lies_in_place(opened)
     needs_kernels = lies or (not devices and opened.dtype == torch.bfloat16)
     parts.kernels = load_kernels(threads) if needs_kernels else None
-    in_place = lies and parts.kernels is not None and _reads_blocks(parts.kernels, devices, opened)
+    in_place = lies and parts.kernels is not None and _read_blocks(devices, opened)
     decision = decide(opened, config, parts.devices.devices, in_place=in_place)
     parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
@@ -221,10 +221,8 @@ def _load_weights(
     )
 
 
-def _reads_blocks(kernels: NativeKernels, devices: Sequence[Device], opened: OpenedCheckpoint) -> bool:
-    """Whether the processor and all devices compute from the model's files, which can be used as they lie."""
-    if kernels.isa not in READS_BLOCKS:
-        return False
+def _read_blocks(devices: Sequence[Device], opened: OpenedCheckpoint) -> bool:
+    """Whether all devices compute from the model's files, which can be used as they lie, as the native kernels do."""
     formats = formats_in_place(opened) if devices else set()
     return all(reads_blocks(device.torch_device, formats) for device in devices)
 

@@ -1,6 +1,7 @@
 // Calls of everything that the native kernels export, on random shapes.  What they give goes to `record`, which the
 // including file defines: record(name, std::vector<uint16_t>), in bf16.
 #pragma once
+#include "blocks_case.h"
 #include "model_case.h"
 #include "own_memory.h"
 #include "paged_attention.h"
@@ -79,7 +80,13 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     block.norm = norm.data();
     block.epsilon = 1e-6f;
     block.experts = own.layer;
-    block.router.weight = router.data();
+    std::vector<float> exact(router.size());  // the same numbers
+    for (size_t i = 0; i < exact.size(); ++i) {
+        const uint32_t bits = static_cast<uint32_t>(router[i]) << 16;
+        std::memcpy(&exact[i], &bits, 4);
+    }
+    block.router.is_exact = coin(random);
+    block.router.weight = block.router.is_exact ? static_cast<const void *>(exact.data()) : router.data();
     if (coin(random)) block.router.bias = bias.data();
     if (coin(random)) block.router.correction = correction.data();
     block.router.scoring = coin(random);
@@ -433,6 +440,8 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
             try_attention(pool, random, format);
             try_latent(pool, random, format);
             try_model(pool, random, format);
+            try_blocks(pool, random);
+            try_block_experts(pool, random);
             try_paged(pool, random);
             try_prompt(pool, random);
             try_reading(pool, random);

@@ -60,7 +60,7 @@ void go_through_mixed(const std::vector<int32_t> &isas, uint32_t seed, int round
     Random random(seed);
     for (int round = 0; round < rounds; ++round) {
         for (const int32_t use : {SWITCHYARD_FEW, SWITCHYARD_MANY, SWITCHYARD_ATTENTION})
-            for (const int32_t format : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4})
+            for (const int32_t format : {SWITCHYARD_BF16, SWITCHYARD_INT8, SWITCHYARD_INT4, SWITCHYARD_LUT4, SWITCHYARD_BLOCKS})
                 switchyard_use_isa_for(use, format, isas[static_cast<size_t>(draw(random, 0, isas.size() - 1))]);
         const OwnPool pool(3);
         go_through(pool.pool, seed + static_cast<uint32_t>(round), 1);

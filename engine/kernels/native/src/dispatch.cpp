@@ -14,7 +14,7 @@
 
 namespace {
 
-constexpr int32_t kAbi = 16;
+constexpr int32_t kAbi = 17;
 constexpr int32_t kAmx = 6;
 
 // What an instruction set has.
@@ -25,6 +25,7 @@ struct Set {
     const BlockKernels *blocks = nullptr;
     const AttendKernels *attend = nullptr;
     const RowKernels *types = nullptr;
+    const ManyKernels *exact = nullptr;
 };
 
 #if defined(__x86_64__) || defined(_M_X64)
@@ -32,23 +33,24 @@ struct Set {
 Set with(const ManyKernels *many) {
     if (!many) return {nullptr, nullptr};
     const AttendKernels *attend = kAvx512Bf16Attend ? kAvx512Bf16Attend : &kAvx512Attend;
-    return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks, attend, &kAvx512VnniRows};
+    return {&kAvx512Kernels, &kAvx512VnniTiles, many, &kAvx512Blocks, attend, &kAvx512VnniRows, &kAvx512Many};
 }
 #endif
 
 Set set_of(int32_t isa) {
     switch (isa) {
-        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks, &kPortableAttend, &kPortableRows};
+        case 0: return {&kPortableKernels, &kPortableTiles, &kPortableMany, &kPortableBlocks, &kPortableAttend, &kPortableRows, &kPortableMany};
 #if defined(__x86_64__) || defined(_M_X64)
-        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend, &kAvx2Rows};
-        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend, &kAvx2Rows};
-        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend, &kAvx2Rows};
-        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend, &kAvx512VnniRows};
+        case 1: return {&kAvx2Kernels, &kAvx2Tiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend, &kAvx2Rows, &kAvx2Many};
+        case 2: return {&kAvx2Kernels, kAvxVnniTiles, &kAvx2Many, &kAvx2Blocks, &kAvx2Attend, &kAvx2Rows, &kAvx2Many};
+        case 3: return {&kAvx512Kernels, &kAvx512Tiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend, &kAvx2Rows, &kAvx512Many};
+        case 4: return {&kAvx512Kernels, &kAvx512VnniTiles, &kAvx512Many, &kAvx512Blocks, &kAvx512Attend, &kAvx512VnniRows, &kAvx512Many};
         case 5: return with(kAvx512Bf16Many);
         case 6: return with(kAmxMany);
 #elif defined(__aarch64__) || defined(_M_ARM64)
-        case 16: return {&kNeonKernels, &kNeonTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend, &kPortableRows};
-        case 17: return {&kNeonKernels, &kNeonDotTiles, &kPortableMany, &kPortableBlocks, &kNeonAttend, &kPortableRows};
+        case 16: return {&kNeonKernels, &kNeonTiles, &kNeonMany, &kPortableBlocks, &kNeonAttend, &kNeonRows, &kNeonMany};
+        case 17: return {&kNeonKernels, &kNeonDotTiles, &kNeonMany, &kPortableBlocks, &kNeonAttend, &kNeonDotRows, &kNeonMany};
+        case 18: return {&kNeonKernels, &kNeonDotTiles, &kNeonMany, &kPortableBlocks, &kNeonAttend, &kNeonI8mmRows, &kNeonMany};
 #endif
         default: return {nullptr, nullptr};
     }
@@ -79,6 +81,7 @@ Kernels kernels_in_use() {
         kernels.tiles[format] = set_of(isa_at(uses, place_of(SWITCHYARD_FEW, format))).tiles;
         kernels.many[format] = set_of(isa_at(uses, place_of(SWITCHYARD_MANY, format))).many;
     }
+    kernels.exact = set_of(isa_at(uses, place_of(SWITCHYARD_MANY, SWITCHYARD_BF16))).exact;
     return kernels;
 }
 
@@ -98,7 +101,7 @@ SWITCHYARD_API uint32_t switchyard_advertised_isas(void) {
     const bool there[] = {true, can.avx2, can.avx_vnni, can.avx512, can.avx512_vnni, can.avx512_bf16, can.amx_bf16};
     uint32_t isas = 0;
     for (int isa = 0; isa < 7; ++isa) isas |= uint32_t{there[isa]} << isa;
-    isas |= uint32_t{can.neon} << 16 | uint32_t{can.neon_dot} << 17;
+    isas |= uint32_t{can.neon} << 16 | uint32_t{can.neon_dot} << 17 | uint32_t{can.neon_i8mm} << 18;
     for (int isa = 0; isa < 32; ++isa)
         if (!set_of(isa).tiles) isas &= ~(uint32_t{1} << isa);  // not built in
     return isas;

@@ -31,6 +31,12 @@ inline uint32_t u32_at(const uint8_t *at) {
 inline uint32_t u16_at(const uint8_t *at) { return static_cast<uint32_t>(at[0] | at[1] << 8); }
 #if defined(__F16C__)
 inline float half_at(const uint8_t *at) { return _cvtsh_ss(static_cast<uint16_t>(u16_at(at))); }
+#elif defined(__aarch64__)
+inline float half_at(const uint8_t *at) {
+    __fp16 value;
+    std::memcpy(&value, at, 2);
+    return value;
+}
 #else
 inline float half_at(const uint8_t *at) { return from_half(static_cast<uint16_t>(u16_at(at))); }
 #endif

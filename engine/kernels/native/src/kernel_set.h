@@ -125,6 +125,7 @@ struct Kernels {
     const RowKernels *types;                 // rows in blocks, with few vectors
     const TileKernels *tiles[kFormatCount];  // by format: with few vectors
     const ManyKernels *many[kFormatCount];   // by format
+    const ManyKernels *exact;                // of numbers that bf16 would round
 };
 
 extern const KernelSet kPortableKernels;

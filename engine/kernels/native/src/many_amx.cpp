@@ -1,13 +1,14 @@
 // Compiled with AVX-512 F, BW, VL and BF16 and AMX BF16, where the compiler knows them.
 //
-// A matrix in bf16 is multiplied as it is stored: 16 of its rows are the first operand, 16 vectors as pairs of columns the
-// second.  In quantised formats, tiles hold 4 columns of a row side by side, which is almost the layout of pairs
-// that the second operand needs, so there the vectors are the first operand.  Quantised weights are widened once for all
-// vectors: with a scale for each 32 columns, integer sums would have to leave the tile registers after every product.
+// A matrix in bf16 is multiplied as it is stored, one of blocks once they are unpacked to bf16 in the cache: 16 rows are the
+// first operand, 16 vectors as pairs of columns the second.  In tiles of quantised formats, 4 columns of a row lie side by
+// side, which is almost the layout of pairs that the second operand needs, so there the vectors are the first operand.
+// Quantised weights are widened once for all vectors: with a scale for each 32 columns, integer sums would have to leave the tile registers after every product.
 #include "many_kernels.h"
 
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include "many_pairs.h"
+#include "many_rows.h"
 
 namespace {
 
@@ -18,11 +19,16 @@ struct TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64, "the instruction reads 64 bytes");
 
-// Configures eight full tiles for its lifetime.  Not with _tile_loadconfig: some versions of GCC (12.2, for one) assume that
-// it reads only the first 8 bytes, and drop the stores to the others.
+// Not with _tile_loadconfig: some versions of GCC (12.2, for one) assume that it reads only the first 8 bytes, and drop the
+// stores to the others.  Tests bring tiles of their own.
+#if !defined(SWITCHYARD_CONFIGURE_TILES)
+#define SWITCHYARD_CONFIGURE_TILES(config) __asm__ volatile("ldtilecfg\t%X0" ::"m"(config))
+#endif
+
+// Configures eight full tiles for its lifetime.
 class Tiles {
   public:
-    Tiles() { __asm__ volatile("ldtilecfg\t%X0" ::"m"(config_)); }
+    Tiles() { SWITCHYARD_CONFIGURE_TILES(config_); }
     ~Tiles() { _tile_release(); }
     Tiles(const Tiles &) = delete;
     Tiles &operator=(const Tiles &) = delete;
@@ -33,8 +39,10 @@ class Tiles {
 
 int64_t panel_room(int32_t, int64_t columns) { return rows_room(columns); }
 
+bool is_in_rows(int32_t format) { return format == SWITCHYARD_BF16 || format == SWITCHYARD_BLOCKS; }
+
 void pack_tile(int32_t format, const uint16_t *const *rows, int64_t count, int64_t columns, uint8_t *out) {
-    if (format == SWITCHYARD_BF16) return pack_pairs(rows, count, columns, out);
+    if (is_in_rows(format)) return pack_pairs(rows, count, columns, out);
     for (int64_t at = 0; at < columns; at += kGroup, out += kTileBytes)
         for (int64_t v = 0; v < 16; ++v)
             _mm512_store_si512(out + 64 * v,
@@ -101,7 +109,8 @@ static inline void widen_lut4(const HalfTile &half, __m512 scale, uint8_t *out) 
 }
 
 Panel prepare(const SwitchyardMatrix &matrix, int64_t block, int64_t count, uint8_t *room) {
-    if (matrix.format == SWITCHYARD_BF16) return prepare_rows(matrix, block, count, room);
+    if (kind_of(matrix) == SWITCHYARD_BF16) return prepare_rows(matrix, block, count, room);
+    if (matrix.format == SWITCHYARD_BLOCKS) return copy_rows(matrix, block, count, room);
     const TileRow row = tile_row(matrix, block);
     const Format &format = kFormats[matrix.format];
     constexpr int64_t ahead = 4096;
@@ -216,7 +225,7 @@ void multiply_widened(const Panel &panel, int64_t groups, const uint8_t *x, int6
 void multiply(int32_t format, int64_t columns, const Panel &panel, const uint8_t *x, int64_t count, float *out) {
     const int64_t tiles = (count + kPairLanes - 1) / kPairLanes;
     const Tiles in_use;
-    if (format == SWITCHYARD_BF16)
+    if (is_in_rows(format))
         multiply_plain(panel, groups_of(columns), x, tiles, out);
     else
         multiply_widened(panel, groups_of(columns), x, tiles, out);
@@ -224,7 +233,7 @@ void multiply(int32_t format, int64_t columns, const Panel &panel, const uint8_t
 
 }  // namespace
 
-static const ManyKernels kMany = {kPairLanes, {2, 12, 12, 12}, packed_tiles, panel_room, pack_tile, prepare,
+static const ManyKernels kMany = {kPairLanes, {2, 12, 12, 12, 20}, packed_tiles, panel_room, pack_tile, prepare,
                                   multiply, activate_rows, add_rows, soften_row, carry_rows, narrow_rows};
 extern const ManyKernels *const kAmxMany = &kMany;
 #else

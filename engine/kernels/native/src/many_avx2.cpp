@@ -1,9 +1,10 @@
 // Compiled with AVX2 and FMA.
 #include <immintrin.h>
 
-#include <cstdint>
+#include "row_kernels.h"
 namespace {
 constexpr int64_t kLanesOfMany = 8;
+constexpr const RowKernels &kRowsOfMany = kAvx2Rows;
 }
 #include "many_floats.h"
 

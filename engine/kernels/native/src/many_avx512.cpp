@@ -1,9 +1,10 @@
 // Compiled with AVX-512 F, BW and VL.
 #include <immintrin.h>
 
-#include <cstdint>
+#include "row_kernels.h"
 namespace {
 constexpr int64_t kLanesOfMany = 16;
+constexpr const RowKernels &kRowsOfMany = kAvx2Rows;
 }
 #include "many_floats.h"
 

@@ -40,21 +40,19 @@ struct Wave {
           activated(pieces, threads, 1), down(down_items, threads, 1) {}
 };
 
-// Kernels that compute both matrices of an expert, if there are any.
-const ManyKernels &many_for(const Kernels &kernels, const SwitchyardExperts &layer) {
-    const ManyKernels &first = *kernels.many[layer.first.format], &down = *kernels.many[layer.down.format];
-    return first.fewest[layer.down.format] ? first : down;
+// Both matrices of an expert are computed in one way.
+ManyChoice choice_for(const ExpertsCall &call) {
+    const SwitchyardMatrix first = call.first_matrix(0), down = call.down_matrix(0);
+    return many_for(call.kernels, {&first, &down});
 }
 
 class ManyExperts {
   public:
     ManyExperts(Buffers &buffers, const SwitchyardExperts &layer, int32_t tokens, const uint16_t *x, uint16_t *out,
                 int threads)
-        : own_(buffers), call_(buffers.call), visits_(buffers.call.visits), many_(many_for(buffers.call.kernels, layer)),
-          layer_(layer), x_(x), out_(out), quantise_(tokens, threads, 1), finish_(tokens, threads, 1) {
-        // Both matrices of an expert are computed in one way.
-        const int64_t first = many_.fewest[layer.first.format], down = many_.fewest[layer.down.format];
-        fewest_ = first && down ? std::max(first, down) : 0;
+        : own_(buffers), call_(buffers.call), visits_(buffers.call.visits), choice_(choice_for(buffers.call)),
+          many_(choice_.kernels ? *choice_.kernels : *buffers.call.kernels.many[layer.first.format]), layer_(layer), x_(x),
+          out_(out), quantise_(tokens, threads, 1), finish_(tokens, threads, 1) {
         plan_waves(threads);
     }
 
@@ -78,7 +76,7 @@ class ManyExperts {
 
   private:
     int64_t count(int32_t which) const { return visits_.first[which + 1] - visits_.first[which]; }
-    bool is_many(int32_t which) const { return fewest_ > 0 && count(which) >= fewest_; }
+    bool is_many(int32_t which) const { return choice_.kernels && count(which) >= choice_.fewest; }
     int64_t x_bytes() const { return many_.packed_bytes(layer_.first.format, layer_.hidden); }
     int64_t inner_bytes() const { return many_.packed_bytes(layer_.down.format, layer_.inner); }
     int64_t visits_before(const Wave &wave) const { return visits_.first[wave.begin]; }
@@ -252,12 +250,13 @@ class ManyExperts {
     Buffers &own_;
     ExpertsCall &call_;
     const Visits &visits_;
+    const ManyChoice choice_;
     const ManyKernels &many_;
     const SwitchyardExperts &layer_;
     const uint16_t *x_;
     uint16_t *out_;
     uint8_t *packed_x_ = nullptr, *packed_inner_ = nullptr;
-    int64_t fewest_, first_together_, first_items_, down_together_;
+    int64_t first_together_, first_items_, down_together_;
     bool some_few_ = false;
     std::deque<Wave> waves_;  // phases cannot be moved
     Phase quantise_, finish_;

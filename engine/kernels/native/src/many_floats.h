@@ -2,6 +2,7 @@
 // each weight is multiplied with all of them.  The including file says what a vector is:
 //   Math::V, Math::lanes, Math::load, Math::store, Math::every(float), Math::madd(a, b, sum)
 //   Math::rows, Math::tiles   how many rows and tiles of vectors fit the registers at once
+//   kRowsOfMany               what unpacks rows of numbers
 #pragma once
 #include <algorithm>
 #include <cstring>
@@ -31,7 +32,6 @@ void pack_floats(int32_t, const uint16_t *const *rows, int64_t count, int64_t co
 
 Panel prepare_floats(const SwitchyardMatrix &matrix, int64_t block, int64_t, uint8_t *room) {
     const RowOrder order(matrix);
-    const auto *weights = static_cast<const uint16_t *>(matrix.weights);
     auto *floats = reinterpret_cast<float *>(room);
     const int64_t columns = matrix.columns;
     for (int64_t i = 0; i < kTileRows; ++i) {
@@ -39,8 +39,8 @@ Panel prepare_floats(const SwitchyardMatrix &matrix, int64_t block, int64_t, uin
         const int64_t row = first + i / kHalfRows * order.partner;
         float *out = floats + i * row_floats(columns);
         if (first < order.first_limit && row < matrix.rows) {
-            const uint16_t *values = weights + row * columns;
-            for (int64_t k = 0; k < columns; ++k) out[k] = from_bf16(values[k]);
+            const StoredRow stored = stored_row(kRowsOfMany, matrix, row);
+            stored.type->unpack(stored.blocks, columns, out);
         } else {
             std::memset(out, 0, static_cast<size_t>(columns) * 4);
         }
@@ -98,7 +98,7 @@ void multiply_floats(int32_t, int64_t columns, const Panel &panel, const uint8_t
 }
 
 template <class Math> constexpr ManyKernels floats_kernels(int64_t fewest) {
-    return {Math::lanes, {fewest}, packed_floats, panel_floats, pack_floats, prepare_floats,
+    return {Math::lanes, {fewest, 0, 0, 0, 0, fewest}, packed_floats, panel_floats, pack_floats, prepare_floats,
             multiply_floats<Math>, activate_rows, add_rows, soften_row, carry_rows, narrow_rows};
 }
 

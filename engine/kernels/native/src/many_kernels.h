@@ -32,10 +32,13 @@ class Ahead {
     int64_t stride_, begin_, end_;
 };
 
+// A kind of rows is a matrix's format: of numbers among blocks that of bf16, or one more for F32 and F16, which bf16 would round.
+constexpr int32_t kExact = kFormatCount, kKinds = kFormatCount + 1;
+
 struct ManyKernels {
     int64_t lanes;  // vectors that are computed side by side: a tile, padded with zeros
-    // By format: the number of vectors from which these kernels beat those for few; 0 if they do not support it.
-    int64_t fewest[kFormatCount];
+    // By kind of rows: the number of vectors from which these kernels beat those for few; 0 if they do not support it.
+    int64_t fewest[kKinds];
     // Bytes of a packed tile of `lanes` vectors, and of the buffer that `prepare` is given.
     int64_t (*packed_bytes)(int32_t format, int64_t columns);
     int64_t (*panel_bytes)(int32_t format, int64_t columns);
@@ -69,4 +72,6 @@ extern const ManyKernels kAvx2Many;
 extern const ManyKernels kAvx512Many;
 extern const ManyKernels *const kAvx512Bf16Many;  // null if the compiler does not know the instructions
 extern const ManyKernels *const kAmxMany;         // likewise
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const ManyKernels kNeonMany;
 #endif

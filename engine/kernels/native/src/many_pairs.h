@@ -66,16 +66,35 @@ int64_t copied_stride(int64_t columns) { return groups_of(columns) * 64 + 64; }
 
 int64_t rows_room(int64_t columns) { return kTileRows * copied_stride(columns); }
 
+// A row of blocks, or of any numbers, in bf16.
+inline void narrow_row(const StoredRow &row, int64_t columns, uint8_t *out) {
+    if (row.type->number == kBf16Type) {
+        std::memcpy(out, row.blocks, static_cast<size_t>(columns) * 2);
+        return;
+    }
+    alignas(64) float values[kWide] = {};
+    const int64_t bytes = kWide / row.type->elements * row.type->bytes;
+    for (int64_t at = 0; at < columns; at += kWide) {
+        const int64_t some = std::min(kWide, columns - at);
+        const uint8_t *from = row.blocks + at / kWide * bytes;
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(from + bytes + line);
+        row.type->unpack(from, some, values);
+        for (int64_t i = 0; i < some; i += 32) {
+            const auto both = (__m512i)_mm512_cvtne2ps_pbh(_mm512_load_ps(values + i + 16), _mm512_load_ps(values + i));
+            _mm512_storeu_si512(out + (at + i) * 2, both);
+        }
+    }
+}
+
 // The halves of a block, with zeros where rows or columns end.
 Panel copy_rows(const SwitchyardMatrix &matrix, int64_t block, int64_t, uint8_t *room) {
     const RowOrder order(matrix);
-    const auto *weights = static_cast<const uint16_t *>(matrix.weights);
     const int64_t columns = matrix.columns, stride = copied_stride(columns), bytes = columns * 2;
     for (int64_t i = 0; i < kTileRows; ++i) {
         const int64_t upper = block * order.block + i % kHalfRows * order.step;
         const int64_t row = upper + i / kHalfRows * order.partner;
         const int64_t there = upper < order.first_limit && row < matrix.rows ? bytes : 0;
-        if (there) std::memcpy(room + i * stride, weights + row * columns, static_cast<size_t>(there));
+        if (there) narrow_row(stored_row(kAvx512VnniRows, matrix, row), columns, room + i * stride);
         std::memset(room + i * stride + there, 0, static_cast<size_t>(stride - there));
     }
     return {room, room + kHalfRows * stride, stride};
@@ -86,7 +105,7 @@ Panel prepare_rows(const SwitchyardMatrix &matrix, int64_t block, int64_t count,
     const RowOrder order(matrix);
     const int64_t first = block * order.block, columns = matrix.columns;
     const int64_t last = first + (kHalfRows - 1) * order.step;
-    if (columns % kGroup != 0 || last >= order.first_limit || last + order.partner >= matrix.rows)
+    if (columns % kGroup != 0 || matrix.order || matrix.second || last >= order.first_limit || last + order.partner >= matrix.rows)
         return copy_rows(matrix, block, count, room);
     const auto *upper = static_cast<const uint8_t *>(matrix.weights) + first * columns * 2;
     return {upper, upper + order.partner * columns * 2, order.step * columns * 2};

@@ -1,7 +1,8 @@
 // Plain loops, for processors with none of the other instruction sets.
-#include <cstdint>
+#include "row_kernels.h"
 namespace {
 constexpr int64_t kLanesOfMany = 8;
+constexpr const RowKernels &kRowsOfMany = kPortableRows;
 }
 #include "many_floats.h"
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 #include "kernel_set.h"
@@ -28,6 +29,39 @@ class AlignedMemory {
   private:
     std::vector<uint8_t> memory_;
 };
+
+inline int32_t kind_of(const SwitchyardMatrix &matrix) {
+    const auto of = [](int32_t type) {
+        return type == kBf16Type ? SWITCHYARD_BF16 : type == kF32Type || type == kF16Type ? kExact : SWITCHYARD_BLOCKS;
+    };
+    if (matrix.format != SWITCHYARD_BLOCKS) return matrix.format;
+    const int32_t kind = of(matrix.type), second = matrix.second ? of(matrix.second_type) : kind;
+    return kind == second ? kind : kind == SWITCHYARD_BLOCKS || second == SWITCHYARD_BLOCKS ? SWITCHYARD_BLOCKS : kExact;
+}
+
+// Kernels that multiply all of these matrices with many vectors, and from how many on; none where those for few vectors take
+// many, too, a panel of rows at a time.
+struct ManyChoice {
+    const ManyKernels *kernels = nullptr;
+    int64_t fewest = 0;
+};
+inline ManyChoice many_for(const Kernels &kernels, std::initializer_list<const SwitchyardMatrix *> matrices) {
+    const auto supports = [&](const ManyKernels &many) {
+        ManyChoice choice = {&many, 1};
+        for (const SwitchyardMatrix *matrix : matrices) {
+            const int64_t fewest = many.fewest[kind_of(*matrix)];
+            if (fewest == 0) return ManyChoice{};
+            choice.fewest = std::max(choice.fewest, fewest);
+        }
+        return choice;
+    };
+    for (const SwitchyardMatrix *matrix : matrices) {
+        const int32_t kind = kind_of(*matrix);
+        const ManyChoice choice = supports(kind == kExact ? *kernels.exact : *kernels.many[kind]);
+        if (choice.kernels) return choice;
+    }
+    return {};
+}
 
 // Multiplies a block of 32 rows with `count` packed vectors; `take(first, some, dots)` gets [some, 32] at a time, small
 // enough to stay in the cache.  `next`, a block of a matrix as wide, is fetched meanwhile; or it is null.

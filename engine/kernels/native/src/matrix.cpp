@@ -20,6 +20,8 @@ int64_t bytes_of(const SwitchyardMatrix &matrix) {
 }
 
 StoredRow stored_row(const RowKernels &types, const SwitchyardMatrix &matrix, int64_t row) {
+    if (matrix.format == SWITCHYARD_BF16)
+        return {static_cast<const uint8_t *>(matrix.weights) + row * matrix.columns * 2, types.of(kBf16Type)};
     const bool is_second = matrix.second && row >= matrix.rows / 2;
     const RowType *type = types.of(is_second ? matrix.second_type : matrix.type);
     const auto *blocks = static_cast<const uint8_t *>(is_second ? matrix.second : matrix.weights);

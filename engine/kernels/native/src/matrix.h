@@ -48,7 +48,7 @@ struct BlockAt {
 // Bytes of a matrix's weights, scales and zeros.
 int64_t bytes_of(const SwitchyardMatrix &matrix);
 
-// A row of blocks, and its type.
+// A row of numbers or of blocks, and its type.
 struct StoredRow {
     const uint8_t *blocks;
     const RowType *type;

@@ -73,15 +73,23 @@ Processor advertised() {
 
 namespace {
 
-bool has_dot_products() {
+// Numbers that old headers lack: bits of AT_HWCAP and AT_HWCAP2, and Windows' of features.
+struct Feature {
+    int type, bit;
+    const char *of_apple;
+    int of_windows;
+};
+constexpr Feature kDotProducts = {16, 20, "hw.optional.arm.FEAT_DotProd", 43}, kBytesOfMatrices = {26, 13, "hw.optional.arm.FEAT_I8MM", 66};
+
+bool has(const Feature &feature) {
 #if defined(__linux__)
-    return (getauxval(AT_HWCAP) >> 20 & 1) != 0;  // HWCAP_ASIMDDP, which old headers lack
+    return (getauxval(static_cast<unsigned long>(feature.type)) >> feature.bit & 1) != 0;
 #elif defined(__APPLE__)
     int32_t there = 0;
     size_t size = sizeof there;
-    return sysctlbyname("hw.optional.arm.FEAT_DotProd", &there, &size, nullptr, 0) == 0 && there != 0;
+    return sysctlbyname(feature.of_apple, &there, &size, nullptr, 0) == 0 && there != 0;
 #elif defined(_WIN32)
-    return IsProcessorFeaturePresent(43) != 0;  // PF_ARM_V82_DP_INSTRUCTIONS_AVAILABLE, which old headers lack
+    return IsProcessorFeaturePresent(static_cast<DWORD>(feature.of_windows)) != 0;
 #else
     return false;
 #endif
@@ -92,7 +100,8 @@ bool has_dot_products() {
 Processor advertised() {
     Processor can;
     can.neon = true;
-    can.neon_dot = has_dot_products();
+    can.neon_dot = has(kDotProducts);
+    can.neon_i8mm = can.neon_dot && has(kBytesOfMatrices);
     return can;
 }
 

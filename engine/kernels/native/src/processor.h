@@ -10,6 +10,7 @@ struct Processor {
     bool amx_bf16 = false;     // with AVX-512 BF16
     bool neon = false;
     bool neon_dot = false;     // asimddp
+    bool neon_i8mm = false;    // i8mm, with asimddp
 };
 
 Processor advertised();

@@ -3,7 +3,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "row_kernels.h"
 #include "switchyard_kernels.h"
+
+inline SwitchyardMatrix router_matrix(const SwitchyardSparseBlock &block) {
+    SwitchyardMatrix matrix = {};
+    matrix.weights = block.router.weight;
+    matrix.rows = block.experts.count, matrix.columns = block.experts.hidden;
+    matrix.format = block.router.is_exact ? SWITCHYARD_BLOCKS : SWITCHYARD_BF16;
+    matrix.type = block.router.is_exact ? kF32Type : kBf16Type;
+    return matrix;
+}
 
 class Routing {
   public:

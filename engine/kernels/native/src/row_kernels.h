@@ -26,7 +26,7 @@ constexpr int kMostRowVectors = 8;
 
 // A block of 32 rows, unpacked for many vectors: a weight is scale * (code - offset) + minimum.
 struct RowPanel {
-    uint8_t *codes;        // tiles of 32 columns, as of int8 (switchyard_kernels.h), but unsigned
+    uint8_t *codes;        // unsigned; in an order of the instruction set's, such as int8's tiles of 32 columns
     float *scales, *mins;  // [columns / width][32]
     int64_t width;         // columns that share a scale: 16 or 32
     int32_t offset;        // of codes; whole numbers only
@@ -49,6 +49,7 @@ struct RowType {
 };
 
 constexpr int kRowTypes = 16;
+constexpr int32_t kF32Type = 0, kF16Type = 1, kBf16Type = 30;  // ggml's numbers of types of numbers
 
 struct RowKernels {
     RowType types[kRowTypes];
@@ -66,4 +67,8 @@ extern const RowKernels kPortableRows;
 #if defined(__x86_64__) || defined(_M_X64)
 extern const RowKernels kAvx2Rows;
 extern const RowKernels kAvx512VnniRows;
+#elif defined(__aarch64__) || defined(_M_ARM64)
+extern const RowKernels kNeonRows;
+extern const RowKernels kNeonDotRows;
+extern const RowKernels kNeonI8mmRows;
 #endif

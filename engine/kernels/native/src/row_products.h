@@ -12,16 +12,15 @@ class RowProducts {
   public:
     // For products with all of these matrices, which are of one format.
     void resize(const Kernels &kernels, std::initializer_list<const SwitchyardMatrix *> matrices, int64_t count) {
-        const int32_t format = (*matrices.begin())->format;
         const int64_t columns = (*matrices.begin())->columns;
         kernels_ = kernels;
-        format_ = format;
+        format_ = (*matrices.begin())->format;
         count_ = count;
         columns_ = columns;
-        is_many_ = many().fewest[format] > 0;
-        if (is_many_) {
-            lanes_ = many().lanes;
-            packed_ = memory_.room(tiles() * many().packed_bytes(format, columns));
+        many_ = many_for(kernels, matrices).kernels;
+        if (many_) {
+            lanes_ = many_->lanes;
+            packed_ = memory_.room(tiles() * many_->packed_bytes(format_, columns));
             return;
         }
         lanes_ = 1;
@@ -36,11 +35,11 @@ class RowProducts {
     // Sets the vectors of a tile; x: all of them, [count, columns].
     void set(int64_t tile, const uint16_t *x) {
         const int64_t first = tile * lanes_;
-        if (is_many_) {
+        if (many_) {
             const uint16_t *rows[64];
             const int64_t some = std::min(lanes_, count_ - first);
             for (int64_t v = 0; v < some; ++v) rows[v] = x + (first + v) * columns_;
-            many().pack(format_, rows, some, columns_, packed_ + tile * many().packed_bytes(format_, columns_));
+            many_->pack(format_, rows, some, columns_, packed_ + tile * many_->packed_bytes(format_, columns_));
             return;
         }
         vectors_.set(kernels_, first, x + first * columns_);
@@ -48,9 +47,9 @@ class RowProducts {
 
     // Calls take(first, some, dots) with [some, 32] of a block's rows with vectors first, first + 1, ...
     template <class Take> void block(const SwitchyardMatrix &matrix, int64_t block, Take take) const {
-        if (is_many_) {
+        if (many_) {
             const BlockAt next = {matrix, block + 1};
-            multiply_block(many(), matrix, block, packed_, count_, next.block < blocks_of(matrix) ? &next : nullptr, take);
+            multiply_block(*many_, matrix, block, packed_, count_, next.block < blocks_of(matrix) ? &next : nullptr, take);
             return;
         }
         static thread_local std::vector<float> dots;
@@ -60,12 +59,10 @@ class RowProducts {
     }
 
   private:
-    const ManyKernels &many() const { return *kernels_.many[format_]; }
-
     Kernels kernels_ = {};
+    const ManyKernels *many_ = nullptr;
     int32_t format_ = 0;
     int64_t count_ = 0, columns_ = 0, lanes_ = 1;
-    bool is_many_ = false;
     Vectors vectors_;
     std::vector<int32_t> one_by_one_;
     AlignedMemory memory_;

@@ -69,8 +69,7 @@ SWITCHYARD_API int32_t switchyard_route_rows(SwitchyardPool *pool, const Switchy
     static thread_local RowProducts products;
     static thread_local std::vector<float> logits;
     const auto &experts = block->experts;
-    const SwitchyardMatrix weight = {block->router.weight, nullptr, nullptr, nullptr, experts.count, experts.hidden,
-                                     SWITCHYARD_BF16, SWITCHYARD_PLAIN};
+    const SwitchyardMatrix weight = router_matrix(*block);
     products.resize(kernels_for_many(), {&weight}, tokens);
     logits.resize(static_cast<size_t>(tokens) * static_cast<size_t>(experts.count));
     RouteRows call = {*block, weight, products, logits, tokens, hidden, normed, chosen, shares,

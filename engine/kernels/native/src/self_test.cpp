@@ -135,7 +135,12 @@ int32_t test_types(const RowKernels &kernels) {
             if (type.number == 39)  // a byte of exponent
                 for (int64_t block = 0; block < blocks; ++block) row[block * type.bytes] = static_cast<uint8_t>(120 + block % 8);
             std::vector<float> weights(columns), values(whole), scales(whole / kGroup);
-            kernels.of(type.number)->unpack(row.data(), columns, weights.data());
+            for (const BlockType &reference : kPortableBlocks.types)
+                if (reference.number == type.number) reference.unpack(row.data(), columns, true, weights.data());
+            std::vector<float> unpacked(columns);
+            type.unpack(row.data(), columns, unpacked.data());
+            for (int64_t i = 0; i < columns; ++i)
+                if (!near(unpacked[i], weights[i], 1e-5 * std::fabs(weights[i]) + 1e-6)) return 24;
             std::vector<int8_t> q(whole);
             std::vector<int32_t> sums(whole / kGroup);
             std::vector<int16_t> parts(whole / kPart);
@@ -170,10 +175,12 @@ int32_t test_types(const RowKernels &kernels) {
             const uint8_t *rows[kTileRows] = {};
             rows[0] = rows[9] = rows[kTileRows - 1] = row.data();
             type.unpack_panel(rows, columns, &panel);
-            std::vector<float> dots(kMostRowVectors * kTileRows);
-            type.multiply(panel, columns, x.data(), kMostRowVectors, dots.data());
-            for (size_t i = 0; i < dots.size(); ++i)
-                if (!near(dots[i], rows[i % kTileRows] ? wanted : 0.0, 1e-5 * size)) return 23;
+            for (int64_t count : {1, 2, 3, 4, 5, 8}) {
+                std::vector<float> dots(count * kTileRows);
+                type.multiply(panel, columns, x.data(), count, dots.data());
+                for (size_t i = 0; i < dots.size(); ++i)
+                    if (!near(dots[i], rows[i % kTileRows] ? wanted : 0.0, 1e-5 * size)) return 23;
+            }
         }
     return 0;
 }

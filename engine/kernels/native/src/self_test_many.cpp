@@ -72,6 +72,54 @@ int32_t test_widened(const ManyKernels &kernels, int32_t format) {
     return wrong;
 }
 
+// Rows of blocks and of numbers, some of them in another order.
+int32_t test_stored(const ManyKernels &kernels, const RowType &type, int64_t columns, bool ordered) {
+    constexpr int64_t kCount = 19;
+    const int64_t bytes = columns / type.elements * type.bytes;
+    std::vector<uint8_t> blocks(kRows * bytes);
+    for (size_t i = 0; i < blocks.size(); ++i) blocks[i] = static_cast<uint8_t>(i * 89 + i / 97 + 3);
+    for (size_t i = 1; i < blocks.size(); i += 2) blocks[i] = static_cast<uint8_t>((blocks[i] & 0x83) | 0x28);
+    if (type.number == 39)
+        for (size_t i = 0; i < blocks.size(); i += static_cast<size_t>(type.bytes)) blocks[i] = 124;
+    std::vector<int64_t> order;
+    for (int64_t row = 0; row < kRows; ++row) order.push_back(ordered ? kRows - 1 - row : row);
+    SwitchyardMatrix matrix = {};
+    matrix.weights = blocks.data(), matrix.rows = kRows, matrix.columns = columns;
+    matrix.format = SWITCHYARD_BLOCKS, matrix.type = type.number, matrix.order = ordered ? order.data() : nullptr;
+    const int64_t fewest = kernels.fewest[kind_of(matrix)];
+    if (fewest == 0) return 0;
+    const bool exact = kind_of(matrix) != SWITCHYARD_BLOCKS;
+    std::vector<uint16_t> values(kCount * columns);
+    for (int64_t at = 0; at < kCount * columns; ++at) values[at] = to_bf16(value_of(at / columns, at % columns));
+    AlignedMemory memory;
+    const int64_t tile = kernels.packed_bytes(SWITCHYARD_BLOCKS, columns);
+    uint8_t *packed = memory.room((kCount + kernels.lanes - 1) / kernels.lanes * tile);
+    for (int64_t first = 0; first < kCount; first += kernels.lanes) {
+        const uint16_t *rows[64];
+        const int64_t some = std::min(kernels.lanes, kCount - first);
+        for (int64_t v = 0; v < some; ++v) rows[v] = &values[(first + v) * columns];
+        kernels.pack(SWITCHYARD_BLOCKS, rows, some, columns, packed + first / kernels.lanes * tile);
+    }
+    int32_t wrong = 0;
+    for (int64_t block : {1, 2})
+        multiply_block(kernels, matrix, block, packed, kCount, nullptr, [&](int64_t first, int64_t some, const float *dots) {
+            std::vector<float> weights(columns);
+            for (int64_t i = 0; i < kTileRows && block * kTileRows + i < kRows; ++i) {
+                type.unpack(&blocks[order[block * kTileRows + i] * bytes], columns, weights.data());
+                for (int64_t v = 0; v < some; ++v) {
+                    double wanted = 0, size = 0;
+                    for (int64_t c = 0; c < columns; ++c) {
+                        const double product = weights[c] * value_of(first + v, c);
+                        wanted += product;
+                        size += std::fabs(product);
+                    }
+                    if (!(std::fabs(dots[v * kTileRows + i] - wanted) <= (exact ? 1e-5 : 4e-3) * size + 1e-6)) wrong = 15;
+                }
+            }
+        });
+    return wrong;
+}
+
 int32_t test_activation(const ManyKernels &kernels, float x) {
     const float up = 0.5f * x;
     SwitchyardExperts layer = {};
@@ -97,6 +145,11 @@ int32_t test_many(const ManyKernels &kernels) {
     for (int32_t format = 1; format < kTiledFormats; ++format)
         if (kernels.fewest[format])
             if (const int32_t wrong = test_widened(kernels, format)) return wrong;
+    for (const RowType &type : kPortableRows.types)
+        for (int64_t blocks : {1, 3, 70})
+            if (type.elements == 1 || blocks < 70)
+                for (bool ordered : {false, true})
+                    if (const int32_t wrong = test_stored(kernels, type, blocks * type.elements, ordered)) return wrong;
     for (float x : {-200.0f, -60.0f, -3.0f, -0.1f, 0.0f, 0.7f, 5.0f, 60.0f, 200.0f})
         if (const int32_t wrong = test_activation(kernels, x)) return wrong;
     return 0;

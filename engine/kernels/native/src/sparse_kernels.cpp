@@ -179,8 +179,7 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     static thread_local SparseStep step;
     const auto &layer = block->experts;
     step.block = block;
-    step.router = {block->router.weight, nullptr,         nullptr,         nullptr, layer.count,
-                   layer.hidden,         SWITCHYARD_BF16, SWITCHYARD_PLAIN};
+    step.router = router_matrix(*block);
     step.chosen = chosen;
     step.shares = shares;
     step.tokens = tokens;

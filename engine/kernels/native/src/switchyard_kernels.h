@@ -76,7 +76,7 @@ typedef struct {
 // How a layer chooses its experts: scores of all of them from logits, the k best by score + correction among the
 // groups that are kept, and their scores as shares.
 typedef struct {
-    const uint16_t *weight;   // bf16 [experts, hidden]
+    const void *weight;       // bf16, or fp32 where `is_exact`, [experts, hidden]
     const uint16_t *bias;     // bf16 [experts], or null
     const float *correction;  // [experts]: added for the choice only, or null
     int32_t top_k;
@@ -86,6 +86,7 @@ typedef struct {
     int32_t normalise;            // whether the chosen shares are made to sum to 1
     int32_t bf16_shares;          // whether they are rounded at the end
     float scale;                  // applied to the shares last
+    int32_t is_exact;
 } SwitchyardRouter;
 
 // Of a layer whose experts are on an emulated card as far as they have slots there; see switchyard_exchange.h.
@@ -144,7 +145,7 @@ SWITCHYARD_API int32_t switchyard_abi(void);
 
 // Instruction sets, best last: 0 portable; on x86 1 AVX2 + FMA + F16C, 2 plus AVX-VNNI, 3 AVX-512 (F, BW, VL), 4 plus AVX-512
 // VNNI, 5 plus AVX-512 BF16, 6 plus AMX BF16 (which the operating system must permit); on Arm 16 NEON, 17 plus its dot
-// products.  Returns those that the processor advertises and this library was built for, as a set of bits.
+// products, 18 plus products of matrices of bytes (i8mm).  Returns those that the processor advertises and this library was built for, as a set of bits.
 SWITCHYARD_API uint32_t switchyard_advertised_isas(void);
 // Runs every kernel of that instruction set on small problems: 0 if right.  May die of an illegal instruction where
 // a virtual machine advertises what it traps on: call it in a child process.

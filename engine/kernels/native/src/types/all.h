@@ -65,29 +65,16 @@ void quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t 
     }
 }
 
-template <class Type> void unpack_row(const uint8_t *row, int64_t columns, float *out) {
-    for (int64_t block = 0; block * Type::kElements < columns; ++block)
-        Type::values(row + block * Type::kBytes, out + block * Type::kElements);
-}
-
 template <class Type> constexpr RowType of_256() {
-    RowType type = {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot_wide_some<Type>, nullptr, nullptr, unpack_row<Type>};
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
-    type.unpack_panel = unpack_wide<Type>;
-    type.multiply = multiply_panel<true, Type::kLowest, Type::kWidth, kFit<Type>>;
-#endif
-    return type;
+    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot_wide_some<Type>, unpack_wide<Type>,
+            multiply_panel<true, Type::kLowest, Type::kWidth, kFit<Type>>, unpack_wide_row<Type>};
 }
 template <class Type> constexpr RowType of_32() {
-    RowType type = {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, nullptr, nullptr, unpack_row<Type>};
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
-    type.unpack_panel = unpack_four<Type>;
-    type.multiply = multiply_panel<false, Type::kOffset == 0 && !Type::kSigned, kGroup, kFit<Type>>;
-#endif
-    return type;
+    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_four<Type>,
+            multiply_panel<false, Type::kOffset == 0 && !Type::kSigned, kGroup, kFit<Type>>, unpack_four_row<Type>};
 }
 template <class Type> constexpr RowType of_numbers() {
-    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, nullptr, nullptr, unpack_row<Type>};
+    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, nullptr, nullptr, unpack_numbers<Type>};
 }
 
 constexpr RowKernels row_kernels() {

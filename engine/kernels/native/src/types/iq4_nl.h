@@ -18,7 +18,7 @@ struct Iq4Nl : scalar::Iq4Nl {
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-kRaised));
         return made;
     }
-#elif defined(__AVX2__)
+#else
     static constexpr int kOffset = 0, kMost = 128;
     static One one(const uint8_t *block) { return {look_up(table_of(kIq4Nl), codes_of_nibbles(block + 2)), half_at(block), 0}; }
 #endif

@@ -19,7 +19,7 @@ struct Mxfp4 : scalar::Mxfp4 {
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-12.0f));
         return made;
     }
-#elif defined(__AVX2__)
+#else
     static One one(const uint8_t *block) { return {look_up(table_of(kMxfp4), codes_of_nibbles(block + 1)), e8m0_half(block[0]), 0}; }
 #endif
 };

@@ -1,8 +1,9 @@
 // A block of 32 rows unpacked once for many vectors: in tiles, of which a column's four bytes of a vector meet those of 16 rows.
 #pragma once
+#include <type_traits>
+
 #include "rows.h"
 
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
 namespace {
 
 constexpr int64_t kPanelRows = 32;
@@ -19,6 +20,7 @@ template <bool wide, int width> inline int32_t total_of(const RowVector &x, int6
 constexpr int64_t kTogether = 4;  // blocks of 32 that are unpacked together
 constexpr int64_t kMostMultiplied = 5;
 template <class Type> constexpr int kFit = 0;  // products are added as whole numbers of 32 bits
+template <class Type> constexpr int kLarger = 0;  // what `put_together` adds to codes
 
 // 16 rows of 64 bytes, `stride` apart -> 16 vectors with four bytes of each row.
 inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t step) {
@@ -44,8 +46,9 @@ inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t
     }
 }
 
-// 256 columns of all rows to their place: tiles, of which each half of 16 rows has eight vectors.
-inline void put_tiles(const uint8_t *codes, uint8_t *tiles) {
+// 256 columns of all rows from `at` on to their place: tiles, of which each half of 16 rows has eight vectors.
+inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, int64_t) {
+    uint8_t *tiles = panel.codes + at * kPanelRows;
     alignas(64) uint8_t vectors[16 * 64];
     for (int64_t column = 0; column < kWide; column += 64)
         for (int half = 0; half < 2; ++half) {
@@ -56,10 +59,7 @@ inline void put_tiles(const uint8_t *codes, uint8_t *tiles) {
 }
 
 template <class Type> void put_wide(const uint8_t *, const Wide &wide, uint8_t *to) {
-    for (int j = 0; j < 4; ++j) {
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 0)), _mm512_castsi512_si256(wide.codes[j]));
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to + Type::place(j, 1)), _mm512_extracti64x4_epi64(wide.codes[j], 1));
-    }
+    for (int j = 0; j < 4; ++j) _mm512_store_si512(to + 64 * j, wide.codes[j]);
 }
 
 inline void put_floats(__m256i words, float scale, float *to) {
@@ -76,12 +76,14 @@ template <class Type> void put_together(const uint8_t *blocks, uint8_t *to, floa
 
 template <int count, bool wide, bool has_mins, int width, int>
 void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, float *out) {
-    __m512 sums[count][2];
+    __m512 sums[count][2], before[wide ? count : 1][2];  // a vector's scale of 256 is multiplied with at the end of those
     for (auto &vector : sums)
+        for (auto &sum : vector) sum = _mm512_setzero_ps();
+    for (auto &vector : before)
         for (auto &sum : vector) sum = _mm512_setzero_ps();
     const uint8_t *codes = panel.codes;
     const float *scales = panel.scales, *mins = panel.mins;
-    for (int64_t group = 0; group * kGroup < columns; ++group, codes += 1024)
+    for (int64_t group = 0; group * kGroup < columns; ++group, codes += 1024) {
         for (int part = 0; part < kGroup / width; ++part, scales += kPanelRows, mins += kPanelRows) {
             __m512i products[count][2];
             int32_t totals[count];
@@ -108,18 +110,28 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
             if constexpr (has_mins) least[0] = _mm512_load_ps(mins), least[1] = _mm512_load_ps(mins + 16);
 #pragma GCC unroll 8
             for (int v = 0; v < count; ++v) {
-                const float own = x[v].scales[wide ? group / (kWide / kGroup) : group];
+                const float own = wide ? 1.0f : x[v].scales[group];
                 for (int half = 0; half < 2; ++half) {
-                    const __m512 spread = _mm512_mul_ps(scale[half], _mm512_set1_ps(own));
+                    const __m512 spread = wide ? scale[half] : _mm512_mul_ps(scale[half], _mm512_set1_ps(own));
                     sums[v][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[v][half]), spread, sums[v][half]);
                     if constexpr (has_mins)
                         sums[v][half] = _mm512_fmadd_ps(least[half], _mm512_set1_ps(own * static_cast<float>(totals[v])), sums[v][half]);
                 }
             }
         }
+        if constexpr (wide)
+            if ((group + 1) % (kWide / kGroup) == 0)
+#pragma GCC unroll 8
+                for (int v = 0; v < count; ++v)
+                    for (int half = 0; half < 2; ++half) {
+                        const __m512 own = _mm512_set1_ps(x[v].scales[group / (kWide / kGroup)]);
+                        before[v][half] = _mm512_fmadd_ps(sums[v][half], own, before[v][half]);
+                        sums[v][half] = _mm512_setzero_ps();
+                    }
+    }
     for (int v = 0; v < count; ++v) {
-        _mm512_storeu_ps(out + v * kPanelRows, sums[v][0]);
-        _mm512_storeu_ps(out + v * kPanelRows + 16, sums[v][1]);
+        _mm512_storeu_ps(out + v * kPanelRows, wide ? before[wide ? v : 0][0] : sums[v][0]);
+        _mm512_storeu_ps(out + v * kPanelRows + 16, wide ? before[wide ? v : 0][1] : sums[v][1]);
     }
 }
 
@@ -127,6 +139,20 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
 
 constexpr int64_t kTogether = 1;
 constexpr int64_t kMostMultiplied = 4;
+template <class Type> constexpr int kLarger = Type::kSigned ? Type::kOffset : 0;
+
+template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t *to) {
+    for (int part = 0; part < 8; ++part) put_bytes(Type::codes(block, part), to + 32 * part);
+}
+
+template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
+    const One one = Type::one(block);
+    put_bytes(added(one.codes, kLarger<Type>), to);
+    *scales = one.scale;
+    *offsets = one.offset;
+}
+
+#if defined(__AVX2__)
 // Products of pairs of columns, of which so many are added as words.
 template <class Type> constexpr int kFit = 32767 / (2 * 127 * Type::kMost);
 
@@ -151,15 +177,11 @@ inline void transpose(const uint8_t *rows, int64_t stride, uint8_t *out, int64_t
     }
 }
 
-inline void put_tiles(const uint8_t *codes, uint8_t *tiles) {
+inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, int64_t) {
+    uint8_t *tiles = panel.codes + at * kPanelRows;
     for (int64_t column = 0; column < kWide; column += kGroup, tiles += 1024)
         for (int part = 0; part < 4; ++part)
             transpose(codes + part * 8 * kWide + column, kWide, tiles + part / 2 * 512 + part % 2 * 32, 64);
-}
-
-template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t *to) {
-    for (int part = 0; part < 8; ++part)
-        _mm256_store_si256(reinterpret_cast<__m256i *>(to + 32 * part), Type::codes(block, part));
 }
 
 inline void put_floats(__m256i words, float scale, float *to) {
@@ -167,14 +189,6 @@ inline void put_floats(__m256i words, float scale, float *to) {
     const __m256i upper = _mm256_cvtepi16_epi32(_mm256_extracti128_si256(words, 1));
     _mm256_store_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(lower), _mm256_set1_ps(scale)));
     _mm256_store_ps(to + 8, _mm256_mul_ps(_mm256_cvtepi32_ps(upper), _mm256_set1_ps(scale)));
-}
-
-template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
-    const One one = Type::one(block);
-    const __m256i raise = _mm256_set1_epi8(Type::kSigned ? Type::kOffset : 0);
-    _mm256_store_si256(reinterpret_cast<__m256i *>(to), _mm256_add_epi8(one.codes, raise));
-    *scales = one.scale;
-    *offsets = one.offset;
 }
 
 // Four columns of eight rows, whose bytes are signed where only one product of a pair fits.
@@ -250,6 +264,121 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
         for (int i = 0; i < 4; ++i) _mm256_storeu_ps(out + v * kPanelRows + 8 * i, sums[v][i]);
 }
 
+#else
+
+template <class Type> constexpr int kFit = 0;  // products are added as whole numbers of 32 bits
+
+// 256 columns of all rows from `at` on to their place: four rows after the other, with four bytes of each side by side.
+inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, int64_t columns) {
+    uint8_t *tiles = panel.codes + 4 * at;
+    for (int64_t row = 0; row < kPanelRows; row += 4, codes += 4 * kWide, tiles += 4 * wide_blocks(columns) * kWide)
+        for (int64_t column = 0; column < kWide; column += 16) {
+#if defined(SWITCHYARD_NEON)
+            uint32x4x4_t four;
+            for (int i = 0; i < 4; ++i) four.val[i] = vreinterpretq_u32_u8(vld1q_u8(codes + i * kWide + column));
+            vst4q_u32(reinterpret_cast<uint32_t *>(tiles + 4 * column), four);
+#else
+            for (int64_t i = 0; i < 16; ++i) std::memcpy(tiles + 4 * column + 4 * i, codes + i % 4 * kWide + column + i / 4 * 4, 4);
+#endif
+        }
+}
+
+inline void put_floats(Words words, float scale, float *to) {
+    int16_t each[16];
+    std::memcpy(each, &words, sizeof each);
+    for (int i = 0; i < 16; ++i) to[i] = static_cast<float>(each[i]) * scale;
+}
+
+// Adds the products of eight rows (`upper` four and `lower` four) with `width` columns of some vectors from `at` on.
+template <int count, int width>
+inline void add_columns(const uint8_t *upper, const uint8_t *lower, const RowVector *x, int64_t at, Fours (*sums)[2]) {
+#if defined(SWITCHYARD_NEON) && defined(__ARM_FEATURE_MATMUL_INT8)
+    constexpr int pairs = (count + 1) / 2;  // of vectors; each sum is two rows with two vectors
+    int32x4_t both[pairs][4];
+    for (auto &pair : both)
+        for (auto &sum : pair) sum = vdupq_n_s32(0);
+#pragma GCC unroll 4
+    for (int column = 0; column < width; column += 8) {
+        int8x16_t rows[4];
+        for (int four = 0; four < 2; ++four) {
+            const uint8_t *from = (four ? lower : upper) + 4 * column;
+            const int32x4_t first = vreinterpretq_s32_u8(vld1q_u8(from)), second = vreinterpretq_s32_u8(vld1q_u8(from + 16));
+            rows[2 * four] = vreinterpretq_s8_s32(vzip1q_s32(first, second));
+            rows[2 * four + 1] = vreinterpretq_s8_s32(vzip2q_s32(first, second));
+        }
+        for (int pair = 0; pair < pairs; ++pair) {
+            const int8_t *q = x[2 * pair].q, *partner = x[2 * pair + 1 < count ? 2 * pair + 1 : 2 * pair].q;
+            const int8x16_t values = vcombine_s8(vld1_s8(q + at + column), vld1_s8(partner + at + column));
+            for (int i = 0; i < 4; ++i) both[pair][i] = vmmlaq_s32(both[pair][i], rows[i], values);
+        }
+    }
+    for (int v = 0; v < count; ++v)
+        for (int four = 0; four < 2; ++four) {
+            const int32x4_t *two = both[v / 2] + 2 * four;
+            sums[v][four] += (Fours)(v % 2 ? vuzp2q_s32(two[0], two[1]) : vuzp1q_s32(two[0], two[1]));
+        }
+#elif defined(SWITCHYARD_NEON) && defined(__ARM_FEATURE_DOTPROD)
+#pragma GCC unroll 2
+    for (int column = 0; column < width; column += 16) {
+        int8x16_t q[count];
+        for (int v = 0; v < count; ++v) q[v] = vld1q_s8(x[v].q + at + column);
+        const auto four = [&](auto lane) {
+            const int from = 4 * column + 16 * decltype(lane)::value;
+            const int8x16_t high = vreinterpretq_s8_u8(vld1q_u8(upper + from)), low = vreinterpretq_s8_u8(vld1q_u8(lower + from));
+            for (int v = 0; v < count; ++v) {
+                sums[v][0] = (Fours)vdotq_laneq_s32((int32x4_t)sums[v][0], high, q[v], decltype(lane)::value);
+                sums[v][1] = (Fours)vdotq_laneq_s32((int32x4_t)sums[v][1], low, q[v], decltype(lane)::value);
+            }
+        };
+        four(std::integral_constant<int, 0>());
+        four(std::integral_constant<int, 1>());
+        four(std::integral_constant<int, 2>());
+        four(std::integral_constant<int, 3>());
+    }
+#else
+    for (int column = 0; column < width; column += 4) {
+        const auto high = vector_at<Sixteen>(upper + 4 * column), low = vector_at<Sixteen>(lower + 4 * column);
+        for (int v = 0; v < count; ++v) {
+            int32_t values;
+            std::memcpy(&values, x[v].q + at + column, 4);
+            const auto q = (Sixteen)(Fours{} + values);
+            sums[v][0] = with_products(sums[v][0], high, q);
+            sums[v][1] = with_products(sums[v][1], low, q);
+        }
+    }
+#endif
+}
+
+template <int count, bool wide, bool has_mins, int width, int>
+void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, float *out) {
+    const int64_t of_four = 4 * wide_blocks(columns) * kWide;
+    for (int64_t row = 0; row < kPanelRows; row += 8) {
+        Floats sums[count][2] = {};
+        const uint8_t *upper = panel.codes + row / 4 * of_four, *lower = upper + of_four;
+        const float *scales = panel.scales + row, *mins = panel.mins + row;
+        for (int64_t at = 0; at < columns; at += width, scales += kPanelRows, mins += kPanelRows) {
+            const int64_t group = at / kGroup;
+            Fours products[count][2] = {};
+            add_columns<count, width>(upper + 4 * at, lower + 4 * at, x, at, products);
+            const Floats scale[2] = {vector_at<Floats>(scales), vector_at<Floats>(scales + 4)};
+            for (int v = 0; v < count; ++v) {
+                const int32_t total = total_of<wide, width>(x[v], group, static_cast<int>(at % kGroup / width));
+                const float own = x[v].scales[wide ? group / (kWide / kGroup) : group];
+                for (int four = 0; four < 2; ++four) {
+                    Fours whole = products[v][four];
+                    if constexpr (!has_mins) whole -= panel.offset * total;
+                    sums[v][four] += floats_of(whole) * (scale[four] * own);
+                    if constexpr (has_mins)
+                        sums[v][four] += vector_at<Floats>(mins + 4 * four) * (own * static_cast<float>(total));
+                }
+            }
+        }
+        for (int v = 0; v < count; ++v)
+            for (int four = 0; four < 2; ++four) put_vector(sums[v][four], out + v * kPanelRows + row + 4 * four);
+    }
+}
+
+#endif
 #endif
 
 template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
@@ -270,17 +399,17 @@ template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t colum
             }
             const uint8_t *at = rows[row] + block * Type::kBytes;
             for (int64_t line = 0; line < Type::kBytes; line += 64)
-                _mm_prefetch(reinterpret_cast<const char *>(at) + line + 2 * Type::kBytes, _MM_HINT_T0);
+                __builtin_prefetch(at + line + 2 * Type::kBytes);
             const Wide wide = Type::wide(at);
             put_wide<Type>(at, wide, codes + row * kWide);
-            put_floats(wide.steps, wide.scale, scales);
+            put_floats(wide.steps, wide.scale(), scales);
             for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = scales[part * step];
             if constexpr (Type::kLowest) {
-                put_floats(wide.mins, -wide.lowest, mins);
+                put_floats(wide.mins, -wide.lowest(), mins);
                 for (int64_t part = 0; part < parts; ++part) to_mins[part * kPanelRows] = mins[part * step];
             }
         }
-        put_tiles(codes, panel->codes + block * kWide * kPanelRows);
+        put_tiles(codes, *panel, block * kWide, columns);
     }
 }
 
@@ -304,7 +433,7 @@ template <class Type> void unpack_four(const uint8_t *const *rows, int64_t colum
                     std::memset(last, 0, sizeof(last));
                     if (there > 0) std::memcpy(last, rows[row] + group * step, static_cast<size_t>(there * step));
                 }
-                _mm_prefetch(reinterpret_cast<const char *>(at) + 512, _MM_HINT_T0);
+                __builtin_prefetch(at + 512);
                 alignas(16) float scales[kTogether], offsets[kTogether];
                 put_together<Type>(at, codes + row * kWide + (group - from) * kGroup, scales, offsets);
                 for (int64_t i = 0; i < kTogether; ++i) {
@@ -312,7 +441,7 @@ template <class Type> void unpack_four(const uint8_t *const *rows, int64_t colum
                     if constexpr (has_mins) panel->mins[(group + i) * kPanelRows + row] = i < there ? offsets[i] : 0;
                 }
             }
-        put_tiles(codes, panel->codes + from * kGroup * kPanelRows);
+        put_tiles(codes, *panel, from * kGroup, columns);
     }
 }
 
@@ -330,5 +459,54 @@ void multiply_panel(const RowPanel &panel, int64_t columns, const RowVector *x, 
     }
 }
 
-}  // namespace
+// Rows' weights as floats.
+template <class Type> void unpack_wide_row(const uint8_t *row, int64_t columns, float *out) {
+    alignas(64) uint8_t codes[kWide];
+    alignas(64) float scales[16], mins[16];
+    for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes, out += kWide) {
+        const Wide wide = Type::wide(row);
+        put_wide<Type>(row, wide, codes);
+        put_floats(wide.steps, wide.scale(), scales);
+        if constexpr (Type::kLowest) put_floats(wide.mins, -wide.lowest(), mins);
+#if defined(__AVX512VNNI__)
+        // Stores are slow to be read again in parts, but for the codes'.
+        const __m512 each = _mm512_load_ps(scales), under = Type::kLowest ? _mm512_load_ps(mins) : _mm512_mul_ps(each, _mm512_set1_ps(-Type::kOffset));
+        for (int part = 0; part < 16; ++part) {
+            const __m512i which = _mm512_set1_epi32(part);
+            const __m512i wider = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i *>(codes + part * kPart)));
+            const __m512 least = _mm512_permutexvar_ps(which, under), scale = _mm512_permutexvar_ps(which, each);
+            _mm512_storeu_ps(out + part * kPart, _mm512_fmadd_ps(_mm512_cvtepi32_ps(wider), scale, least));
+        }
+#else
+        for (int part = 0; part < 16; ++part) {
+            const float scale = scales[part], least = Type::kLowest ? mins[part] : scale * static_cast<float>(-Type::kOffset);
+            for (int64_t i = part * kPart; i < (part + 1) * kPart; ++i) {
+                const auto code = Type::kOffset ? static_cast<float>(codes[i]) : static_cast<float>(static_cast<int8_t>(codes[i]));
+                out[i] = code * scale + least;
+            }
+        }
 #endif
+    }
+}
+
+template <class Type> void unpack_four_row(const uint8_t *row, int64_t columns, float *out) {
+    alignas(64) uint8_t codes[kTogether * kGroup];
+    alignas(16) float scales[kTogether], offsets[kTogether];
+    const int64_t groups = columns / kGroup;
+    for (int64_t group = 0; group < groups; group += kTogether, row += kTogether * Type::kBytes) {
+        const int64_t there = groups - group < kTogether ? groups - group : kTogether;
+        uint8_t last[kTogether * Type::kBytes] = {};
+        if (there < kTogether) std::memcpy(last, row, static_cast<size_t>(there * Type::kBytes));
+        put_together<Type>(there < kTogether ? last : row, codes, scales, offsets);
+        for (int64_t part = 0; part < there; ++part, out += kGroup) {
+            const float scale = scales[part], offset = offsets[part] - scale * static_cast<float>(kLarger<Type>);
+            for (int64_t i = 0; i < kGroup; ++i) {
+                const uint8_t code = codes[part * kGroup + i];
+                const bool negative = Type::kSigned && Type::kOffset == 0;
+                out[i] = (negative ? static_cast<float>(static_cast<int8_t>(code)) : static_cast<float>(code)) * scale + offset;
+            }
+        }
+    }
+}
+
+}  // namespace

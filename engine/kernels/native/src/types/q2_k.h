@@ -10,33 +10,30 @@ struct Q2K : scalar::Q2K {
     static constexpr int kWidth = 16, kOffset = 0, kMost = 3;
 
 #if defined(__AVX512VNNI__)
-    // Codes of two bits of 64 bytes, and of scales per 16.
+    // Codes of two bits of 64 bytes, and scales per 16.
+    static void put_codes(const uint8_t *pairs, Wide *wide) {
+        for (int half = 0; half < 2; ++half) {
+            const Bytes q = twice(pairs + 32 * half);
+            wide->codes[2 * half] = low_bits(shifted_apart<0, 2>(q), 3);
+            wide->codes[2 * half + 1] = low_bits(shifted_apart<4, 6>(q), 3);
+        }
+    }
     static void put_scales(__m256i steps, Wide *wide) {
         wide->steps = steps;
-        wide->first = spread_scales<0, 2, 1, 3, 8, 10, 9, 11>(steps);
-        wide->second = spread_scales<4, 6, 5, 7, 12, 14, 13, 15>(steps);
+        wide->first = spread_scales<0, 4, 1, 5, 2, 6, 3, 7>(steps);
+        wide->second = spread_scales<8, 12, 9, 13, 10, 14, 11, 15>(steps);
     }
     static Wide wide(const uint8_t *block) {
         Wide made;
-        const Bytes q = bytes_at(block + 16);
-        made.codes[0] = low_bits(q, 3);
-        made.codes[1] = low_bits(shifted<2>(q), 3);
-        made.codes[2] = low_bits(shifted<4>(q), 3);
-        made.codes[3] = low_bits(shifted<6>(q), 3);
-        const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block));
-        const __m128i low = _mm_set1_epi8(15);
-        put_scales(_mm256_cvtepu8_epi16(_mm_and_si128(both, low)), &made);
-        made.mins = _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(both, 4), low));
-        made.scale = half_at(block + 80);
-        made.lowest = half_at(block + 82);
+        put_codes(block + 16, &made);
+        put_scales(words_of_low_nibbles(block), &made);
+        made.mins = words_of_high_nibbles(block);
+        made.factors = two_halves(block + 80);
         return made;
     }
-    static constexpr int place(int j, int half) { return 32 * j + 128 * half; }
-#elif defined(__AVX2__)
+#else
     static Wide wide(const uint8_t *block) {
-        const __m128i both = _mm_loadu_si128(reinterpret_cast<const __m128i *>(block)), low = _mm_set1_epi8(15);
-        return {_mm256_cvtepu8_epi16(_mm_and_si128(both, low)), _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(both, 4), low)),
-                half_at(block + 80), half_at(block + 82)};
+        return {words_of_low_nibbles(block), words_of_high_nibbles(block), half_at(block + 80), half_at(block + 82)};
     }
     static Bytes codes(const uint8_t *block, int part) {
         return low_bits(shifted(bytes_at(block + 16 + part / 4 * 32), part % 4 * 2), 3);

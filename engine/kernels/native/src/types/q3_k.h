@@ -9,37 +9,34 @@ struct Q3K : scalar::Q3K {
     static constexpr bool kLowest = false, kLarge = false;
     static constexpr int kWidth = 16, kOffset = 4, kMost = 7;
 
-#if defined(__AVX512VNNI__) || defined(__AVX2__)
-    static __m256i steps_of(const uint8_t *block) {
+    static Words steps_of(const uint8_t *block) {
         uint64_t first, second;
         unpack_steps_of_16(block + 96, &first, &second);
-        return _mm256_sub_epi16(_mm256_cvtepu8_epi16(sixteen(first, second)), _mm256_set1_epi16(32));
+        return subtracted(words_of(first, second), 32);
     }
-#endif
 #if defined(__AVX512VNNI__)
     static Wide wide(const uint8_t *block) {
         Wide made;
-        const Bytes q = bytes_at(block + 32), high = twice(block);
-        made.codes[0] = with_bits(low_bits(q, 3), rotated<2, -2>(high), 4);
-        made.codes[1] = with_bits(low_bits(shifted<2>(q), 3), rotated<1, -3>(high), 4);
-        made.codes[2] = with_bits(low_bits(shifted<4>(q), 3), rotated<0, -4>(high), 4);
-        made.codes[3] = with_bits(low_bits(shifted<6>(q), 3), rotated<-1, -5>(high), 4);
-        const __m256i steps = steps_of(block);
+        const Bytes high = twice(block);
+        Q2K::put_codes(block + 32, &made);
+        made.codes[0] = with_bits(made.codes[0], rotated<-2, -1>(high), 4);
+        made.codes[1] = with_bits(made.codes[1], rotated<0, 1>(high), 4);
+        made.codes[2] = with_bits(made.codes[2], rotated<2, 3>(high), 4);
+        made.codes[3] = with_bits(made.codes[3], rotated<4, 5>(high), 4);
+        const Words steps = steps_of(block);
         Q2K::put_scales(steps, &made);
-        made.mins = _mm256_slli_epi16(steps, 2);
-        made.scale = half_at(block + 108);
-        made.lowest = 0;
+        made.mins = doubled<2>(steps);
+        made.factors = one_half(block + 108);
         return made;
     }
-    static constexpr int place(int j, int half) { return Q2K::place(j, half); }
-#elif defined(__AVX2__)
+#else
     static Wide wide(const uint8_t *block) {
-        const __m256i steps = steps_of(block);
-        return {steps, _mm256_slli_epi16(steps, 2), half_at(block + 108), 0};
+        const Words steps = steps_of(block);
+        return {steps, doubled<2>(steps), half_at(block + 108), 0};
     }
     static Bytes codes(const uint8_t *block, int part) {
         const Bytes low = low_bits(shifted(bytes_at(block + 32 + part / 4 * 32), part % 4 * 2), 3);
-        return _mm256_or_si256(low, _mm256_slli_epi16(low_bits(shifted(bytes_at(block), part), 1), 2));
+        return joined(low, shifted_left(low_bits(shifted(bytes_at(block), part), 1), 2));
     }
 #endif
 };

@@ -16,7 +16,7 @@ struct Q4_0 : scalar::Q4_0 {
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-8.0f));
         return made;
     }
-#elif defined(__AVX2__)
+#else
     static One one(const uint8_t *block) {
         const float scale = half_at(block);
         return {codes_of_nibbles(block + 2), scale, -8.0f * scale};

@@ -16,7 +16,7 @@ struct Q4_1 : scalar::Q4_1 {
         made.offsets = four_halves(blocks + 2, kBytes);
         return made;
     }
-#elif defined(__AVX2__)
+#else
     static One one(const uint8_t *block) { return {codes_of_nibbles(block + 4), half_at(block), half_at(block + 2)}; }
 #endif
 };

@@ -17,9 +17,9 @@ struct Q5_1 : scalar::Q5_1 {
         made.offsets = four_halves(blocks + 2, kBytes);
         return made;
     }
-#elif defined(__AVX2__)
+#else
     static One one(const uint8_t *block) {
-        return {with_fifth_bits(block + 4, codes_of_nibbles(block + 8)), half_at(block), half_at(block + 2)};
+        return {joined(codes_of_nibbles(block + 8), where_set(u32_at(block + 4), 16)), half_at(block), half_at(block + 2)};
     }
 #endif
 };

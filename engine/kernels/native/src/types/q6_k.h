@@ -2,7 +2,7 @@
 // 128 codes, 64 in low nibbles and then 64 in high ones; 64 bytes of two more bits: of each 128 codes, a pair of bits for each 32
 // of them; steps: 16 signed bytes; d: fp16.
 #pragma once
-#include "rows.h"
+#include "q2_k.h"
 
 namespace {
 
@@ -14,29 +14,25 @@ struct Q6K : scalar::Q6K {
     static Wide wide(const uint8_t *block) {
         Wide made;
         for (int half = 0; half < 2; ++half) {
-            const Bytes low = bytes_at(block + 64 * half), high = twice(block + 128 + 32 * half);
-            made.codes[2 * half] = with_bits(low_bits(low, 15), rotated<4, 2>(high), 48);
-            made.codes[2 * half + 1] = with_bits(low_bits(shifted<4>(low), 15), rotated<0, -2>(high), 48);
+            const Bytes low = held(bytes_at(block + 64 * half)), high = twice(block + 128 + 32 * half);
+            made.codes[2 * half] = with_bits(low_bits(low, 15), rotated<-4, -2>(high), 48);
+            made.codes[2 * half + 1] = with_bits(low_bits(shifted<4>(low), 15), rotated<0, 2>(high), 48);
         }
-        const __m256i steps = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 192)));
-        made.first = spread_scales<0, 4, 1, 5, 2, 6, 3, 7>(steps);
-        made.second = spread_scales<8, 12, 9, 13, 10, 14, 11, 15>(steps);
-        made.steps = steps;
-        made.mins = _mm256_slli_epi16(steps, 5);
-        made.scale = half_at(block + 208);
-        made.lowest = 0;
+        const Words steps = words_of_signed(block + 192);
+        Q2K::put_scales(steps, &made);
+        made.mins = doubled<5>(steps);
+        made.factors = one_half(block + 208);
         return made;
     }
-    static constexpr int place(int j, int half) { return 64 * j + 32 * half; }
-#elif defined(__AVX2__)
+#else
     static Wide wide(const uint8_t *block) {
-        const __m256i steps = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(block + 192)));
-        return {steps, _mm256_slli_epi16(steps, 5), half_at(block + 208), 0};
+        const Words steps = words_of_signed(block + 192);
+        return {steps, doubled<5>(steps), half_at(block + 208), 0};
     }
     static Bytes codes(const uint8_t *block, int part) {
         const Bytes low = low_bits(shifted(bytes_at(block + part / 4 * 64 + part % 2 * 32), part % 4 / 2 * 4), 15);
         const Bytes high = low_bits(shifted(bytes_at(block + 128 + part / 4 * 32), part % 4 * 2), 3);
-        return _mm256_or_si256(low, _mm256_slli_epi16(high, 4));
+        return joined(low, shifted_left(high, 4));
     }
 #endif
 };

@@ -19,7 +19,7 @@ struct Q8_0 : scalar::Q8_0 {
         made.offsets = _mm_mul_ps(made.scales, _mm_set1_ps(-kRaised));
         return made;
     }
-#elif defined(__AVX2__)
+#else
     static constexpr int kOffset = 0, kMost = 128;
     static One one(const uint8_t *block) { return {bytes_at(block + 2), half_at(block), 0}; }
 #endif

@@ -1,8 +1,9 @@
 // What the types share: the loops over a row's blocks for the instruction set of the including file.
 // Everything is local to that file, so that the linker never mixes them.
 //
-// A type has, besides what ggml_values.h says, for products in vectors of 512 or of 256 bits either
-//   wide(block) and place       a block of 256: codes, a scale and a minimum per 16 of them (Wide), and where 32 of the codes lie
+// A type has, besides what ggml_values.h says, for products in vectors of 512 bits, and again for those of fewer, either
+//   wide(block)                 a block of 256: codes, a scale and a minimum per 16 of them (Wide); in narrower vectors without
+//                               codes, of which codes(block, i) are 32
 //   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
 // and for panels
 //   kWidth, kOffset, kMost      codes that share a scale; what makes them unsigned; the largest, 128 where they stay signed
@@ -23,8 +24,10 @@ namespace {
 // Scales and minima of Q4_K and Q5_K, 6 bits each in 12 bytes: a byte for each of eight groups.
 inline void unpack_steps(const uint8_t *packed, uint64_t *scales, uint64_t *lowest) {
     const uint32_t a = u32_at(packed), b = u32_at(packed + 4), c = u32_at(packed + 8);
-    *scales = static_cast<uint64_t>((c & 0x0f0f0f0f) | (a >> 2 & 0x30303030)) << 32 | (a & 0x3f3f3f3f);
-    *lowest = static_cast<uint64_t>((c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030)) << 32 | (b & 0x3f3f3f3f);
+    uint32_t upper = (c & 0x0f0f0f0f) | (a >> 2 & 0x30303030), lower = (c >> 4 & 0x0f0f0f0f) | (b >> 2 & 0x30303030);
+    __asm__("" : "+r"(upper), "+r"(lower));  // compilers make slow vectors of these
+    *scales = static_cast<uint64_t>(upper) << 32 | (a & 0x3f3f3f3f);
+    *lowest = static_cast<uint64_t>(lower) << 32 | (b & 0x3f3f3f3f);
 }
 
 // Scales of Q3_K, 6 bits each in 12 bytes: 32 too large, a byte for each of sixteen groups.
@@ -35,45 +38,96 @@ inline void unpack_steps_of_16(const uint8_t *packed, uint64_t *first, uint64_t 
     *second = static_cast<uint64_t>((b >> 4 & low) | (c >> 2 & high)) << 32 | ((a >> 4 & low) | (c & high));
 }
 
+// Steps of IQ4_XS, 4 bits each in 4 bytes and 2 more in 2: 32 too large, a byte for each of eight groups.
+inline uint64_t unpack_split_steps(const uint8_t *low, const uint8_t *high) {
+    uint64_t nibbles = u32_at(low), pairs = u16_at(high);
+    nibbles = (nibbles | nibbles << 16) & 0x0000ffff0000ffff;
+    nibbles = (nibbles | nibbles << 8) & 0x00ff00ff00ff00ff;
+    nibbles = (nibbles | nibbles << 4) & 0x0f0f0f0f0f0f0f0f;
+    pairs = (pairs | pairs << 24) & 0x000000ff000000ff;
+    pairs = (pairs | pairs << 12) & 0x000f000f000f000f;
+    pairs = (pairs | pairs << 6) & 0x0303030303030303;
+    return nibbles | pairs << 4;
+}
+
 constexpr int64_t kAheadOfRow = 6144;  // bytes between a prefetch and its use: about what a core reads meanwhile
 
+}  // namespace
+
+#if !defined(__AVX512VNNI__) && !defined(__AVX2__)
+#include "lanes_128.h"
+#endif
+
+namespace {
+
+#if defined(__AVX512VNNI__) || defined(__AVX2__)
+
+// 16 whole numbers.
+using Words = __m256i;
+inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
+inline __m128i sixteen_at(const uint8_t *at) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(at)); }
+inline Words words_of(uint64_t first, uint64_t second) { return _mm256_cvtepu8_epi16(sixteen(first, second)); }
+inline Words words_of_pairs(uint64_t each) {  // of each byte, two
+    const __m128i bytes = sixteen(each, 0);
+    return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(bytes, bytes));
+}
+inline Words words_of_low_nibbles(const uint8_t *at) {
+    return _mm256_cvtepu8_epi16(_mm_and_si128(sixteen_at(at), _mm_set1_epi8(15)));
+}
+inline Words words_of_high_nibbles(const uint8_t *at) {
+    return _mm256_cvtepu8_epi16(_mm_and_si128(_mm_srli_epi16(sixteen_at(at), 4), _mm_set1_epi8(15)));
+}
+inline Words words_of_signed(const uint8_t *at) { return _mm256_cvtepi8_epi16(sixteen_at(at)); }
+inline Words no_words() { return _mm256_setzero_si256(); }
+inline Words subtracted(Words words, int number) { return _mm256_sub_epi16(words, _mm256_set1_epi16(static_cast<short>(number))); }
+template <int bits> inline Words doubled(Words words) { return _mm256_slli_epi16(words, bits); }
+
+#endif
 #if defined(__AVX512VNNI__)
 
 using Bytes = __m512i;
 
 inline Bytes bytes_at(const void *at) { return _mm512_loadu_si512(at); }
+// The same for what is used more than once: compilers would rather load it again.
+inline Bytes held(Bytes bytes) {
+    __asm__("" : "+v"(bytes));
+    return bytes;
+}
 // 32 bytes of each, or 32 bytes twice.
 inline Bytes joined(const void *a, const void *b) {
     return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_loadu_si256(static_cast<const __m256i *>(a))),
                               _mm256_loadu_si256(static_cast<const __m256i *>(b)), 1);
 }
-inline Bytes twice(const void *at) { return _mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i *>(at))); }
+inline Bytes twice(const void *at) { return held(_mm512_broadcast_i64x4(_mm256_loadu_si256(static_cast<const __m256i *>(at)))); }
 inline Bytes low_bits(Bytes bytes, int mask) { return _mm512_and_si512(bytes, _mm512_set1_epi8(static_cast<char>(mask))); }
 template <int bits> inline Bytes shifted(Bytes bytes) { return _mm512_srli_epi16(bytes, bits); }
-// In the lower and in the upper half by as many bits to the left, or right where negative.
+// In the lower and in the upper half by as many bits to the right.
+template <int lower, int upper> inline Bytes shifted_apart(Bytes bytes) {
+    return _mm512_srlv_epi64(bytes, _mm512_set_epi64(upper, upper, upper, upper, lower, lower, lower, lower));
+}
+// The same, or to the left where negative, without losing any.
 template <int lower, int upper> inline Bytes rotated(Bytes bytes) {
-    return _mm512_rolv_epi64(bytes, _mm512_set_epi64(upper & 63, upper & 63, upper & 63, upper & 63, lower & 63, lower & 63,
+    return _mm512_rorv_epi64(bytes, _mm512_set_epi64(upper & 63, upper & 63, upper & 63, upper & 63, lower & 63, lower & 63,
                                                      lower & 63, lower & 63));
 }
 // first | (second & mask)
 inline Bytes with_bits(Bytes first, Bytes second, int mask) {
     return _mm512_ternarylogic_epi64(first, second, _mm512_set1_epi8(static_cast<char>(mask)), 0xf8);
 }
-inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
 
-// A block of 256. codes[j] are multiplied with the values x(j) begins at. Products of four neighbours are packed, two registers
-// side by side, so that each 128 bits have four words of the one and then four of the other: `first` and `second` are the words
-// of scales that meet those of codes 0 and 1, and of 2 and 3.
+// A block of 256, its codes in their order. Products of four neighbours are packed, two registers side by side, so that each 128
+// bits have four words of the one and then four of the other: `first` and `second` are the words of scales that meet those of
+// codes 0 and 1, and of 2 and 3.
 struct Wide {
     Bytes codes[4], first, second;
-    __m256i steps, mins;  // per 16 weights in their order
-    float scale, lowest;
+    __m256i steps, mins;  // per 16 weights
+    __m128 factors;       // the scale, and, beside it, that of minima
+    float scale() const { return _mm_cvtss_f32(factors); }
+    float lowest() const { return _mm_cvtss_f32(_mm_movehdup_ps(factors)); }
 };
 
-template <class Type> inline Bytes values_for(const int8_t *q, int j) {
-    const int first = Type::place(j, 0), second = Type::place(j, 1);
-    return second == first + 32 ? bytes_at(q + first) : joined(q + first, q + second);
-}
+inline __m128 two_halves(const uint8_t *at) { return _mm_cvtph_ps(_mm_cvtsi32_si128(static_cast<int>(u32_at(at)))); }
+inline __m128 one_half(const uint8_t *at) { return _mm_set_ss(half_at(at)); }
 
 // The scales whose numbers are given for each 128 bits of a pack.
 template <int a0, int b0, int a1, int b1, int a2, int b2, int a3, int b3> inline Bytes spread_scales(__m256i scales) {
@@ -91,12 +145,12 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
     const __m512i none = _mm512_setzero_si512();
     for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes) {
         for (int64_t at = 0; at < Type::kBytes; at += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+            __builtin_prefetch(row + at + kAheadOfRow);
         const Wide wide = Type::wide(row);
         for (int v = 0; v < count; ++v) {
             const int8_t *q = x[v].q + block * kWide;
             __m512i products[4];
-            for (int j = 0; j < 4; ++j) products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], values_for<Type>(q, j));
+            for (int j = 0; j < 4; ++j) products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], bytes_at(q + 64 * j));
             __m512i whole;
             if constexpr (Type::kLarge) {  // products do not fit words
                 whole = _mm512_setzero_si512();
@@ -113,12 +167,12 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
             }
             const auto *parts = reinterpret_cast<const __m256i *>(x[v].parts + block * (kWide / kPart));
             const __m256i below = _mm256_madd_epi16(wide.mins, _mm256_loadu_si256(parts));
-            const float scale = x[v].scales[block];
+            const __m128 scales = _mm_mul_ps(wide.factors, _mm_set1_ps(x[v].scales[block]));
             if constexpr (Type::kLowest)
-                less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_set1_ps(wide.lowest * scale), less[v]);
+                less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_broadcastss_ps(_mm_movehdup_ps(scales)), less[v]);
             else
                 whole = _mm512_sub_epi32(whole, _mm512_zextsi256_si512(below));
-            sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_set1_ps(wide.scale * scale), sums[v]);
+            sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_broadcastss_ps(scales), sums[v]);
         }
     }
     for (int v = 0; v < count; ++v) {
@@ -180,7 +234,7 @@ template <class Type, int count> void dot_four(const uint8_t *row, int64_t colum
     int64_t group = 0;
     for (; group + 4 <= groups; group += 4, row += 4 * Type::kBytes) {
         for (int64_t at = 0; at < 4 * Type::kBytes; at += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+            __builtin_prefetch(row + at + kAheadOfRow);
         add(Type::four(row), group);
     }
     if (group < groups) {
@@ -214,12 +268,23 @@ inline Bytes bytes_at(const void *at) { return _mm256_loadu_si256(static_cast<co
 inline Bytes low_bits(Bytes bytes, int mask) { return _mm256_and_si256(bytes, _mm256_set1_epi8(static_cast<char>(mask))); }
 inline Bytes shifted(Bytes bytes, int bits) { return _mm256_srl_epi16(bytes, _mm_cvtsi32_si128(bits)); }
 inline Bytes shifted_left(Bytes bytes, int bits) { return _mm256_sll_epi16(bytes, _mm_cvtsi32_si128(bits)); }
-inline __m128i sixteen(uint64_t low, uint64_t high) { return _mm_set_epi64x(static_cast<long long>(high), static_cast<long long>(low)); }
+inline Bytes joined(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
+inline Bytes added(Bytes bytes, int number) { return _mm256_add_epi8(bytes, _mm256_set1_epi8(static_cast<char>(number))); }
+inline void put_bytes(Bytes bytes, uint8_t *to) { _mm256_store_si256(reinterpret_cast<__m256i *>(to), bytes); }
+// `value` where a bit is set.
+inline Bytes where_set(uint32_t set, uint8_t value) {
+    const __m256i which = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
+    const __m256i spread = _mm256_shuffle_epi8(_mm256_set1_epi32(static_cast<int>(set)), which);
+    const __m256i bits = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
+    return low_bits(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bits), bits), value);
+}
 
 // A block of 256: Type::codes(block, i) are 32 of them.
 struct Wide {
-    __m256i steps, mins;  // per 16 codes
-    float scale, lowest;
+    Words steps, mins;  // per 16 codes
+    float of_codes, of_mins;
+    float scale() const { return of_codes; }
+    float lowest() const { return of_mins; }
 };
 
 // The scales of 32 codes, eight words of each.
@@ -248,7 +313,7 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
     for (int v = 0; v < count; ++v) sums[v] = less[v] = _mm256_setzero_ps();
     for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes) {
         for (int64_t at = 0; at < Type::kBytes; at += 64)
-            _mm_prefetch(reinterpret_cast<const char *>(row) + at + kAheadOfRow, _MM_HINT_T0);
+            __builtin_prefetch(row + at + kAheadOfRow);
         const Wide wide = Type::wide(row);
         const int64_t at = block * kWide;
         __m256i whole[count];
@@ -266,11 +331,11 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
             if constexpr (!Type::kLarge) {
                 const __m256i below = _mm256_madd_epi16(wide.mins, bytes_at(x[v].parts + at / kPart));
                 if constexpr (Type::kLowest)
-                    less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_set1_ps(wide.lowest * scale), less[v]);
+                    less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_set1_ps(wide.lowest() * scale), less[v]);
                 else
                     whole[v] = _mm256_sub_epi32(whole[v], below);
             }
-            sums[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[v]), _mm256_set1_ps(wide.scale * scale), sums[v]);
+            sums[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(whole[v]), _mm256_set1_ps(wide.scale() * scale), sums[v]);
         }
     }
     for (int v = 0; v < count; ++v) {
@@ -299,7 +364,7 @@ template <class Type, int count> void dot_four(const uint8_t *row, int64_t colum
     const __m256i ones = _mm256_set1_epi16(1);
     const int64_t groups = columns / kGroup;
     for (int64_t group = 0; group < groups; ++group, row += Type::kBytes) {
-        _mm_prefetch(reinterpret_cast<const char *>(row) + kAheadOfRow, _MM_HINT_T0);
+        __builtin_prefetch(row + kAheadOfRow);
         const One one = Type::one(row);
         for (int v = 0; v < count; ++v) {
             const __m256i q = bytes_at(x[v].q + group * kGroup);
@@ -322,32 +387,6 @@ inline Bytes table_of(const int8_t *table) {
     return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i *>(table)));
 }
 inline Bytes look_up(Bytes table, Bytes codes) { return _mm256_shuffle_epi8(table, codes); }
-
-#else
-
-// By the values themselves, a block at a time.
-template <class Type, int count> void dot_plain(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
-    constexpr int64_t width = Type::kElements < kGroup ? kGroup : Type::kElements;
-    for (int v = 0; v < count; ++v) out[v] = 0;
-    for (int64_t block = 0; block * Type::kElements < columns; ++block) {
-        float values[width];
-        Type::values(row + block * Type::kBytes, values);
-        for (int v = 0; v < count; ++v) {
-            const int8_t *q = x[v].q + block * Type::kElements;
-            float sums[8] = {};
-            for (int64_t i = 0; i < Type::kElements; ++i) sums[i % 8] += values[i] * static_cast<float>(q[i]);
-            float sum = 0;
-            for (float each : sums) sum += each;
-            out[v] += x[v].scales[block] * sum;
-        }
-    }
-}
-template <class Type, int count> void dot_wide(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
-    dot_plain<Type, count>(row, columns, x, out);
-}
-template <class Type, int count> void dot_four(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
-    dot_plain<Type, count>(row, columns, x, out);
-}
 
 #endif
 
