@@ -18,6 +18,8 @@ from app.widgets.popover import Popover
 from app.widgets.quantities import count, memory, percent
 
 ICON_PX = 14
+LEAST_PX = 24
+"""Of a page that is not shown, which must not widen the window; where it is shown `fit` takes care."""
 FRAME_PX = 14
 """Beside the words, as in the style sheet."""
 WIDTH_PX = 400
@@ -56,6 +58,7 @@ class ContextMeter(QPushButton):
         self._forms: tuple[str, ...] = ("",)
         self._use: ContextUse | None = None
         self.setAccessibleName(self.tr("Context"))
+        self.setMinimumWidth(LEAST_PX)
         self.hide()
 
     @property
