@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.library import bank_path, banks_of
+from engine.checkpoint.library import converted_of, converted_path
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import RequestCancelled
 from engine.kernels.native.build import library_path
@@ -289,10 +289,10 @@ def test_experts_of_a_head_on_disk_are_kept_apart_and_repaired(tmp_path: Path) -
         load(config)
     loaded = load(replace(config, ram_bytes=caught.value.needed))
     try:
-        kept = bank_path(path, "fp32-heads")
-        assert banks_of(path) == [kept]
+        kept = converted_path(path, "fp32-heads")
+        assert converted_of(path) == [kept]
         assert loaded.disk_backed is not None
-        damage_everything(kept, loaded.disk_backed.disk.header)
+        damage_everything(kept)
         _answers_stay_the_same(loaded)
         assert loaded.disk_backed.disk.records_repaired
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -33,11 +33,8 @@ def fill_bank(
     reader: TensorReader,
     bank: ExpertBank,
     kernels: NativeKernels | None = None,
-    on_made: Callable[[BankLayer], None] = lambda _layer: None,
 ) -> None:
     """Allocates and fills the records of every experts module, layer by layer.
-
-    `on_made` is called with each layer whose records have just been quantised, or made of what is stored.
 
     Besides the bank it needs memory for the tensors of one expert, or of one layer where the library's conversion
     mixes experts, and for one layer's records before they are quantised if they are (natively, with `kernels`).
@@ -62,9 +59,6 @@ def fill_bank(
                 filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
             if quantises:
                 quantise_layer(room.layers.pop(name), layers[name], kernels)
-                on_made(layers[name])
-    for name in repacked.keys() & plan.index.modules.keys():  # they are complete by now
-        on_made(layers[name])
     wanted = {target for site in sites for target in site.targets}
     if wanted - filled:
         raise EngineError(

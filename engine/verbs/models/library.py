@@ -189,8 +189,8 @@ def details(entry: LibraryEntry) -> str:
     rows += [("also in", f"{_place(origin, path)} ({path})") for origin, path in entry.also]
     if entry.measured_tokens_per_s:
         rows.append(("speed here", f"{entry.measured_tokens_per_s:.3g} tokens/s, measured"))
-    if entry.bank_bytes:
-        rows.append(("prepared", about(entry.bank_bytes)))
+    if entry.converted_bytes:
+        rows.append(("converted", about(entry.converted_bytes)))
     if entry.problem:
         rows.append(("problem", entry.problem))
     card = entry.path / "CARD.md"
