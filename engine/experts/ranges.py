@@ -34,12 +34,18 @@ class Part:
     places: Sequence[Place] | memoryview
 
 
+def converted_part(container: Container, spec: LayerSpec) -> list[Part]:
+    """The records of a layer of a file of converted weights."""
+    begin, size = container.entries[spec.name].offset, spec.layout.nbytes
+    return [Part(0, size, [(container.path, begin + expert * size) for expert in range(spec.num_experts)])]
+
+
 class RecordRanges:
     """What a `DiskTier` reads.
 
     Args:
         parts: of each layer's records, in their order.
-        container: that all records lie in, if one has them.
+        container: that records lie in, or some of them.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a file cannot be opened.
@@ -59,7 +65,7 @@ class RecordRanges:
         except OSError as error:
             self.close()
             raise unreadable(Path(str(error.filename)), error) from error
-        self.is_direct = container is not None and all(file.is_direct for file in self._files.values())
+        self.is_direct = bool(container) and all(file.is_direct for file in self._files.values())
 
     @classmethod
     def of(cls, container: Container, layers: Sequence[LayerSpec], *, direct: bool = True) -> RecordRanges:
@@ -68,12 +74,9 @@ class RecordRanges:
         Raises:
             EngineError: `CHECKPOINT_DAMAGED` if the file cannot be opened.
         """
-        parts: list[list[Part]] = []
-        for spec in layers:
-            begin, size = container.entries[spec.name].offset, spec.layout.nbytes
-            places = [(container.path, begin + expert * size) for expert in range(spec.num_experts)]
-            parts.append([Part(0, size, places)])
-        return cls(RecordTable(tuple(layers)), parts, container, direct=direct)
+        return cls(
+            RecordTable(tuple(layers)), [converted_part(container, spec) for spec in layers], container, direct=direct
+        )
 
     def fill(self, layer: int, begin: int, target: memoryview) -> None:
         """Bytes of a layer's records, one behind the other, from this one on.
@@ -91,7 +94,8 @@ class RecordRanges:
     def is_intact(self, layer: int, expert: int, record: torch.Tensor) -> bool:
         """Whether these are the bytes of a record, if that can be told."""
         name = self.table.layers[layer].name
-        return self._container is None or self._container.is_intact(name, expert, record[None])
+        container = self._container
+        return container is None or name not in container.entries or container.is_intact(name, expert, record[None])
 
     def damaged(self, layer: int, expert: int) -> EngineError:
         """The error for a record that is not intact."""

@@ -346,7 +346,9 @@ def test_reading_repairs_by_itself(
         change_weights(mixtral)
     layers = source.contents.tensors[: len(source.sites)]
     record = torch.empty(layers[2].layout.nbytes, dtype=torch.uint8)
-    with DiskTier(RecordRanges.of(there.container, layers), repair=source.record) as disk:
+    with DiskTier(
+        RecordRanges.of(there.container, layers), repair=lambda layer, expert: source.record(layers[layer].name, expert)
+    ) as disk:
         read = disk.read(2, 1, record)
         if changed:
             with pytest.raises(EngineError, match=r"Expert 1 of .* is damaged"):

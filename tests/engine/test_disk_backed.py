@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_converted
-from engine.checkpoint.library import converted_path
+from engine.checkpoint.library import converted_of, converted_path
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir
@@ -37,6 +37,12 @@ FAMILIES = (
 @pytest.fixture
 def mixtral(tmp_path: Path) -> Path:
     return tiny_checkpoint("mixtral", tmp_path / "mixtral", num_hidden_layers=3)
+
+
+@pytest.fixture
+def turned(tmp_path: Path) -> Path:
+    """A model whose experts have to be rearranged."""
+    return tiny_checkpoint("gpt_oss", tmp_path / "gpt_oss")
 
 
 @contextmanager
@@ -235,35 +241,47 @@ def damage_everything(path: Path) -> None:
                 file.write(bytes([byte[0] ^ 1]))
 
 
-def test_damaged_records_are_rebuilt_and_reported(
-    mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_plain_experts_are_read_from_the_models_own_files(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with loaded(mixtral, "fp32") as in_ram:
-        expected = said(in_ram)
-    with on_disk(monkeypatch, mixtral, "fp32") as model, caplog.at_level(logging.WARNING):
+    folder = tiny_checkpoint(family, tmp_path / family)
+    with on_disk(monkeypatch, folder, "fp32", slots=1) as model, torch.no_grad():
+        logits(model.model)
         assert model.disk_backed is not None
-        damage_everything(converted_path(mixtral, "fp32"))
+        assert model.disk_backed.disk.records_read
+    assert not converted_of(folder)
+
+
+def test_damaged_records_are_rebuilt_and_reported(
+    turned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loaded(turned, "fp32") as in_ram:
+        expected = said(in_ram)
+    with on_disk(monkeypatch, turned, "fp32") as model, caplog.at_level(logging.WARNING):
+        assert model.disk_backed is not None
+        damage_everything(converted_path(turned, "fp32"))
         assert_says(model, expected, atol=1e-5)
         assert model.disk_backed.disk.records_repaired
         assert model.disk_backed.notes == [model.disk_backed.disk.note]
     assert any(record.name == "engine.experts.disk_tier" for record in caplog.records)
 
 
-def test_a_file_that_is_no_use_is_made_again_and_told(mixtral: Path) -> None:
-    least = least_budget(mixtral)
-    with loaded(mixtral, ram_bytes=least) as model:
+def test_a_file_that_is_no_use_is_made_again_and_told(turned: Path) -> None:
+    least = least_budget(turned)
+    with loaded(turned, ram_bytes=least) as model:
         assert "again" not in model.info.device_note
-    with converted_path(mixtral, "bf16").open("r+b") as file:
+    with converted_path(turned, "bf16").open("r+b") as file:
         file.write(b"nothing")
-    with loaded(mixtral, ram_bytes=least) as model:
+    with loaded(turned, ram_bytes=least) as model:
         assert "converted again" in model.info.device_note
 
 
-def test_a_record_that_cannot_be_made_again_is_one_clear_error(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_disk(monkeypatch, mixtral) as model, torch.no_grad():
+def test_a_record_that_cannot_be_made_again_is_one_clear_error(turned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(monkeypatch, turned) as model, torch.no_grad():
         assert model.disk_backed is not None
-        damage_everything(converted_path(mixtral, "bf16"))
-        shutil.rmtree(mixtral)
+        damage_everything(converted_path(turned, "bf16"))
+        shutil.rmtree(turned)
         for _ in range(2):
             with pytest.raises(EngineError) as caught:
                 logits(model.model)

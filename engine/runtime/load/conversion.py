@@ -170,7 +170,7 @@ class Conversion:
             else:
                 quantise_into(self._weight(spec.name, reader), matrix, self.kernels)
 
-    def record(self, layer: int, expert: int) -> torch.Tensor:
+    def record(self, name: str, expert: int) -> torch.Tensor:
         """Makes one expert's record again, of the model as it was opened: its weights have been filled in since.
 
         Raises:
@@ -178,6 +178,7 @@ class Conversion:
         """
         with torch.no_grad(), quiet_library():
             again = replace(self, opened=self.reopened(), _rest=None)
+        layer = self.index_of[name]
         spec = self.contents.tensors[layer]
         made = allocate_records(spec.num_experts, spec.layout, _CPU)
         with TensorReader(_ignore, _never, 0, dtype=again.opened.plan.dtype, kernels=self.kernels) as reader:

@@ -20,7 +20,7 @@ from engine.experts.early_reads import EARLY_READS
 from engine.experts.file_image import FileImage
 from engine.experts.ranges import unreadable
 from engine.experts.record_memory import HugePages
-from engine.runtime.load.tensor_reader import TensorReader
+from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 
 _PIECE = 64 * 2**20
 _LOOK_S = 0.05
@@ -143,6 +143,21 @@ class Files:
         for each in self.arriving:
             each.on_progress = together
         return together
+
+    def numbers(self, entry: TensorEntry) -> torch.Tensor | None:
+        """A tensor that is stored number by number in a file that arrives, once it is there; None for any other.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
+        """
+        arriving, dtype = self._arriving.get(entry.file), torch_dtype(entry)
+        if arriving is None or dtype is None or entry.offset % dtype.itemsize or not entry.nbytes:
+            return None
+        try:
+            arriving.image.wait_for(entry.offset + entry.nbytes)
+        except OSError as error:
+            raise unreadable(entry.file, error) from error
+        return arriving.bytes_of(entry).view(dtype).view(entry.shape)
 
     def bytes_of(self, entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
         """Those of a tensor, uint8 [bytes]; if its file arrives as a whole they are there once it has.

@@ -6,7 +6,7 @@ card, experts are read into RAM that it can copy from, and the rest into its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from engine.checkpoint.stored import heads_in_blocks, in_blocks, pieces_of, rows
 from engine.experts.bank import ExpertBank, LayerInPlace
 from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import BlockLayout
-from engine.experts.ranges import Part, Place, RecordRanges
-from engine.experts.record import LayerSpec, RecordLayout, RecordTable, allocate_records
+from engine.experts.ranges import Part, Place
+from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats import ROUTERS, STORED
 from engine.formats.ggml import GGML, BlockFormat
@@ -111,28 +111,23 @@ def _behind_one_another(entries: list[TensorEntry]) -> TensorEntry | None:
     return replace(first, shape=(len(entries), *first.shape), nbytes=len(entries) * nbytes)
 
 
-def experts_on_disk(opened: OpenedCheckpoint, sites: Sequence[ExpertsSite], reader: TensorReader) -> RecordRanges:
-    """Experts that are read from a model's own files as they are needed.  Biases, which are small, are in RAM.
+def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> list[Part]:
+    """Where the records of an experts module lie that are read from a model's own files as they are needed.  Biases,
+    which are small, are in RAM.
 
     Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if a file cannot be opened.
         EngineError, RequestCancelled: as `TensorReader.read`.
     """
-    layers = [LayerSpec(site.name, site.num_experts, site.layout) for site in sites]
-    parts: list[list[Part]] = []
-    for site in sites:
-        blocks, biases = _parts_in_blocks(site, opened.plan), _biases(opened, site, reader)
-        of_site: list[Part] = []
-        for part in site.layout.parts:
-            places: list[Place] | memoryview
-            if part.name in blocks:
-                entry = blocks[part.name]
-                places = [(entry.file, entry.offset + expert * part.nbytes) for expert in range(site.num_experts)]
-            else:
-                places = bytes_of(biases[part.name].view(-1).view(torch.uint8))
-            of_site.append(Part(part.offset, part.nbytes, places))
-        parts.append(of_site)
-    return RecordRanges(RecordTable(tuple(layers)), parts, direct=True)
+    blocks, biases, parts = _parts_in_blocks(site, opened.plan), _biases(opened, site, reader), list[Part]()
+    for part in site.layout.parts:
+        places: list[Place] | memoryview
+        if part.name in blocks:
+            entry = blocks[part.name]
+            places = [(entry.file, entry.offset + expert * part.nbytes) for expert in range(site.num_experts)]
+        else:
+            places = bytes_of(biases[part.name].view(-1).view(torch.uint8))
+        parts.append(Part(part.offset, part.nbytes, places))
+    return parts
 
 
 def files_in_place(opened: OpenedCheckpoint) -> list[Path]:

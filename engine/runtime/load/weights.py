@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +21,8 @@ from engine.experts.disk_tier import DiskTier
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
-from engine.experts.ranges import RecordRanges
-from engine.experts.record import LayerSpec, allocate_records
+from engine.experts.ranges import Part, RecordRanges, converted_part
+from engine.experts.record import LayerSpec, RecordTable, allocate_records
 from engine.experts.sites import ExpertsSite, bind, empty_modules
 from engine.formats import STORED, TiledFormat
 from engine.formats.tiles import TiledMatrix
@@ -41,24 +42,26 @@ from engine.runtime.load.conversion import (
 )
 from engine.runtime.load.decision import Decision, dense_on_cards
 from engine.runtime.load.files import Files
-from engine.runtime.load.fill_bank import fill_bank
+from engine.runtime.load.fill_bank import fill_bank, ranges_as_stored
 from engine.runtime.load.in_place import (
     MatricesOnCards,
     bind_experts_in_place,
     bind_matrices_in_place,
     bytes_in_place,
-    experts_on_disk,
     files_in_place,
     fill_records,
     matrices_in_place,
+    parts_in_place,
 )
 from engine.runtime.load.library_conversion import load_rest
 from engine.runtime.load.stored import StoredLinears
-from engine.runtime.load.tensor_reader import TensorReader
+from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 from engine.runtime.loaded_model import LoadingParts
 
 OnProgress = Callable[[int, int], None]
 _POLICY = ADAPTIVE
+_MOSTLY = 0.9
+"""Share of a checkpoint's bytes that must be used as they lie for its files to be held as a whole."""
 
 
 def read_weights(
@@ -118,7 +121,7 @@ def _conversion(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPart
         return None
     linears = parts.kernels is not None or _on_cards(opened, decision) is not None
     conversion = Conversion.of(opened, decision.precision, linears=linears, kernels=parts.kernels)
-    on_disk = {site.name for site in decision.on_disk}
+    on_disk = {site.name for site in decision.on_disk if ranges_as_stored(site, opened.plan) is None}
     conversion.sites = [
         site for site in conversion.sites if site.name in on_disk or isinstance(site.layout, QuantisedLayout)
     ]
@@ -150,9 +153,9 @@ class _Source:
         self.uses_linears = not decision.devices or _on_cards(opened, decision) is not None
         self.in_whole_files = not decision.devices and not decision.on_disk
         self.files = Files(())
-        names = {site.name for site in opened.sites} if decision.in_place else set()
+        names = {site.name for site in (opened.sites if decision.in_place else decision.on_disk)}
         if conversion is not None:
-            names = {site.name for site in conversion.sites}
+            names |= {site.name for site in conversion.sites}
         left = {name: each for name, each in opened.plan.index.modules.items() if name not in names}
         self.plan = replace(opened.plan, index=ExpertIndex(left))
 
@@ -168,15 +171,36 @@ class _Source:
         opened, decision, conversion, note = self.opened, self.decision, self.conversion, ""
         if conversion is not None:
             parts.on_phase("converting" if conversion.is_needed else "reading")
-            made = (convert if decision.on_disk else keep_converted)(conversion, on_progress, cancelled)
+            must = not {site.name for site in decision.on_disk}.isdisjoint(conversion.index_of)
+            made = (convert if must else keep_converted)(conversion, on_progress, cancelled)
             if isinstance(made, str):
-                note, self.conversion, self.plan = made, None, opened.plan
+                note, self.conversion = made, None
+                self.plan = _Source(opened, decision, None).plan
             else:
                 note, self.converted = made.note, made
         container = self.converted.container if self.converted is not None else None
         whole = files_in_place(opened) if decision.in_place else [container.path] if container is not None else []
-        self.files = Files(whole if self.in_whole_files else (), container)
+        self.files = Files([*whole, *self._of_numbers()] if self.in_whole_files else (), container)
         return note
+
+    def _of_numbers(self) -> list[Path]:
+        """The checkpoint's files, if nearly all that is in them is used as it lies there: they then are in memory as a
+        whole, mapped where that is safe."""
+        plan, decision = self.plan, self.decision
+        if decision.in_place or not self.in_whole_files or plan.index.modules or plan.quantizer is not None:
+            return []
+        apart = {id(plan.renamed[name]) for name in self.apart_by_conversion}
+        used = {id(entry): entry for entry in plan.renamed.values() if torch_dtype(entry) == plan.dtype}
+        used = {key: entry for key, entry in used.items() if key not in apart}
+        files = {file for entry in plan.rest.values() for file in entry.files}
+        nbytes = sum(entry.nbytes for entry in used.values())
+        stored = sum(file.stat().st_size for file in files)
+        return sorted(files) if nbytes >= _MOSTLY * stored else []
+
+    @property
+    def apart_by_conversion(self) -> set[str]:
+        """Parameters that nothing but converted linear layers is made of."""
+        return self.conversion.apart if self.conversion is not None and self.uses_linears else set()
 
     def linears(self, kernels: NativeKernels | None, reader: TensorReader) -> StoredMatrices | None:
         """The linear layers that were converted, or that are made of what the checkpoint stores."""
@@ -209,19 +233,20 @@ class _Source:
         if decision.in_place and decision.devices:
             more, apart = bytes_in_place(self.opened, decision.resident), set()
         elif conversion is not None:
-            apart = conversion.apart if self.uses_linears else set()
+            apart = self.apart_by_conversion
             if not self.in_whole_files:
                 here = {site.name for site in conversion.sites}
                 more = sum(site.nbytes for site in decision.resident if site.name in here)
                 more += sum(layout.nbytes for layout in conversion.linears.values()) if self.uses_linears else 0
-        return self.plan.nbytes + more - sum(own.renamed[name].nbytes for name in apart)
+        mapped = sum(entry.nbytes for entry in self.plan.rest.values()) if self._of_numbers() else 0
+        return self.plan.nbytes + more - (mapped or sum(own.renamed[name].nbytes for name in apart))
 
     @property
     def nbytes_of_whole(self) -> int:
         """Of the files that arrive as a whole."""
         if not self.in_whole_files:
             return 0
-        files = files_in_place(self.opened) if self.decision.in_place else []
+        files = files_in_place(self.opened) if self.decision.in_place else self._of_numbers()
         return sum(file.stat().st_size for file in files) + (
             self.conversion.contents.size if self.conversion is not None else 0
         )
@@ -268,14 +293,24 @@ class _Source:
         Raises:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
-        on_disk = self.decision.on_disk
-        if self.converted is None:
-            return DiskTier(experts_on_disk(self.opened, on_disk, reader))
+        converted, on_disk = self.converted, self.decision.on_disk
+        container = converted.container if converted is not None else None
         specs = [LayerSpec(site.name, site.num_experts, site.layout) for site in on_disk]
-        conversion = self.converted.conversion
-        numbers = [conversion.index_of[spec.name] for spec in specs]
-        ranges = RecordRanges.of(self.converted.container, specs)
-        return DiskTier(ranges, repair=lambda layer, expert: conversion.record(numbers[layer], expert))
+        parts: list[list[Part]] = []
+        for site, spec in zip(on_disk, specs, strict=True):
+            if container is not None and site.name in container.entries:
+                parts.append(converted_part(container, spec))
+            elif self.decision.in_place:
+                parts.append(parts_in_place(self.opened, site, reader))
+            else:
+                own = ranges_as_stored(site, self.opened.plan)
+                assert own is not None
+                parts.append(own)
+        ranges = RecordRanges(RecordTable(tuple(specs)), parts, container, direct=True)
+        if converted is None:
+            return DiskTier(ranges)
+        conversion = converted.conversion
+        return DiskTier(ranges, repair=lambda layer, expert: conversion.record(specs[layer].name, expert))
 
 
 class _ConvertedLinears:
@@ -308,7 +343,7 @@ def _read_rest(source: _Source, parts: LoadingParts, reader: TensorReader) -> No
     linears = source.linears(kernels, reader)
     apart = source.apart(linears)
     if precision is None:
-        load_rest(model, source.plan, reader, layers.device_map(places), apart)
+        load_rest(model, source.plan, reader, layers.device_map(places), apart, source.files.numbers)
         if decision.in_place and not decision.devices and kernels is not None:
             bind_matrices_in_place(opened, source.files, kernels, reader)
         elif linears is not None and kernels is not None:
