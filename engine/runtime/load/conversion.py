@@ -277,7 +277,8 @@ def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: C
         RequestCancelled: `cancelled()` was true.
     """
     try:
-        return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE)
+        stays_cached = conversion.nbytes < available_ram() // 2  # then it is there at once when it is mapped
+        return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE, direct_writes=not stays_cached)
     except EngineError as error:
         if error.code not in (ErrorCode.DISK_FULL, ErrorCode.INVALID_REQUEST, ErrorCode.NOT_ENOUGH_MEMORY):
             raise
@@ -293,6 +294,7 @@ def convert(
     path: Path | None = None,
     left_free: int = 0,
     direct: bool = True,
+    direct_writes: bool = True,
 ) -> Converted:
     """Makes the file unless it is there and up to date.
 
@@ -304,7 +306,7 @@ def convert(
         cancelled: asked often.
         path: of the file, if not where it is kept.
         left_free: bytes of the disk that are left to others.
-        direct: whether to try to read and write past the page cache.
+        direct: whether to try to read and write past the page cache; `direct_writes`: or only to read.
 
     Raises:
         EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
@@ -329,7 +331,8 @@ def convert(
             freed = remove_leftovers()
             if again is not None:
                 reopen(again)
-            with ContainerWriter(path, contents, left_free=left_free, direct=direct) as writer:
+            writes = direct and direct_writes
+            with ContainerWriter(path, contents, left_free=left_free, direct=writes) as writer:
                 resumed = sum(contents.tensors[index].nbytes for index in writer.finished)
                 try:
                     _write(conversion, writer, on_progress, check, direct=direct)
