@@ -41,8 +41,8 @@ Metadata = dict[str, Any]
 """By full key: numbers, texts, and lists of either."""
 
 _DTYPES: dict[str, Any] = {"BF16": np.dtype("<u2"), "F16": np.dtype("<f2"), "F32": np.dtype("<f4")}
-_ROTARY = {"": 0, "rotary_q": 1, "rotary_k": 2}
-"""Arrangements that are reversed here: none, and the rows of queries or of keys."""
+_ROTARY = {"": 0, "row": 0, "rotary_q": 1, "rotary_k": 2}
+"""Arrangements that are reversed here: none, a row without its axis, and the rows of queries or of keys."""
 _ROPE_FACTORS = "rope_freqs.weight"
 _COMMON = {
     "block_count": "num_hidden_layers",
@@ -198,6 +198,8 @@ def _keys(family: Gguf, config: Mapping[str, Any]) -> Metadata:
     for name, key in family.config.items():
         if config.get(name) is not None:
             found[key.name if isinstance(key, Key) else key] = config[name]
+    if "expert_count" in (key.name if isinstance(key, Key) else key for key in family.config.values()):
+        found.setdefault("expert_count", _experts_in(family, config) or None)
     rope = _rope(config)
     found["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
     found["rope.freq_base"] = float(rope.get("rope_theta") or 10_000.0)
@@ -247,6 +249,8 @@ def _tensors(family: Gguf, config: Mapping[str, Any], checkpoint: Mapping[str, T
                 continue
             if way is None:
                 raise _unsupported(f"{name} has another form there, which is not written")
+            if way.how == "row":
+                entry = replace(entry, shape=(entry.numel,))
             is_matrix = len(entry.shape) > 1 and not way.sources[0].endswith(("ffn_gate_inp.weight", "_shexp.bias"))
             yield GgufTensor(way.sources[0], entry.shape, (entry,), is_matrix, heads[_ROTARY[way.how]])
             continue
@@ -272,7 +276,7 @@ def _experts_in(family: Gguf, config: Mapping[str, Any]) -> int:
     """How many a layer has; 0 if that is not said."""
     for name, key in family.config.items():
         if (key.name if isinstance(key, Key) else key) == "expert_count":
-            return int(config.get(name) or config.get("num_local_experts") or 0)
+            return int(config.get(name) or config.get("num_local_experts") or config.get("num_experts") or 0)
     return 0
 
 

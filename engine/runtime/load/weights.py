@@ -60,6 +60,8 @@ from engine.runtime.loaded_model import LoadingParts
 
 OnProgress = Callable[[int, int], None]
 _POLICY = ADAPTIVE
+_MOST_FILES = 8
+"""That are read at the same time: a disk without a head to move takes as many."""
 _MOSTLY = 0.9
 """Share of a checkpoint's bytes that must be used as they lie for its files to be held as a whole."""
 
@@ -195,7 +197,7 @@ class _Source:
         files = {file for entry in plan.rest.values() for file in entry.files}
         nbytes = sum(entry.nbytes for entry in used.values())
         stored = sum(file.stat().st_size for file in files)
-        return sorted(files) if nbytes >= _MOSTLY * stored else []
+        return sorted(files) if nbytes >= _MOSTLY * stored and len(files) <= _MOST_FILES else []
 
     @property
     def apart_by_conversion(self) -> set[str]:
