@@ -17,7 +17,7 @@ from tests.engine.tiny_families import tiny_checkpoint
 
 
 def _load(folder: Path, precision: str) -> tuple[torch.Tensor, list[int], tuple[Path, ...], int]:
-    """Logits, tokens, the files that were held as a whole, and from how many places parameters lie as far apart as in the
+    """Logits, tokens, the files that were held as a whole, and the number of places from which parameters lie as in the
     file."""
     loaded = load_model(
         EngineConfig(str(folder), device="cpu", precision=precision),
