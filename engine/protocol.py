@@ -53,10 +53,10 @@ HEARTBEAT_S = 1.0
 MAX_LINE_BYTES = 64 * 2**20
 """Both sides reject a longer line instead of buffering it."""
 
-LoadPhase = Literal["loading", "reading", "converting", "keeping"]
+LoadPhase = Literal["loading", "reading", "converting"]
 """Of loading: opening files, reading weights, making records of them, and writing what later starts read instead."""
 
-Phase = Literal["loading", "reading", "converting", "keeping", "prefill", "decode"]
+Phase = Literal["loading", "reading", "converting", "prefill", "decode"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.bench.gguf_export import Quantisation, write_gguf
-from engine.bench.gguf_texts import add_texts
+from engine.bench.gguf_texts import texts_of
 from engine.bench.peers.editions import LLAMA_CPP
+from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from tests.engine.test_serve_verb import served
 from tests.peers import users_home
 from tests.starter import starter_for_tests
@@ -62,7 +62,7 @@ def cut_starter(folder: Path) -> Path:
 def gguf_of(checkpoint: Path, folder: Path) -> Path:
     """A checkpoint as a GGUF file, made in that folder."""
     path = folder / "model.gguf"
-    write_gguf(checkpoint, path, Quantisation.BF16, add_vocabulary=lambda writer: add_texts(writer, checkpoint))
+    write_gguf(checkpoint, path, Quantisation.BF16, vocabulary=texts_of(checkpoint))
     return path
 
 

@@ -56,7 +56,7 @@ def what_is_no_file() -> Path | None:
 def _own_folders() -> Iterator[Path]:
     yield config_dir()  # first: a file in it says where the others are
     yield from (jobs_dir(), sessions_dir(), cache_dir(), log_dir(), data_dir())
-    large = {"models", "banks", "parts", "jobs", "sessions"}
+    large = {"models", "banks", "converted", "parts", "jobs", "sessions"}
     with contextlib.suppress(OSError):
         yield from [path for path in data_dir().iterdir() if path.name not in large and path.is_dir()]
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 PROGRESS_MS = 200
 
-WorkKind = Literal["verify", "move", "export", "import", "remove", "banks"]
+WorkKind = Literal["verify", "move", "export", "import", "remove", "converted"]
 OnProgress = Callable[[int, int], None]
 Doing = Callable[[OnProgress, Callable[[], bool]], object]
 """Runs in the background; it gets a function for (done, total) bytes, and one that says whether it was cancelled."""
@@ -157,15 +157,15 @@ class Library(QObject):
 
         self._ask("remove", model.name, doing)
 
-    def remove_banks(self, model: LibraryEntry) -> None:
-        """Deletes a model's prepared experts, which are made again when it is next loaded; the result is the bytes."""
+    def remove_converted(self, model: LibraryEntry) -> None:
+        """Deletes what was converted of a model, which the next load does again; the result is the bytes."""
 
         def doing(_said: OnProgress, _cancelled: Callable[[], bool]) -> object:
-            from engine.checkpoint.library import banks_of, remove_banks
+            from engine.checkpoint.library import converted_of, remove_converted
 
-            return remove_banks(banks_of(model.path))
+            return remove_converted(converted_of(model.path))
 
-        self._ask("banks", model.name, doing)
+        self._ask("converted", model.name, doing)
 
     def cancel(self) -> None:
         """Cancels what is being done now."""

@@ -76,7 +76,7 @@ def fit_bars(row: FitRow) -> tuple[TierBar, ...]:
         bars.append(TierBar(translate("Fit", "RAM"), memory_parts(row.ram), row.ram.total))
     disk = row.disk
     files = BarPart(translate("Fit", "download"), disk.download, "disk")
-    prepared = BarPart(translate("Fit", "prepared experts"), disk.bank, "hit")
+    prepared = BarPart(translate("Fit", "converted weights"), disk.bank, "hit")
     if disk.bank_free is None or not disk.bank:
         bars.append(TierBar(translate("Fit", "Disk"), (files, prepared), disk.free, 10**9))
     else:

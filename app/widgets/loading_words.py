@@ -18,7 +18,6 @@ def loading_words(pace: LoadingPace) -> str:
     words = {
         "reading": translate("Loading", "Reading weights"),
         "converting": translate("Loading", "Converting weights; later starts skip this"),
-        "keeping": translate("Loading", "Saving converted weights for the next start"),
     }.get(progress.phase, translate("Loading", "Loading the model"))
     amount = translate("Loading", "{0} of {1}").format(file_size(progress.done), file_size(progress.total))
     left = translate("Loading", "{0} left").format(duration(pace.left_s)) if pace.left_s is not None else ""

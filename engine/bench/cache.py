@@ -18,13 +18,11 @@ import torch
 from engine.bench.report import Report, row
 from engine.devices.cpu import open_cpu
 from engine.experts.bank import BankLayer
-from engine.experts.bank_header import BankHeader, BankLayerSpec
-from engine.experts.bank_writer import BankWriter
 from engine.experts.cache.selection import CANDIDATES
-from engine.experts.checksums import BEST_CHECKSUM
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.ranges import Part, RecordRanges
+from engine.experts.record import LayerSpec, RecordLayout, RecordTable, allocate_records
 from engine.experts.record_source import RamRecords
 from engine.experts.replay.bounds import belady_hits
 from engine.experts.replay.simulation import ADOPTED, replay
@@ -74,9 +72,8 @@ def ram_tier_us(routing: RoutingTrace) -> float:
     """Microseconds of a layer's `acquire` and `release` with all experts in RAM, over the second half."""
     steps, spent_s, timed = _steps(routing), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as folder:
-        path = Path(folder) / "made-up.bank"
-        header = _write_bank(path, routing)
-        with DiskTier(path, header) as disk, RamTier(disk, header.records_nbytes, at_least=routing.per_token) as tier:
+        ranges = _made_up(Path(folder) / "made-up", routing)
+        with DiskTier(ranges) as disk, RamTier(disk, ranges.table.nbytes, at_least=routing.per_token) as tier:
             everything = list(range(routing.num_experts))
             for layer in range(routing.layers):
                 whole = tier.acquire(layer, everything)
@@ -100,16 +97,16 @@ def _steps(routing: RoutingTrace) -> list[tuple[int, list[int]]]:
     ]
 
 
-def _write_bank(path: Path, routing: RoutingTrace) -> BankHeader:
-    layers = tuple(BankLayerSpec(f"layers.{index}", routing.num_experts, _LAYOUT) for index in range(routing.layers))
-    header = BankHeader("bf16", None, BEST_CHECKSUM, {"files": [["made up", 1, 2]], "headers": "00"}, layers)
-    records = allocate_records(routing.num_experts, _LAYOUT, torch.device("cpu"))
-    records.zero_()
-    with BankWriter(path, header) as writer:
-        for layer in range(routing.layers):
-            writer.write_layer(layer, records, lambda _count: None)
-        writer.finish()
-    return header
+def _made_up(path: Path, routing: RoutingTrace) -> RecordRanges:
+    """Records of zeros on disk."""
+    specs = [LayerSpec(f"layers.{index}", routing.num_experts, _LAYOUT) for index in range(routing.layers)]
+    table = RecordTable(tuple(specs))
+    path.write_bytes(bytes(table.nbytes))
+    numbers = iter(range(0, table.nbytes, _LAYOUT.nbytes))
+    parts = [
+        [Part(0, _LAYOUT.nbytes, [(path, next(numbers)) for _ in range(spec.num_experts)])] for spec in table.layers
+    ]
+    return RecordRanges(table, parts, direct=True)
 
 
 SHARES = (0.1, 0.25, 0.5)

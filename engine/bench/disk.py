@@ -1,7 +1,8 @@
-"""`switchyard bench disk`: preparing a model, loading the prepared bank, and decoding with half its experts in RAM."""
+"""`switchyard bench disk`: converting a model, loading that, and decoding with half its experts in RAM."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -20,14 +21,18 @@ from engine.bench import mmap_peer
 from engine.bench.mmap_peer import memory_group
 from engine.bench.opened import ForcedText, decode_seconds, opened, random_text
 from engine.bench.report import Report, row
-from engine.checkpoint.library import bank_path
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier, Read
+from engine.experts.ranges import RecordRanges
+from engine.experts.record import LayerSpec
+from engine.kernels.native.library import load_kernels
 from engine.measure.disk import forget_cached, read_rate, write_rate
-from engine.runtime.load.prepare_bank import BankSource, prepare_bank
+from engine.runtime.load.checkpoint import read_headers
+from engine.runtime.load.conversion import Conversion, Converted, convert
+from engine.runtime.load.library_models import quiet_library
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig
@@ -50,28 +55,36 @@ class DiskPlan:
 def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callable[[str], None]) -> None:
     """Adds rows: each rate against the disk's in the same run, and decoding against plain mmap.
 
-    The prepared bank is removed again unless it was there before.
+    The converted file is removed again unless it was there before.
 
     Raises:
-        EngineError: `INVALID_REQUEST` if the model has no experts; as `prepare_bank` and `load_model`.
+        EngineError: `INVALID_REQUEST` if the model has no experts; as `convert` and `load_model`.
     """
-    directory = Path(config.model)
     if config.precision == "auto":  # `auto` would avoid the disk
-        config = replace(config, precision="bf16")
-    source = BankSource.open(directory, config.precision)
-    bank = bank_path(directory, source.precision)
-    bank.parent.mkdir(parents=True, exist_ok=True)
-    with disk_errors_explained(bank.parent), _scratch(bank.parent) as scratch:
-        require_space(bank.parent, 2 * source.header().records_nbytes)
-        was_there = bank.exists()
+        config = replace(config, precision="int4")
+    with torch.no_grad(), quiet_library():
+        found = read_headers(Path(config.model), config.precision)
+    if not found.sites:
+        raise EngineError(ErrorCode.INVALID_REQUEST, f"{found.name} has no experts, so there is nothing to convert.")
+    kernels = load_kernels(torch.get_num_threads())
+    conversion = Conversion.of(found, config.precision, linears=kernels is not None, kernels=kernels)
+    file = conversion.path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        if kernels is not None:
+            held.callback(kernels.close)
+        held.enter_context(disk_errors_explained(file.parent))
+        scratch = held.enter_context(_scratch(file.parent))
+        require_space(file.parent, 2 * conversion.nbytes)
+        was_there = file.exists()
         try:
-            _prepare_and_load(source, scratch, plan, report, say)
+            _convert_and_load(conversion, scratch, plan, report, say)
             if not was_there:
-                os.replace(scratch / "prepared.bank", bank)
-            _decode(config, source, bank, plan, report, say)
+                os.replace(scratch / "converted.gguf", file)
+            _decode(config, conversion, file, plan, report, say)
         finally:
             if not was_there:
-                bank.unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -80,34 +93,33 @@ def _scratch(parent: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _prepare_and_load(
-    source: BankSource, scratch: Path, plan: DiskPlan, report: Report, say: Callable[[str], None]
+def _convert_and_load(
+    conversion: Conversion, scratch: Path, plan: DiskPlan, report: Report, say: Callable[[str], None]
 ) -> None:
     """Rates in bytes per second of required reads and writes, each beside the disk's own."""
-    header, made, raw = source.header(), scratch / "prepared.bank", scratch / "raw"
-    checkpoint = sum(source.nbytes(layer) for layer in range(len(source.sites)))
-    size = header.records_nbytes
-    prepared: list[float] = []
+    made, raw = scratch / "converted.gguf", scratch / "raw"
+    checkpoint, size = conversion.opened.plan.nbytes, conversion.nbytes
+    converted: list[float] = []
     loaded: list[float] = []
     moved: list[float] = []
     reads: list[float] = []
     for repeat in range(plan.repeats):
-        say(f"repeat {repeat + 1} of {plan.repeats}: preparing, loading, and the disk by itself")
+        say(f"repeat {repeat + 1} of {plan.repeats}: converting, loading, and the disk by itself")
         made.unlink(missing_ok=True)
         write_bps = write_rate(raw, size)
         read_bps = read_rate(raw)
         raw.unlink()
-        forget_cached(source.directory.glob("*.safetensors"))
+        forget_cached(conversion.opened.directory.glob("*.safetensors"))
         begun_s = time.perf_counter()
-        prepare_bank(source, made, on_progress=_ignore, cancelled=_never)
-        prepared.append((checkpoint + size) / (time.perf_counter() - begun_s) / 1e9)
+        file = convert(conversion, _ignore, _never, path=made)
+        converted.append((checkpoint + size) / (time.perf_counter() - begun_s) / 1e9)
         # The time of reading and then writing them.
         moved.append((checkpoint + size) / (checkpoint / read_bps + size / write_bps) / 1e9)
-        loaded.append(_load_rate(made, size) / 1e9)
+        loaded.append(_load_rate(file) / 1e9)
         reads.append(read_bps / 1e9)
-    name = "preparing, bytes read and written"
-    report.rows.append(row(name, prepared, "GB/s", peer="the disk by itself", peer_values=moved))
-    report.rows.append(row("loading what was prepared", loaded, "GB/s", peer="the disk by itself", peer_values=reads))
+    name = "converting, bytes read and written"
+    report.rows.append(row(name, converted, "GB/s", peer="the disk by itself", peer_values=moved))
+    report.rows.append(row("loading what was converted", loaded, "GB/s", peer="the disk by itself", peer_values=reads))
 
 
 def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, int], None]) -> None:
@@ -119,10 +131,10 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
     Raises:
         EngineError: as `DiskTier.read`.
     """
-    total, done = disk.header.records_nbytes, 0
+    total, done = disk.table.nbytes, 0
     under_way: deque[Read] = deque()
     try:
-        for index, spec in enumerate(disk.header.layers):
+        for index, spec in enumerate(disk.table.layers):
             records = bank.add_layer(spec.name, spec.num_experts, spec.layout).records
             reads = disk.read_all(index, records)
             under_way.extend(reads)
@@ -143,31 +155,32 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
 
 def _finish(disk: DiskTier, read: Read) -> int:
     read.result()
-    return read.count * disk.header.layers[read.layer].layout.nbytes
+    return read.count * disk.table.layers[read.layer].layout.nbytes
 
 
-def _load_rate(path: Path, size: int) -> float:
-    forget_cached([path])
+def _load_rate(file: Converted) -> float:
+    forget_cached([file.container.path])
     bank = ExpertBank(torch.device("cpu"))
+    layers = [LayerSpec(site.name, site.num_experts, site.layout) for site in file.conversion.sites]
     try:
-        with DiskTier(path) as disk:
+        with DiskTier(RecordRanges.of(file.container, layers)) as disk:
             begun_s = time.perf_counter()
             load_prepared(disk, bank, _ignore)
-            return size / (time.perf_counter() - begun_s)
+            return disk.table.nbytes / (time.perf_counter() - begun_s)
     finally:
         bank.close()
 
 
 def _decode(
-    config: EngineConfig, source: BankSource, bank: Path, plan: DiskPlan, report: Report, say: Callable[[str], None]
+    config: EngineConfig, source: Conversion, bank: Path, plan: DiskPlan, report: Report, say: Callable[[str], None]
 ) -> None:
-    size = source.header().records_nbytes
+    size = sum(site.nbytes for site in source.sites)
     expert_ram = plan.expert_ram or size // 2
     config = replace(config, ram_bytes=_dense_bytes(source) + expert_ram)
     rates: list[float] = []
     bounds: list[float] = []
     mapped: list[float] = []
-    text = random_text(source.model.config.get_text_config().vocab_size, 32, plan.tokens)
+    text = random_text(source.opened.model.config.get_text_config().vocab_size, 32, plan.tokens)
     for repeat in range(plan.repeats):
         say(f"repeat {repeat + 1} of {plan.repeats}: decoding with {expert_ram / size:.0%} of the experts in RAM")
         with opened(config) as loaded:
@@ -193,10 +206,10 @@ def _decode(
         report.skip_peer(_MMAP, "compared where the CPU computes: --device cpu")
 
 
-def _dense_bytes(source: BankSource) -> int:
+def _dense_bytes(source: Conversion) -> int:
     """Bytes in memory of everything but the experts; an upper bound if quantised."""
     width = 4 if source.precision == "fp32" else 2
-    return sum(width * entry.numel for entry in source.plan.rest.values())
+    return sum(width * entry.numel for entry in source.opened.plan.rest.values())
 
 
 def _our_rate(loaded: LoadedModel, text: ForcedText) -> tuple[float, float]:

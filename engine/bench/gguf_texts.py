@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from gguf import GGUFWriter, TokenType
+from gguf import TokenType
 
+from engine.checkpoint.gguf.export import Metadata
 from engine.common.errors import EngineError, ErrorCode
 
 _MERGED = "\u0120\u0120"
 """Two spaces: llama.cpp asks for one merge at least."""
 
 
-def add_texts(writer: GGUFWriter, checkpoint: Path) -> None:
-    """Writes the vocabulary, the merges and the chat template of a checkpoint whose tokens are made of bytes.
+def texts_of(checkpoint: Path) -> Metadata:
+    """The vocabulary, the merges and the chat template of a checkpoint whose tokens are made of bytes.
 
     Where there are no merges, the first made-up word becomes the result of the only one.
 
@@ -34,18 +35,19 @@ def add_texts(writer: GGUFWriter, checkpoint: Path) -> None:
         words_at = (at for at, token in enumerate(tokens) if at not in special and len(token) > 1)
         tokens[next(words_at, -1)] = _MERGED
         merges = [" ".join(_MERGED)]
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([int(TokenType.CONTROL if at in special else TokenType.NORMAL) for at in range(len(tokens))])
-    writer.add_token_merges(merges)
-    for name, add in (
-        ("bos_token", writer.add_bos_token_id),
-        ("eos_token", writer.add_eos_token_id),
-        ("pad_token", writer.add_pad_token_id),
-    ):
+    found: Metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [
+            int(TokenType.CONTROL if at in special else TokenType.NORMAL) for at in range(len(tokens))
+        ],
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.add_bos_token": False,
+    }
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("pad_token", "padding")):
         if settings.get(name) in tokens:
-            add(tokens.index(settings[name]))
-    writer.add_add_bos_token(False)
+            found[f"tokenizer.ggml.{key}_token_id"] = tokens.index(settings[name])
     if settings.get("chat_template"):
-        writer.add_chat_template(settings["chat_template"])
+        found["tokenizer.chat_template"] = settings["chat_template"]
+    return found

@@ -1,4 +1,4 @@
-"""Decodes with the experts in a plain mapping of the bank file, paged by the system: the peer of the RAM tier.
+"""Decodes with the experts in a plain mapping of the converted file, paged by the system: the peer of the RAM tier.
 
 A program of its own, `python -m engine.bench.mmap_peer`, because its memory is limited by a control group: the fair way
 to page a file with limited RAM. It reads a JSON document on stdin and writes `{"tokens_per_s": ...}` to stdout.
@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.bench.opened import ForcedText, decode_seconds, opened
+from engine.checkpoint.gguf.file import read_converted
 from engine.common.config import EngineConfig
 from engine.experts.bank import BankLayer
-from engine.experts.bank_file import BankFile
 from engine.experts.dispatch import BANK_LAYER
 from engine.kernels import choose_kernel
 from engine.measure.disk import forget_cached
@@ -140,17 +140,16 @@ def _map_experts(loaded: LoadedModel, path: Path) -> None:
         # Private and writable because torch has no read-only tensors; never written.
         mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
     everything = torch.frombuffer(mapped, dtype=torch.uint8)
-    with BankFile(path) as file:
-        header = file.header
+    _, _, tensors = read_converted(path)
     modules: dict[str, Any] = dict(loaded.model.named_modules())
-    for index, spec in enumerate(header.layers):
+    assert loaded.disk_backed is not None
+    for spec in loaded.disk_backed.disk.table.layers:
         module = modules[spec.name]
-        begin = header.record_offset(index, 0)
+        begin = tensors[spec.name].offset
         records = everything[begin : begin + spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
         layer = BankLayer(spec.name, spec.layout, records)
         setattr(module, BANK_LAYER, (layer, choose_kernel(module, layer, loaded.kernels)))
-    if loaded.disk_backed is not None:
-        loaded.disk_backed.close()
+    loaded.disk_backed.close()
 
 
 if __name__ == "__main__":

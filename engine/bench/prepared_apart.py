@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from engine.checkpoint.library import banks_dir
+from engine.checkpoint.library import converted_dir
 from engine.checkpoint.staging import staging_folder
 from engine.common.files import disk_errors_explained
 from engine.common.paths import PREPARED_VARIABLE
@@ -24,7 +24,7 @@ def prepared_apart() -> Iterator[Path]:
         EngineError: the data folder cannot be written to.
     """
     before = os.environ.get(PREPARED_VARIABLE)
-    usual = banks_dir()
+    usual = converted_dir()
     with contextlib.ExitStack() as held:
         with disk_errors_explained(usual):
             folder = held.enter_context(staging_folder(usual))

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.bench.gguf_export import Quantisation, gguf_of
+from engine.bench.gguf_export import gguf_of
 from engine.bench.opened import opened
 from engine.bench.peers.editions import LLAMA_CPP
 from engine.bench.peers.peer import GgufPeer, PeerError
 from engine.bench.report import Report, ReportRow
+from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO

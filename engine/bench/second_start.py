@@ -36,7 +36,7 @@ def bench_second_start(config: EngineConfig, repeats: int, report: Report, say: 
     with prepared_apart() as folder:
         say("first start: prepares the model, which takes a while")
         phases_of(config)
-        files = sorted(folder.glob("*.bank"))
+        files = sorted(folder.glob("*.gguf"))
         nbytes = sum(file.stat().st_size for file in files)
         if not files:
             raise EngineError(

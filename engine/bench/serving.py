@@ -19,12 +19,13 @@ from pathlib import Path
 from urllib.error import URLError
 from urllib.request import Request, urlopen
 
-from engine.bench.gguf_export import Quantisation, gguf_of
-from engine.bench.gguf_texts import add_texts
+from engine.bench.gguf_export import gguf_of
+from engine.bench.gguf_texts import texts_of
 from engine.bench.peers.editions import HOW_TO_BUILD, LLAMA_CPP, Flags
 from engine.bench.report import Report, row
 from engine.bench.serving_load import Load, Question, closed_loop, open_loop
 from engine.bench.serving_texts import Asked
+from engine.checkpoint.gguf.export import Quantisation
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
 
@@ -74,7 +75,7 @@ def bench_serving(model: Path, plan: ServingPlan, report: Report, say: Callable[
     Raises:
         EngineError: the model cannot be written, or a server does not answer.
     """
-    texts = ("-texts", lambda writer: add_texts(writer, model))
+    texts = ("-texts", texts_of(model))
     file = gguf_of(model, Quantisation.Q8_0, say, texts)
     with ExitStack() as running:
         say("starting our server")

@@ -1,8 +1,8 @@
 """The models of this machine: what each is, when it was used, whether it is intact.
 
 The library is one folder per model in the models folder. Models in other folders and in other programs' stores are used
-where they lie (see `shelves`). The prepared experts of a checkpoint are stored in the data folder, where they are found
-again and removed with it.
+where they lie (see `shelves`). What is converted of a checkpoint is stored in the data folder, where it is found again
+and removed with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from engine.checkpoint.profile import ModelProfile, read_profile
 from engine.checkpoint.same_models import content_keys, link_key, listed_once
 from engine.checkpoint.shards import is_beside_weights, named_weights, read_tensors
 from engine.checkpoint.shelves import OWN, WITHIN_S, Found, find_models, origin_of
-from engine.checkpoint.usage import read_usage, where
+from engine.checkpoint.usage import model_at, read_usage, where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason
@@ -39,6 +39,7 @@ _MOST_KEPT = 2000
 _MOST_TEMPLATE = 16 * 2**20
 TEMPLATE_FOLDER = "additional_chat_templates"
 _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8", "compressed-tensors": "compressed"}
+_CONVERTED = re.compile(r"-(?P<place>[0-9a-f]{12})\.gguf")
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 _MORE_BESIDE = (
     MANIFEST_NAME, "tiktoken.model", "sentencepiece.bpe.model", "preprocessor_config.json", "processor_config.json",
@@ -47,21 +48,21 @@ _MORE_BESIDE = (
 _ABOUT = re.compile(r"(?:readme|licen[cs]e|notice|use_policy|copying)(?:\.md|\.txt)?|\.gitattributes", re.IGNORECASE)
 
 
-def bank_path(directory: Path, precision: str) -> Path:
-    """The bank file of a checkpoint directory: in the data folder, as it is as large as the model."""
-    return banks_dir() / f"{directory.name}-{precision}-{where(directory)}.bank"
+def converted_path(directory: Path, precision: str) -> Path:
+    """The file with what is converted of a checkpoint: in the data folder, as it is as large as the model."""
+    return converted_dir() / f"{directory.name}-{precision}-{where(directory)}.gguf"
 
 
-def banks_of(directory: Path) -> list[Path]:
-    """The existing bank files of a checkpoint directory, finished or not, in all precisions."""
-    middle = f"-{where(directory)}.bank"
+def converted_of(directory: Path) -> list[Path]:
+    """The files with what was converted of a checkpoint, finished or not, in all precisions."""
+    middle = f"-{where(directory)}.gguf"
     try:
-        return [file for file in banks_dir().iterdir() if middle in file.name and file.is_file()]
+        return [file for file in converted_dir().iterdir() if middle in file.name and file.is_file()]
     except OSError:
         return []
 
 
-def remove_banks(files: list[Path]) -> int:
+def remove_converted(files: list[Path]) -> int:
     """Deletes them and returns the bytes freed.  A file in use stays, on systems that lock open files."""
     freed = 0
     for file in files:
@@ -72,10 +73,35 @@ def remove_banks(files: list[Path]) -> int:
     return freed
 
 
-def banks_dir() -> Path:
-    """Where bank files are kept; need not exist."""
+def converted_dir() -> Path:
+    """Where converted weights are kept; need not exist."""
     own = os.environ.get(PREPARED_VARIABLE)
-    return Path(own) if own else data_dir() / "banks"
+    return Path(own) if own else data_dir() / "converted"
+
+
+def leftovers() -> list[Path]:
+    """Converted weights that nothing needs: of models that are gone, and those that an earlier version made.
+
+    A model whose folder is gone as well may be on a disk that is not connected.
+    """
+    found: list[Path] = []
+    with contextlib.suppress(OSError):
+        found += [file for file in (data_dir() / "banks").iterdir() if ".bank" in file.name and file.is_file()]
+    with contextlib.suppress(OSError):
+        for file in converted_dir().iterdir():
+            named = _CONVERTED.search(file.name)
+            model = model_at(named["place"]) if named is not None else None
+            if model is not None and model.is_absolute() and model.parent.is_dir() and not os.path.lexists(model):
+                found.append(file)
+    return found
+
+
+def remove_leftovers() -> int:
+    """Deletes them and returns the bytes freed."""
+    freed = remove_converted(leftovers())
+    with contextlib.suppress(OSError):  # there is none, or something else is in it
+        (data_dir() / "banks").rmdir()
+    return freed
 
 
 __all__ = ["LibraryEntry", "Listing", "Verification", "list_models", "look_around", "resolve", "show", "verify"]
@@ -97,7 +123,7 @@ class LibraryEntry:
         problem: one sentence if it is unusable, otherwise empty.
         origin: whose it is: `switchyard` (in the library), `folder` (the user's own, in one of the model folders or at
             a path), or the program in whose store it lies: `hub cache`, `LM Studio`, `Ollama`, `Jan`, `GPT4All`.
-        bank_bytes: of its prepared experts, in all precisions.
+        converted_bytes: of what was converted of it, in all precisions.
         last_used: when it was last loaded or answered on this machine, in seconds since the epoch.
         measured_tokens_per_s: the median decode speed of its last answers on this machine.
         precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
@@ -117,7 +143,7 @@ class LibraryEntry:
     source: str = ""
     problem: str = ""
     origin: str = "switchyard"
-    bank_bytes: int = 0
+    converted_bytes: int = 0
     last_used: float | None = None
     measured_tokens_per_s: float | None = None
     precision_words: str = ""
@@ -229,7 +255,7 @@ def _entry(model: Found) -> LibraryEntry:
         content=(*said.content, link) if link else said.content,
         name=model.name,
         origin=model.origin,
-        bank_bytes=total_bytes(banks_of(model.path)),
+        converted_bytes=total_bytes(converted_of(model.path)),
         last_used=usage.last_used,
         measured_tokens_per_s=usage.measured_tokens_per_s,
     )

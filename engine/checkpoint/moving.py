@@ -11,7 +11,7 @@ from pathlib import Path
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.importing import copy_file
 from engine.checkpoint.in_use import alone_with, reading
-from engine.checkpoint.library import LibraryEntry, banks_of, describe, files_of, show, total_bytes
+from engine.checkpoint.library import LibraryEntry, converted_of, describe, files_of, show, total_bytes
 from engine.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -37,7 +37,7 @@ _SAME_TIME_S = 2.0
 def move(
     model: str, folder: Path, on_progress: Progress = lambda *_: None, cancelled: CancelCheck = lambda: False
 ) -> LibraryEntry:
-    """Moves a model of the library into another model folder, with its prepared experts and what is known of it.
+    """Moves a model of the library into another model folder, with what was converted of it and what is known of it.
 
     On the same disk it is renamed; to another one it is copied, read again and compared by its checksums, put in place
     in one step, and only then removed from where it was.  A kill at any moment leaves it whole in at least one of the
@@ -153,9 +153,8 @@ def _put(folder: Path, source: Path, target: Path) -> None:
 def _take_along(source: Path, target: Path) -> None:
     """Gives what is kept elsewhere under the old place the name of the new one."""
     before, after = where(source), where(target)
-    for bank in banks_of(source):
-        with_new_place = bank.name.replace(f"-{before}.bank", f"-{after}.bank")
-        bank.replace(bank.with_name(with_new_place))
+    for file in converted_of(source):
+        file.replace(file.with_name(file.name.replace(f"-{before}.gguf", f"-{after}.gguf")))
     move_usage(source, target)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.in_use import alone_with
-from engine.checkpoint.library import banks_of, files_of, remove_banks, total_bytes
+from engine.checkpoint.library import converted_of, files_of, remove_converted, total_bytes
 from engine.checkpoint.shelves import Found, model_folders
 from engine.checkpoint.staging import discard
 from engine.checkpoint.usage import forget_usage
@@ -22,7 +22,7 @@ class Removed:
     """What became of a model.
 
     Attributes:
-        bytes: of its files and its prepared experts.
+        bytes: of its files and of what was converted of them.
         folder: where it was.
         others: how many files in that folder were not the model's, and stay.
     """
@@ -33,7 +33,7 @@ class Removed:
 
 
 def remove(model: str, *, permanently: bool = False) -> Removed:
-    """Moves a model to the trash, or deletes it.  Its prepared experts are deleted in any case.
+    """Moves a model to the trash, or deletes it.  What was converted of it is deleted in any case.
 
     Only the model's own files go, by its manifest, by the notes of the hub's library, or by their names: anything else
     in its folder stays, and so does what belongs to another program.  A model that is a symbolic link is unlinked; its
@@ -52,7 +52,7 @@ def remove(model: str, *, permanently: bool = False) -> Removed:
         paths, others = to_remove(found, model_folders())
         files = [file for path in paths for file in (files_of(path) if path.is_dir() else [path])]
         size = 0 if is_link else total_bytes(files)
-        banks = [] if is_link else banks_of(found.path)  # looked up before the path is gone
+        converted = [] if is_link else converted_of(found.path)  # looked up before the path is gone
         folder = found.path if found.path.is_dir() else found.path.parent
         if not is_link:
             _forget_tokenizer(found.path)
@@ -74,7 +74,7 @@ def remove(model: str, *, permanently: bool = False) -> Removed:
                     each.rmdir()
         if not is_link:
             forget_usage(found.path)
-        return Removed(size + remove_banks(banks), folder, len(others))
+        return Removed(size + remove_converted(converted), folder, len(others))
 
 
 def _forget_tokenizer(path: Path) -> None:

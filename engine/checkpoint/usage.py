@@ -48,6 +48,14 @@ def where(model: Path) -> str:
     return hashlib.sha256(str(model.resolve()).encode(errors="surrogateescape")).hexdigest()[:12]
 
 
+def model_at(place: str) -> Path | None:
+    """The checkpoint whose place this stands for (`where`), if it was ever used."""
+    try:
+        return Path(str(parse_json(read_foreign(data_dir() / "usage" / f"{place}.json", _MOST_BYTES))["model"]))
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
 def read_usage(model: Path) -> Usage:
     """What is remembered of the checkpoint at a path; nothing if there is no readable record."""
     try:

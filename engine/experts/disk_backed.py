@@ -17,15 +17,10 @@ from engine.kernels.native.library import NativeKernels
 
 @dataclass
 class DiskBackedBank:
-    """The disk and RAM tiers behind some experts modules of a model.
-
-    Attributes:
-        made_again: why the bank was rebuilt when the model was loaded, if it was.
-    """
+    """The disk and RAM tiers behind some experts modules of a model."""
 
     disk: DiskTier
     ram: RamTier
-    made_again: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -35,8 +30,7 @@ class DiskBackedBank:
     @property
     def notes(self) -> list[str]:
         """Sentences for the user about current problems."""
-        made = f"The experts were prepared again because {self.made_again}." if self.made_again is not None else None
-        return [note for note in (made, self.disk.note, self.ram.note) if note is not None]
+        return [note for note in (self.disk.note, self.ram.note) if note is not None]
 
     def close(self) -> None:
         """Stops the reader threads and frees the slots.  Idempotent."""
@@ -55,9 +49,9 @@ def can_be_disk_backed(site: ExpertsSite) -> bool:
 def bind_disk_backed(sites: list[ExpertsSite], bank: DiskBackedBank, kernels: NativeKernels | None) -> None:
     """Binds every experts module to its slots and to the kernels that compute from them."""
     lent = LentSlots(bank.ram)
-    ahead = ReadAhead(bank.ram, [layer.num_experts for layer in bank.disk.header.layers])
+    ahead = ReadAhead(bank.ram, [layer.num_experts for layer in bank.disk.table.layers])
     for site in sites:
-        layer = bank.disk.header.index_of[site.name]
+        layer = bank.disk.table.index_of[site.name]
         slots = bank.ram.slots(layer)
         kernel = choose_kernel(site.module, slots, kernels)
         assert kernel is not None

@@ -1,4 +1,4 @@
-"""The lowest tier: a model's experts in its bank file, read by several threads and verified on every read."""
+"""The lowest tier: a model's experts in its files, read by several threads and verified on every read."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.bank_file import BankFile
-from engine.experts.bank_header import BankHeader
 from engine.experts.direct_file import bytes_of
+from engine.experts.ranges import RecordRanges
+from engine.experts.record import RecordTable
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
@@ -63,51 +61,25 @@ class Read(Future[None]):
         self.set_running_or_notify_cancel()  # not cancellable: its target is written to until it is done
 
 
-class RecordBytes(Protocol):
-    """Records on disk, one behind the other as `header` says, wherever their bytes lie; see `BankFile`."""
-
-    @property
-    def header(self) -> BankHeader: ...
-
-    @property
-    def is_direct(self) -> bool: ...
-
-    def fill(self, offset: int, target: memoryview) -> None: ...
-
-    def is_intact(self, layer: int, expert: int, record: memoryview) -> bool: ...
-
-    def damaged(self, layer: int, expert: int) -> EngineError: ...
-
-    def close(self) -> None: ...
-
-
 class DiskTier:
     """Records on disk and the threads that read them.
 
     Args:
-        path: of the bank file, or what the records' bytes are read from instead.
-        wanted: header that it must match; `None` accepts any.
+        ranges: where they lie; closed with this.
         readers: maximum requests in flight.
-        direct: whether to try to bypass the page cache.
-        repair: rebuilds the damaged record (layer, expert) in the file (see `engine.runtime.load.prepare_bank`), which
-            is then read again.  Called by one reader thread at a time.
-
-    Raises:
-        FileNotFoundError, UnusableBankError: as `BankFile`.
+        repair: makes a record (layer, expert) again, uint8 [nbytes], which is then written where it was damaged.
+            Called by one reader thread at a time.
     """
 
     def __init__(
         self,
-        path: Path | RecordBytes,
-        wanted: BankHeader | None = None,
+        ranges: RecordRanges,
         *,
         readers: int = DEFAULT_READERS,
-        direct: bool = True,
-        repair: Callable[[int, int], None] | None = None,
+        repair: Callable[[int, int], torch.Tensor] | None = None,
     ) -> None:
-        self._bank: RecordBytes = BankFile(path, wanted, direct=direct) if isinstance(path, Path) else path
-        self._repair = repair
-        self._layer_numbers = [lanes.layer_number(layer.name) for layer in self._bank.header.layers]
+        self._ranges, self._repair = ranges, repair
+        self._layer_numbers = [lanes.layer_number(layer.name) for layer in self.table.layers]
         self._repairing = threading.Lock()
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -135,9 +107,9 @@ class DiskTier:
         self.close()
 
     @property
-    def header(self) -> BankHeader:
-        """Header of the bank."""
-        return self._bank.header
+    def table(self) -> RecordTable:
+        """The layers that it has records of."""
+        return self._ranges.table
 
     @property
     def busy_s(self) -> float:
@@ -151,27 +123,27 @@ class DiskTier:
         if not self.records_repaired:
             return None
         return (
-            f"{self.records_repaired} of the prepared experts on disk were damaged and have been rebuilt from the "
+            f"{self.records_repaired} of the converted experts on disk were damaged and have been made again of the "
             "model's files: check the disk."
         )
 
     @property
     def is_direct(self) -> bool:
         """Whether reads bypass the page cache."""
-        return self._bank.is_direct
+        return self._ranges.is_direct
 
     def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool = True) -> Read:
         """Starts reading records into `into`, uint8 [nbytes] or [count, nbytes], contiguous; page-aligned is fastest.
 
         `into` must stay allocated until the result is done.  Its exception is an EngineError: `CHECKPOINT_DAMAGED`
-        (`DamagedRecordError` for a wrong checksum that could not be repaired), `INTERNAL` if the tier is closed first.
+        (also for a wrong checksum that could not be repaired), `INTERNAL` if the tier is closed first.
 
         Args:
             urgent: a step waits for it, so it goes before all reads that are not urgent.
         """
         target = bytes_of(into)
-        count, odd = divmod(len(target), self.header.layers[layer].layout.nbytes)
-        if odd or expert < 0 or expert + count > self.header.layers[layer].num_experts:
+        count, odd = divmod(len(target), self.table.layers[layer].layout.nbytes)
+        if odd or expert < 0 or expert + count > self.table.layers[layer].num_experts:
             raise ValueError(f"{len(target)} bytes starting at expert {expert} are not experts of layer {layer}")
         read = Read(layer, expert, count, target)
         read.is_urgent = urgent
@@ -207,7 +179,7 @@ class DiskTier:
             self._end(piece.read, closed)
         for thread in self._threads:
             thread.join()
-        self._bank.close()
+        self._ranges.close()
 
     def _push(self, urgency: int, pieces: list[_Piece]) -> None:
         for piece in pieces:
@@ -220,8 +192,8 @@ class DiskTier:
             read, error = piece.read, None
             try:
                 if read.error is None:
-                    offset = self.header.record_offset(read.layer, read.expert)
-                    self._bank.fill(offset + piece.begin, read.target[piece.begin : piece.end])
+                    begin = read.expert * self.table.layers[read.layer].layout.nbytes + piece.begin
+                    self._ranges.fill(read.layer, begin, read.target[piece.begin : piece.end])
             except BaseException as failure:  # of any kind, because the read must end for its waiters
                 error = failure
             self._done(urgency)
@@ -287,14 +259,14 @@ class DiskTier:
         return is_read_error and self._repair is not None
 
     def _check(self, read: Read) -> None:
-        size = self.header.layers[read.layer].layout.nbytes
+        size = self.table.layers[read.layer].layout.nbytes
         for number in range(read.count):
             expert, record = read.expert + number, read.target[number * size : (number + 1) * size]
-            if read.error is not None or not self._bank.is_intact(read.layer, expert, record):
+            if read.error is not None or not self._is_intact(read.layer, expert, record):
                 self._repair_record(read.layer, expert, record)
 
     def _repair_record(self, layer: int, expert: int, record: memoryview) -> None:
-        damaged = self._bank.damaged(layer, expert)
+        damaged = self._ranges.damaged(layer, expert)
         if self._repair is None:
             raise damaged
         with self._repairing:
@@ -302,7 +274,7 @@ class DiskTier:
                 return
             _log.warning("%s Rebuilding it from the model's files.", damaged.message)
             try:
-                self._repair(layer, expert)
+                self._ranges.rewrite(layer, expert, self._repair(layer, expert))
             except EngineError as error:
                 raise damaged from error
             if not self._read_again(layer, expert, record):
@@ -313,7 +285,10 @@ class DiskTier:
     def _read_again(self, layer: int, expert: int, record: memoryview) -> bool:
         """Rereads the record; whether it is intact now."""
         try:
-            self._bank.fill(self.header.record_offset(layer, expert), record)
+            self._ranges.fill(layer, expert * len(record), record)
         except EngineError:
             return False
-        return self._bank.is_intact(layer, expert, record)
+        return self._is_intact(layer, expert, record)
+
+    def _is_intact(self, layer: int, expert: int, record: memoryview) -> bool:
+        return self._ranges.is_intact(layer, expert, torch.frombuffer(record, dtype=torch.uint8))

@@ -77,11 +77,11 @@ class RamTier:
         self._disk = disk
         self._at_least = at_least
         self._pressure = pressure
-        self._stride = max((layer.num_experts for layer in disk.header.layers), default=1)
+        self._stride = max((layer.num_experts for layer in disk.table.layers), default=1)
         self._refused: str | None = None
         self._lowered: str | None = None
         self._counters = TierCounters()
-        self._groups, had = make_groups(disk.header, budget, at_least, self._counters, policy, popularity, seed)
+        self._groups, had = make_groups(disk.table, budget, at_least, self._counters, policy, popularity, seed)
         if had != budget:
             self._refused = f"Only {about(had)} of RAM was available for experts: more are read from disk."
         self._distinct = list(dict.fromkeys(self._groups))
@@ -242,9 +242,9 @@ class RamTier:
         """
         with self._changed:
             self._check_open()
-            header = self._disk.header
-            budget = max(budget, least_nbytes(header, self._at_least))
-            for layout, count in share_slots(header, budget, self._at_least).items():
+            table = self._disk.table
+            budget = max(budget, least_nbytes(table, self._at_least))
+            for layout, count in share_slots(table, budget, self._at_least).items():
                 group = next(group for group in self._distinct if group.slots.layout == layout)
                 group.resize(count)
             self._changed.notify_all()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -88,6 +89,42 @@ class RecordLayout:
             (self.nbytes // part.dtype.itemsize, *strides),
             typed.storage_offset() + part.offset // part.dtype.itemsize,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """Records of one layout: those of an experts module, or a linear layer's only one.
+
+    Attributes:
+        name: the module's name in the model.
+        num_experts: how many there are.
+    """
+
+    name: str
+    num_experts: int
+    layout: RecordLayout
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its records."""
+        return self.num_experts * self.layout.nbytes
+
+
+@dataclass(frozen=True)
+class RecordTable:
+    """The layers whose records lie on disk, numbered in this order."""
+
+    layers: tuple[LayerSpec, ...]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all records."""
+        return sum(layer.nbytes for layer in self.layers)
+
+    @cached_property
+    def index_of(self) -> dict[str, int]:
+        """Layer name -> its index."""
+        return {layer.name: index for index, layer in enumerate(self.layers)}
 
 
 def allocate_records(count: int, layout: RecordLayout, device: torch.device) -> torch.Tensor:

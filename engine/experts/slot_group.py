@@ -8,13 +8,12 @@ from collections.abc import Iterable, Mapping
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.bank import BankLayer
-from engine.experts.bank_header import BankHeader
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import ADAPTIVE, Purpose, Tier, TierCounters
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.record import RecordLayout
+from engine.experts.record import RecordLayout, RecordTable
 from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
 
 _log = logging.getLogger(__name__)
@@ -24,7 +23,7 @@ class SlotGroup:
     """The slots shared by all layers with records of one layout, and the `Copier` from disk to them.
 
     Args:
-        layout: of the records; the layers of `header` with this layout share the slots.
+        layout: of the records; the layers of `table` with this layout share the slots.
         count: initial slots.
         most: maximum slots.
         counters: to update.
@@ -39,7 +38,7 @@ class SlotGroup:
 
     def __init__(
         self,
-        header: BankHeader,
+        table: RecordTable,
         layout: RecordLayout,
         count: int,
         most: int,
@@ -51,9 +50,9 @@ class SlotGroup:
         self._memory = RecordMemory(most, layout.nbytes)
         self.slots = BankLayer("slots", layout, self._memory.records)
         self._unused = list(range(most - 1, count - 1, -1))
-        layers, experts = len(header.layers), max(layer.num_experts for layer in header.layers)
+        layers, experts = len(table.layers), max(layer.num_experts for layer in table.layers)
         self.tier = Tier(self, layers, experts, layout.nbytes, policy, popularity, seed, counters)
-        sharing = [index for index, layer in enumerate(header.layers) if layer.layout == layout]
+        sharing = [index for index, layer in enumerate(table.layers) if layer.layout == layout]
         self.pool = self.tier.open_pool(sharing, range(count), count)
         self.tier.renew_sampler()
 
@@ -129,21 +128,21 @@ def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> d
     return fewest
 
 
-def experts_of_layout(header: BankHeader) -> dict[RecordLayout, int]:
+def experts_of_layout(table: RecordTable) -> dict[RecordLayout, int]:
     """Number of records of each layout."""
     experts: dict[RecordLayout, int] = {}
-    for layer in header.layers:
+    for layer in table.layers:
         experts[layer.layout] = experts.get(layer.layout, 0) + layer.num_experts
     return experts
 
 
-def least_nbytes(header: BankHeader, at_least: int) -> int:
+def least_nbytes(table: RecordTable, at_least: int) -> int:
     """Minimum budget for `share_slots`."""
-    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in header.layers), at_least)
+    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in table.layers), at_least)
     return sum(count * layout.nbytes for layout, count in floor.items())
 
 
-def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLayout, int]:
+def share_slots(table: RecordTable, budget: int, at_least: int) -> dict[RecordLayout, int]:
     """Divides `budget` bytes into slots of each layout, in proportion to its records and never more than those.
 
     Args:
@@ -152,9 +151,9 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`; the message gives the minimum budget.
     """
-    experts = experts_of_layout(header)
-    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in header.layers), at_least)
-    least = least_nbytes(header, at_least)
+    experts = experts_of_layout(table)
+    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in table.layers), at_least)
+    least = least_nbytes(table, at_least)
     if least > budget:
         raise EngineError(
             ErrorCode.NOT_ENOUGH_MEMORY,
@@ -162,7 +161,7 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
             "left for them: raise the RAM budget or choose a smaller model.",
         )
     # Proportional above the floor.  Rounding remainders carry over to later layouts, so the smallest come last.
-    spare, wanted = budget - least, header.records_nbytes - least
+    spare, wanted = budget - least, table.nbytes - least
     shares: dict[RecordLayout, int] = {}
     for layout in sorted(experts, key=lambda layout: layout.nbytes, reverse=True):
         more = (experts[layout] - floor[layout]) * layout.nbytes
@@ -174,7 +173,7 @@ def share_slots(header: BankHeader, budget: int, at_least: int) -> dict[RecordLa
 
 
 def make_groups(
-    header: BankHeader,
+    table: RecordTable,
     budget: int,
     at_least: int,
     counters: TierCounters,
@@ -187,12 +186,12 @@ def make_groups(
     Raises:
         EngineError: as `share_slots`.
     """
-    most = experts_of_layout(header) if CAN_GIVE_BACK else {}
+    most = experts_of_layout(table) if CAN_GIVE_BACK else {}
     while True:
-        shares = share_slots(header, budget, at_least)
+        shares = share_slots(table, budget, at_least)
         try:
             groups = {
-                layout: SlotGroup(header, layout, count, most.get(layout, count), counters, policy, popularity, seed)
+                layout: SlotGroup(table, layout, count, most.get(layout, count), counters, policy, popularity, seed)
                 for layout, count in shares.items()
             }
         except (MemoryError, RuntimeError) as error:
@@ -200,6 +199,6 @@ def make_groups(
             if most:
                 most = {}  # first give up room to grow: some systems count address space as memory
             else:
-                budget = min(budget, header.records_nbytes) // 2
+                budget = min(budget, table.nbytes) // 2
             continue
-        return [groups[layer.layout] for layer in header.layers], budget
+        return [groups[layer.layout] for layer in table.layers], budget

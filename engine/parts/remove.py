@@ -18,10 +18,11 @@ from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models
 from engine.common.sizes import about
 
 MADE_AGAIN = (
-    *("banks", "locks", "measurements", "kernel-choice.json", "catalogue.json", "usage"),
+    *("banks", "converted", "locks", "measurements", "kernel-choice.json", "catalogue.json", "usage"),
     *("documents.sqlite3", "documents.sqlite3-wal", "documents.sqlite3-shm"),
 )
-"""In the data folder: prepared weights, measurements, lists, and the index of documents in chats."""
+"""In the data folder: converted weights, an earlier version's too, measurements, lists, and the index of documents in
+chats."""
 MODELS = ("models", "downloads")
 CHATS = ("chats.sqlite3", "chats.sqlite3-wal", "chats.sqlite3-shm", "jobs", "sessions", "tuning")
 

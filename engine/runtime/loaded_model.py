@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -27,9 +27,6 @@ from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
-
-if TYPE_CHECKING:
-    from engine.runtime.load.kept_dense import KeptDense
 
 
 @dataclass(kw_only=True)
@@ -95,7 +92,7 @@ class LoadedModel(ModelParts):
         context_tokens: longest context allowed, prompt and answer together.
         chunk_tokens: how much of a prompt is computed at once.
         ram_bytes: of RAM that all of it may take, if a budget was set.
-        prepared: files of what an earlier start or this one has converted, which the next reads in place of that.
+        prepared: files of weights that the next start can read early.
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
         kept: what is kept of prompts and answers that were read or written; None keeps nothing.
@@ -152,16 +149,11 @@ def ignore_phase(_phase: LoadPhase) -> None:
 
 
 class Arriving(Protocol):
-    """What still reads weights, or keeps them, while the rest of a model is loaded; see `KeptRecords`."""
+    """A file of weights that is still being read while the rest of a model is loaded; see `ArrivingFile`."""
 
     note: str
 
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def is_there(self) -> bool: ...
-
+    path: Path
     serves_next: bool
 
     def wait(self, cancelled: CancelCheck) -> None: ...
@@ -175,8 +167,7 @@ class LoadingParts(ModelParts):
 
     Attributes:
         devices: that were opened, until it is decided whether the model runs on them and what is where.
-        arriving: what reads or writes the experts of `bank` and the linear layers meanwhile, if they are kept on disk.
-        kept_dense: the linear layers that are read or kept so.
+        arriving: files that the experts of `bank` and the linear layers are used in.
         prepared: the files that the next start can read.
         on_phase: is told what is done from now on.
     """
@@ -185,13 +176,12 @@ class LoadingParts(ModelParts):
     on_phase: OnPhase = ignore_phase
     foresight: Foresight
     arriving: list[Arriving] = field(default_factory=list)
-    kept_dense: KeptDense | None = None
     prepared: tuple[Path, ...] = ()
 
     def wait_for_weights(self, cancelled: CancelCheck) -> None:
         """Until all that is read for `bank` and for linear layers is there; see `Arriving.wait`."""
         for each in self.arriving:
-            self.on_phase("reading" if each.is_there else "keeping")
+            self.on_phase("reading")
             each.wait(cancelled)
         self.prepared = tuple(each.path for each in self.arriving if each.serves_next)
 

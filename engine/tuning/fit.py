@@ -237,7 +237,7 @@ def _without_room(row: FitRow) -> FitRow | None:
     if disk.bank_free and (short := disk.bank - disk.bank_free) > 0:
         return replace(
             row,
-            why=f"Its experts are prepared on the library's disk, which has {about(disk.bank_free)} free: "
+            why=f"Its experts are converted on the library's disk, which has {about(disk.bank_free)} free: "
             f"{rounded_up(short)} short.",
             load_anyway=f"It loads once {rounded_up(short)} more are free there.",
         )

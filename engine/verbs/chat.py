@@ -298,7 +298,6 @@ _DOING: dict[LoadPhase, str] = {
     "loading": "Opening",
     "reading": "Reading",
     "converting": "Converting",
-    "keeping": "Saving for the next start:",
 }
 
 

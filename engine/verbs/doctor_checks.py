@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -16,6 +17,7 @@ from engine.checkpoint.library import starter_is_built
 from engine.common.installed import bundle, current_engine, version, window_folder
 from engine.common.intact import give_up_damaged
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
+from engine.common.sizes import about
 from engine.devices.card_proof import prove_cards
 from engine.hardware import torch_builds
 from engine.hardware.disk import DiskKind
@@ -201,6 +203,22 @@ def _described(gpu: GpuInfo) -> str:
     return ", ".join(words)
 
 
+def _converted_findings() -> list[Finding]:
+    """What was converted of models, and what of it nothing needs any more."""
+    from engine.checkpoint.library import converted_dir, leftovers
+
+    with contextlib.suppress(OSError):
+        nbytes = sum(file.stat().st_size for file in converted_dir().iterdir() if file.is_file())
+        left = sum(file.stat().st_size for file in leftovers())
+        if left:
+            said = f"{about(left)} of converted weights that no model here needs any more."
+            return [Finding("converted weights", Status.ADVICE, said, "The next model that is loaded removes them.")]
+        if nbytes:
+            said = f"{about(nbytes)}; each goes with its model, or alone: Models, on this PC, the model's menu."
+            return [Finding("converted weights", Status.OK, said)]
+    return []
+
+
 def folder_findings(hardware: Probe) -> list[Finding]:
     """Whether our folders are writable, free space, and whether the starter model is there."""
     findings = [
@@ -221,6 +239,7 @@ def folder_findings(hardware: Probe) -> list[Finding]:
         findings.append(Finding("disk", Status.ADVICE, detail, "Free some space before adding a model."))
     else:
         findings.append(Finding("disk", Status.OK, f"{free / _GIB:.0f} GiB free where models are kept{kind}."))
+    findings += _converted_findings()
     if starter_is_built():
         findings.append(Finding("starter model", Status.OK, f"in {models_dir()}"))
     else:

@@ -66,7 +66,7 @@ MODELS = (
     LibraryEntry(
         "gpt-oss-20b", Path("/home/somebody/.local/share/Switchyard/models/gpt-oss-20b"), "gpt_oss", 20_900_000_000,
         12_100_000_000, "mxfp4", 32, 4, 131_072, "openai/gpt-oss-20b:MXFP4@1234", precision_words="MXFP4",
-        bank_bytes=11_800_000_000, last_used=time.time(), measured_tokens_per_s=31.2,
+        converted_bytes=11_800_000_000, last_used=time.time(), measured_tokens_per_s=31.2,
     ),
     LibraryEntry(
         "Qwen3-30B-A3B-Instruct-2507-Q4_K_M",

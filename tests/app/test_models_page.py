@@ -216,7 +216,7 @@ def test_models_of_other_programs_are_neither_moved_nor_removed(scene: Scene) ->
     here.choose(str(parts.MODELS[1].path))
     assert here.remove.isEnabled()
     assert here.move_.isVisible()
-    assert here.banks.isVisible()
+    assert here.converted.isVisible()
 
 
 def test_removing_asks_first_and_takes_the_default_along(scene: Scene, qtbot: QtBot) -> None:
@@ -235,9 +235,9 @@ def test_actions_reach_the_library(scene: Scene) -> None:
     here, model = scene.page.here, parts.MODELS[1]
     here.choose(str(model.path))
     here.verify.trigger()
-    here.banks.trigger()
+    here.converted.trigger()
     scene.library.calls.verify.assert_called_once_with(model)
-    scene.library.calls.remove_banks.assert_called_once_with(model)
+    scene.library.calls.remove_converted.assert_called_once_with(model)
 
 
 def test_work_shows_how_far_it_is_and_can_be_stopped(scene: Scene) -> None:
@@ -282,7 +282,7 @@ def test_what_came_of_work_is_said() -> None:
         (Work("export", "m", result=Path("/media/copy")), "copy"),
         (Work("remove", "m", result=Removed(4_000_000_000, Path("/m"))), "4.00 GB"),
         (Work("remove", "m", result=Removed(1, Path("/m"), others=2)), "in /m stays"),
-        (Work("banks", "m", result=4_000_000_000), "4.00 GB"),
+        (Work("converted", "m", result=4_000_000_000), "4.00 GB"),
     ):
         assert part in ended_words(work)
         assert "m" in work_words(work)

@@ -1,4 +1,4 @@
-"""A bank in made-up bytes, a disk whose reads end when a test says so, and a RAM tier over them."""
+"""Made-up records, a disk whose reads end when a test says so, and a RAM tier over them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import Read
 from engine.experts.ram_tier import RamTier
-from tests.engine.made_up_bank import LARGE, SMALL, header_of, random_records
+from engine.experts.record import RecordTable
+from tests.engine.made_up_records import LARGE, SMALL, contents_of, random_records
 
-HEADER = header_of([(6, SMALL), (3, LARGE), (6, SMALL)])
-RECORDS = random_records(HEADER)
+CONTENTS = contents_of([(6, SMALL), (3, LARGE), (6, SMALL)])
+RECORDS = random_records(CONTENTS)
 BUDGET = 5 * SMALL.nbytes + 2 * LARGE.nbytes
 POLICIES = (*POLICY_NAMES, ADAPTIVE)
 POPULARITY = {key: float(key % 5) for key in range(18)}
@@ -29,7 +30,7 @@ def make_tier(disk: Any, budget: int = BUDGET, policy: str = ADAPTIVE, at_least:
 class HeldDisk:
     """Reads that end when the test says so: the one thing about a disk that cannot be had from a real one."""
 
-    header = HEADER
+    table = RecordTable(CONTENTS.tensors)
 
     def __init__(self) -> None:
         self.waiting: list[Read] = []

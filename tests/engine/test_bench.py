@@ -20,12 +20,12 @@ from engine.bench.peers.library import OFFLOAD
 from engine.bench.report import Report
 from engine.bench.synthetic import Cut
 from engine.bench.synthetic.shapes import SHAPES
-from engine.checkpoint.library import banks_dir
+from engine.checkpoint.library import converted_dir
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
-from engine.experts.bank_writer import BankWriter
+from engine.experts.container import ContainerWriter
 from engine.experts.replay.trace_file import write_trace
-from engine.runtime.load import kept_experts, kept_records
+from engine.runtime.load import conversion, weights
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 from tests.peers import users_peers  # noqa: F401 - a fixture
@@ -149,15 +149,15 @@ def test_experts_on_disk_and_nothing_left_behind(
     document = bench(capsys, "disk", "--model", TINY, "--tokens", "6", "--device", "cpu")
     names = {row["name"] for row in document["rows"]}
     assert names == {
-        "preparing, bytes read and written",
-        "loading what was prepared",
+        "converting, bytes read and written",
+        "loading what was converted",
         "decode, all experts in RAM",
         "decode, RAM for 50% of the experts",
     }
     (skipped,) = document["peers_not_run"]
     assert skipped["peer"] == "experts in a plain mmap"
     assert "Operation not permitted" in skipped["reason"]
-    assert list((data_dir() / "banks").glob("*.bank")) == []
+    assert list((data_dir() / "converted").glob("*.gguf")) == []
 
 
 @pytest.fixture
@@ -289,16 +289,16 @@ def test_what_is_prepared_of_a_synthetic_model_is_not_left_behind(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[Path] = []
-    own = BankWriter.finish
+    own = ContainerWriter.finish
 
-    def finish(self: BankWriter) -> None:
+    def finish(self: ContainerWriter) -> None:
         own(self)
         written.append(self.path)
 
-    monkeypatch.setattr(kept_experts, "WORTH_KEEPING", 0)
-    monkeypatch.setattr(kept_records, "_LEFT_FREE", 0)
-    monkeypatch.setattr(BankWriter, "finish", finish)
+    monkeypatch.setattr(weights, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(conversion, "_LEFT_FREE", 0)
+    monkeypatch.setattr(ContainerWriter, "finish", finish)
     bench(capsys, "decode", "--model", TINY, "--tokens", "2", "--device", "cpu", "--precision", "int4")
     assert written
     assert not any(path.exists() for path in written)
-    assert list(banks_dir().iterdir()) == []
+    assert list(converted_dir().iterdir()) == []

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.library import bank_path
+from engine.checkpoint.gguf.file import read_converted
+from engine.checkpoint.library import converted_of, converted_path
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir
@@ -36,6 +37,12 @@ FAMILIES = (
 @pytest.fixture
 def mixtral(tmp_path: Path) -> Path:
     return tiny_checkpoint("mixtral", tmp_path / "mixtral", num_hidden_layers=3)
+
+
+@pytest.fixture
+def turned(tmp_path: Path) -> Path:
+    """A model whose experts have to be rearranged."""
+    return tiny_checkpoint("gpt_oss", tmp_path / "gpt_oss")
 
 
 @contextmanager
@@ -136,7 +143,7 @@ def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, mon
             assert model.info.experts_bytes == model.disk_backed.nbytes + model.bank.nbytes
             assert model.info.experts_bytes < all_bytes or slots == 100
             assert "read from disk" in model.info.device_note
-            assert len(tiers(model)) == len(model.disk_backed.disk.header.layers)
+            assert len(tiers(model)) == len(model.disk_backed.disk.table.layers)
             assert model.disk_backed.ram.counters.misses
 
 
@@ -178,7 +185,7 @@ def test_enough_ram_needs_no_disk(mixtral: Path) -> None:
     with loaded(mixtral, ram_bytes=10**9) as model:
         assert model.disk_backed is None
         assert "disk" not in model.info.device_note
-    assert not (data_dir() / "banks").exists()
+    assert not (data_dir() / "converted").exists()
 
 
 def test_the_least_budget_is_told_truly(mixtral: Path) -> None:
@@ -207,7 +214,7 @@ def test_more_budget_is_more_slots(mixtral: Path) -> None:
 def test_progress_is_one(mixtral: Path) -> None:
     told: list[tuple[int, int]] = []
     config = EngineConfig(str(mixtral), device="cpu", precision="bf16", threads=1, ram_bytes=least_budget(mixtral))
-    for _ in range(2):  # the second time the bank is there
+    for _ in range(2):  # the second time they are converted
         told.clear()
         load_model(config, on_progress=lambda *done: told.append(done), cancelled=lambda: False).close()
         assert told[-1][0] == told[-1][1] == told[0][1]
@@ -223,45 +230,58 @@ def test_cancel_while_preparing(mixtral: Path, after: int) -> None:
     load_model(config, on_progress=lambda done, total: None, cancelled=lambda: False).close()
 
 
-def damage_everything(path: Path, header: Any) -> None:
+def damage_everything(path: Path) -> None:
+    _, _, tensors = read_converted(path)
     with path.open("r+b") as file:
-        for layer in range(len(header.layers)):
-            for expert in range(header.layers[layer].num_experts):
-                file.seek(header.record_offset(layer, expert) + 100)
+        for tensor in tensors.values():
+            for record in range(tensor.shape[0]):
+                file.seek(tensor.offset + record * tensor.shape[1] + 100)
                 byte = file.read(1)
                 file.seek(-1, 1)
                 file.write(bytes([byte[0] ^ 1]))
 
 
-def test_damaged_records_are_rebuilt_and_reported(
-    mixtral: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_plain_experts_are_read_from_the_models_own_files(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with loaded(mixtral, "fp32") as in_ram:
-        expected = said(in_ram)
-    with on_disk(monkeypatch, mixtral, "fp32") as model, caplog.at_level(logging.WARNING):
+    folder = tiny_checkpoint(family, tmp_path / family)
+    with on_disk(monkeypatch, folder, "fp32", slots=1) as model, torch.no_grad():
+        logits(model.model)
         assert model.disk_backed is not None
-        damage_everything(bank_path(mixtral, "fp32"), model.disk_backed.disk.header)
+        assert model.disk_backed.disk.records_read
+    assert not converted_of(folder)
+
+
+def test_damaged_records_are_rebuilt_and_reported(
+    turned: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with loaded(turned, "fp32") as in_ram:
+        expected = said(in_ram)
+    with on_disk(monkeypatch, turned, "fp32") as model, caplog.at_level(logging.WARNING):
+        assert model.disk_backed is not None
+        damage_everything(converted_path(turned, "fp32"))
         assert_says(model, expected, atol=1e-5)
         assert model.disk_backed.disk.records_repaired
         assert model.disk_backed.notes == [model.disk_backed.disk.note]
     assert any(record.name == "engine.experts.disk_tier" for record in caplog.records)
 
 
-def test_a_bank_that_is_no_use_is_made_again_and_told(mixtral: Path) -> None:
-    least = least_budget(mixtral)
-    with loaded(mixtral, ram_bytes=least) as model:
+def test_a_file_that_is_no_use_is_made_again_and_told(turned: Path) -> None:
+    least = least_budget(turned)
+    with loaded(turned, ram_bytes=least) as model:
         assert "again" not in model.info.device_note
-    with bank_path(mixtral, "bf16").open("r+b") as file:
+    with converted_path(turned, "bf16").open("r+b") as file:
         file.write(b"nothing")
-    with loaded(mixtral, ram_bytes=least) as model:
-        assert "prepared again" in model.info.device_note
+    with loaded(turned, ram_bytes=least) as model:
+        assert "converted again" in model.info.device_note
 
 
-def test_a_record_that_cannot_be_made_again_is_one_clear_error(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with on_disk(monkeypatch, mixtral) as model, torch.no_grad():
+def test_a_record_that_cannot_be_made_again_is_one_clear_error(turned: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with on_disk(monkeypatch, turned) as model, torch.no_grad():
         assert model.disk_backed is not None
-        damage_everything(bank_path(mixtral, "bf16"), model.disk_backed.disk.header)
-        shutil.rmtree(mixtral)
+        damage_everything(converted_path(turned, "bf16"))
+        shutil.rmtree(turned)
         for _ in range(2):
             with pytest.raises(EngineError) as caught:
                 logits(model.model)

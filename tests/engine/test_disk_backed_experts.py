@@ -17,11 +17,20 @@ from engine.experts.executor import ExpertExecutor
 from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import LentSlots, TierRecords
 from engine.kernels.native.experts import MAX_TOKENS
-from tests.engine.made_up_bank import LARGE, SMALL, flip, header_of, random_records, write_bank
+from tests.engine.made_up_records import (
+    LARGE,
+    SMALL,
+    contents_of,
+    flip,
+    place_of,
+    random_records,
+    ranges_of,
+    write_records,
+)
 
 LAYERS = 4
-HEADER = header_of([(8, SMALL), (8, SMALL), (3, LARGE), (8, SMALL)])
-RECORDS = random_records(HEADER)
+CONTENTS = contents_of([(8, SMALL), (8, SMALL), (3, LARGE), (8, SMALL)])
+RECORDS = random_records(CONTENTS)
 HIDDEN = 6
 
 
@@ -59,15 +68,15 @@ class Model:
     """All layers over one tier."""
 
     def __init__(self, path: Path, slots: int) -> None:
-        self.disk = DiskTier(path, HEADER, readers=3)
+        self.disk = DiskTier(ranges_of(path, CONTENTS), readers=3)
         self.tier = RamTier(self.disk, budget_of(slots), at_least=1, policy="lru")
         self.listener = Listener()
-        ahead = ReadAhead(self.tier, [layer.num_experts for layer in HEADER.layers])
+        ahead = ReadAhead(self.tier, [layer.num_experts for layer in CONTENTS.tensors])
         self.kernels = [Kernel(self.tier, layer) for layer in range(LAYERS)]
         lent = LentSlots(self.tier)
         self.layers = [
             ExpertExecutor(
-                TierRecords(lent, layer, HEADER.layers[layer].num_experts, kernel),
+                TierRecords(lent, layer, CONTENTS.tensors[layer].num_experts, kernel),
                 layer,
                 self.listener,
                 ahead=ahead,
@@ -88,15 +97,15 @@ def expected(layer: int, hidden: torch.Tensor, index: torch.Tensor, weights: tor
     out = torch.zeros_like(hidden)
     for token, experts in enumerate(index.tolist()):
         for place, expert in enumerate(experts):
-            if expert < HEADER.layers[layer].num_experts:
+            if expert < CONTENTS.tensors[layer].num_experts:
                 out[token] += weights[token, place] * digest(RECORDS[layer][expert][None]) * hidden[token]
     return out
 
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("banks") / "a.bank"
-    write_bank(file, HEADER)
+    file = tmp_path_factory.mktemp("converted") / "a.gguf"
+    write_records(file, CONTENTS)
     return file
 
 
@@ -110,7 +119,7 @@ def model(path: Path) -> Iterator[Model]:
 def check(model: Model, layer: int, tokens: int, seed: int) -> None:
     draw = torch.Generator().manual_seed(seed)
     hidden = torch.randn(tokens, HIDDEN, generator=draw)
-    count = HEADER.layers[layer].num_experts + 1  # one that is none
+    count = CONTENTS.tensors[layer].num_experts + 1  # one that is none
     index = torch.stack([torch.randperm(count, generator=draw)[:3] for _ in range(tokens)])
     weights = torch.rand(tokens, 3, generator=draw)
     torch.testing.assert_close(
@@ -166,9 +175,9 @@ def test_who_predicts_is_told_of_short_steps(model: Model) -> None:
 
 
 def test_a_step_that_fails_gives_all_slots_back(tmp_path: Path) -> None:
-    write_bank(tmp_path / "b.bank", HEADER)
-    flip(tmp_path / "b.bank", HEADER.record_offset(0, 5) + 3)
-    model = Model(tmp_path / "b.bank", 4)
+    write_records(tmp_path / "b.gguf", CONTENTS)
+    flip(tmp_path / "b.gguf", place_of(CONTENTS, 0, 5) + 3)
+    model = Model(tmp_path / "b.gguf", 4)
     try:
         for tokens in (1, 40):
             with pytest.raises(EngineError, match="Expert 5"):
@@ -180,8 +189,8 @@ def test_a_step_that_fails_gives_all_slots_back(tmp_path: Path) -> None:
 
 
 def test_repairs_are_reported(tmp_path: Path) -> None:
-    write_bank(tmp_path / "b.bank", HEADER)
-    with DiskTier(tmp_path / "b.bank", HEADER) as disk, RamTier(disk, budget_of(8)) as tier:
+    write_records(tmp_path / "b.gguf", CONTENTS)
+    with DiskTier(ranges_of(tmp_path / "b.gguf", CONTENTS)) as disk, RamTier(disk, budget_of(8)) as tier:
         bank = DiskBackedBank(disk, tier)
         assert bank.notes == []
         disk.records_repaired = 2

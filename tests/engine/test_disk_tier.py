@@ -14,23 +14,32 @@ from engine.bench.disk import load_prepared
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.bank import ExpertBank
-from engine.experts.bank_file import BankFile, DamagedRecordError
 from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
 from engine.experts.record import allocate_records
-from tests.engine.made_up_bank import CPU, LARGE, SMALL, flip, header_of, write_bank
+from tests.engine.made_up_records import (
+    CPU,
+    LARGE,
+    SMALL,
+    contents_of,
+    flip,
+    place_of,
+    random_records,
+    ranges_of,
+    write_records,
+)
 
-HEADER = header_of([(16, SMALL), (8, LARGE), (16, SMALL)])
+CONTENTS = contents_of([(16, SMALL), (8, LARGE), (16, SMALL)])
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    write_bank(tmp_path / "a.bank", HEADER)
-    return tmp_path / "a.bank"
+    write_records(tmp_path / "a.gguf", CONTENTS)
+    return tmp_path / "a.gguf"
 
 
 def one(layer: int) -> torch.Tensor:
-    return allocate_records(1, HEADER.layers[layer].layout, CPU)[0]
+    return allocate_records(1, CONTENTS.tensors[layer].layout, CPU)[0]
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -40,13 +49,13 @@ def test_many_reads_at_once(
     direct: bool, aligned: bool, piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disk_tier, "PIECE_BYTES", piece)
-    records = write_bank(tmp_path / "a.bank", HEADER)
-    wanted = [(layer, expert) for layer, spec in enumerate(HEADER.layers) for expert in range(spec.num_experts)] * 3
+    records = write_records(tmp_path / "a.gguf", CONTENTS)
+    wanted = [(layer, expert) for layer, spec in enumerate(CONTENTS.tensors) for expert in range(spec.num_experts)] * 3
     random.Random(1).shuffle(wanted)
-    with DiskTier(tmp_path / "a.bank", HEADER, readers=4, direct=direct) as disk:
+    with DiskTier(ranges_of(tmp_path / "a.gguf", CONTENTS, direct=direct), readers=4) as disk:
         places = []
         for layer, _ in wanted:
-            size = HEADER.layers[layer].layout.nbytes
+            size = CONTENTS.tensors[layer].layout.nbytes
             places.append(one(layer) if aligned else torch.empty(size + 1, dtype=torch.uint8)[1:])
         reads = [
             disk.read(layer, expert, place, urgent=expert % 2 == 0)
@@ -58,22 +67,22 @@ def test_many_reads_at_once(
             read.result(60)
             assert torch.equal(place, records[layer][expert])
         assert disk.records_read == len(wanted)
-        assert disk.bytes_read == 3 * HEADER.records_nbytes
+        assert disk.bytes_read == 3 * CONTENTS.nbytes
         if not direct:
             assert not disk.is_direct
 
 
 def test_whole_layers(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "PIECE_BYTES", 3 * SMALL.nbytes)  # 16 experts are no multiple of that
-    records = write_bank(tmp_path / "b.bank", HEADER)
+    records = write_records(tmp_path / "b.gguf", CONTENTS)
     told: list[tuple[int, int]] = []
     bank = ExpertBank(CPU)
-    with DiskTier(path, HEADER) as disk:
+    with DiskTier(ranges_of(path, CONTENTS)) as disk:
         load_prepared(disk, bank, lambda *figures: told.append(figures))
         assert disk.records_read == 40
     for layer, made in zip(bank.layers.values(), records, strict=True):
         assert torch.equal(layer.records, made)
-    assert told[-1] == (HEADER.records_nbytes, HEADER.records_nbytes)
+    assert told[-1] == (CONTENTS.nbytes, CONTENTS.nbytes)
     assert told == sorted(told)
 
 
@@ -81,38 +90,35 @@ def test_loading_can_be_stopped(path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with DiskTier(path, HEADER) as disk, pytest.raises(KeyboardInterrupt):
+    with DiskTier(ranges_of(path, CONTENTS)) as disk, pytest.raises(KeyboardInterrupt):
         load_prepared(disk, ExpertBank(CPU), stop)
 
 
 def test_a_flipped_bit_is_found_and_named(path: Path) -> None:
-    flip(path, HEADER.record_offset(1, 3) + 17)
-    with DiskTier(path, HEADER) as disk:
+    flip(path, place_of(CONTENTS, 1, 3) + 17)
+    with DiskTier(ranges_of(path, CONTENTS)) as disk:
         read = disk.read(1, 3, one(1))
-        with pytest.raises(DamagedRecordError, match=r"Expert 3 of layers\.1\.experts"):
+        with pytest.raises(EngineError, match=r"Expert 3 of layers\.1\.experts"):
             read.result(60)
         disk.read(1, 2, one(1)).result(60)
         (whole_layer,) = disk.read_all(1, allocate_records(8, LARGE, CPU))
-        with pytest.raises(DamagedRecordError):
+        with pytest.raises(EngineError, match="is damaged"):
             whole_layer.result(60)
         assert disk.bytes_read == LARGE.nbytes
 
 
 def test_many_who_meet_the_same_damage_have_it_repaired_once(path: Path) -> None:
     whole = path.read_bytes()
-    begin = HEADER.record_offset(1, 3)
-    good = one(1)
-    with BankFile(path) as bank:
-        bank.read(1, 3, good)
+    begin = place_of(CONTENTS, 1, 3)
+    good = random_records(CONTENTS)[1][3]
     flip(path, begin)
     calls = []
 
-    def repair(layer: int, expert: int) -> None:
+    def repair(layer: int, expert: int) -> torch.Tensor:
         calls.append((layer, expert))
-        with BankFile(path) as bank:
-            bank.rewrite(layer, expert, good)
+        return good
 
-    with DiskTier(path, HEADER, repair=repair) as disk:
+    with DiskTier(ranges_of(path, CONTENTS), repair=repair) as disk:
         places = [one(1) for _ in range(20)]
         for read in [disk.read(1, 3, place) for place in places]:
             read.result(60)
@@ -124,25 +130,21 @@ def test_many_who_meet_the_same_damage_have_it_repaired_once(path: Path) -> None
 @pytest.mark.parametrize("pieces", [4096, 2**21])
 def test_what_the_disk_cannot_read_is_written_anew(path: Path, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_tier, "PIECE_BYTES", pieces)
-    good, really, bad = allocate_records(8, LARGE, CPU), DirectFile.read_into, {HEADER.record_offset(1, 3)}
-    with BankFile(path) as bank:
-        for expert in range(8):
-            bank.read(1, expert, good[expert])
+    good, really, bad = random_records(CONTENTS)[1], DirectFile.read_into, {place_of(CONTENTS, 1, 3)}
 
     def fail(self: DirectFile, offset: int, target: memoryview) -> None:
         if any(offset <= place < offset + len(target) for place in bad):
             raise OSError(5, "Input/output error")
         really(self, offset, target)
 
-    def repair(layer: int, expert: int) -> None:
-        with BankFile(path) as bank:
-            bank.rewrite(layer, expert, good[expert])
-        bad.remove(HEADER.record_offset(layer, expert))
+    def repair(layer: int, expert: int) -> torch.Tensor:
+        bad.remove(place_of(CONTENTS, layer, expert))
+        return good[expert]
 
     monkeypatch.setattr(DirectFile, "read_into", fail)
-    with DiskTier(path, HEADER) as disk, pytest.raises(EngineError, match="cannot be read"):
+    with DiskTier(ranges_of(path, CONTENTS)) as disk, pytest.raises(EngineError, match="cannot be read"):
         disk.read(1, 3, one(1)).result(60)
-    with DiskTier(path, HEADER, repair=repair) as disk:
+    with DiskTier(ranges_of(path, CONTENTS), repair=repair) as disk:
         layer = allocate_records(8, LARGE, CPU)
         for read in disk.read_all(1, layer):
             read.result(60)
@@ -152,37 +154,37 @@ def test_what_the_disk_cannot_read_is_written_anew(path: Path, pieces: int, monk
 
 
 def test_a_repair_that_fails_is_told(path: Path) -> None:
-    flip(path, HEADER.record_offset(0, 0))
+    flip(path, place_of(CONTENTS, 0, 0))
 
-    def repair(layer: int, expert: int) -> None:
+    def repair(layer: int, expert: int) -> torch.Tensor:
         raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "The model is gone.")
 
-    with DiskTier(path, HEADER, repair=repair) as disk:
-        with pytest.raises(DamagedRecordError) as caught:
+    with DiskTier(ranges_of(path, CONTENTS), repair=repair) as disk:
+        with pytest.raises(EngineError, match="is damaged") as caught:
             disk.read(0, 0, one(0)).result(60)
         assert isinstance(caught.value.__cause__, EngineError)
         assert disk.records_repaired == 0
 
 
 def test_a_file_that_becomes_shorter_under_us(path: Path) -> None:
-    with DiskTier(path, HEADER) as disk:
-        os.truncate(path, HEADER.record_offset(2, 8))
+    with DiskTier(ranges_of(path, CONTENTS)) as disk:
+        os.truncate(path, place_of(CONTENTS, 2, 8))
         disk.read(2, 7, one(2)).result(60)
         for expert in (8, 15):
-            with pytest.raises(EngineError, match="cut short") as caught:
+            with pytest.raises(EngineError, match="has become shorter") as caught:
                 disk.read(2, expert, one(2)).result(60)
             assert caught.value.code == ErrorCode.CHECKPOINT_DAMAGED
 
 
 @pytest.mark.skipif(os.name != "posix", reason="an open file cannot be deleted here")
 def test_a_file_that_is_deleted_under_us_is_still_read(path: Path) -> None:
-    with DiskTier(path, HEADER) as disk:
+    with DiskTier(ranges_of(path, CONTENTS)) as disk:
         path.unlink()
         disk.read(1, 1, one(1)).result(60)
 
 
 def test_what_is_no_expert_is_refused(path: Path) -> None:
-    with DiskTier(path, HEADER) as disk:
+    with DiskTier(ranges_of(path, CONTENTS)) as disk:
         for layer, expert, place in ((0, 16, one(0)), (0, -1, one(0)), (0, 0, one(0)[1:])):
             with pytest.raises(ValueError, match="are not experts"):
                 disk.read(layer, expert, place)
@@ -192,7 +194,7 @@ def test_what_is_no_expert_is_refused(path: Path) -> None:
 def test_closing_ends_every_read_and_every_thread(path: Path) -> None:
     open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     before = threading.active_count()
-    disk = DiskTier(path, HEADER, readers=2)
+    disk = DiskTier(ranges_of(path, CONTENTS), readers=2)
     reads = [disk.read(1, expert % 8, one(1)) for expert in range(200)]
     disk.close()
     disk.close()
@@ -235,13 +237,13 @@ def test_where_direct_access_is_refused_it_reads_as_others_do(path: Path, monkey
             patch.setattr(os, "open", stand_in)
             if stand_in is remember:
                 patch.setattr(os, "preadv", refuse_to_read)
-            with DiskTier(path, HEADER, readers=1) as disk:
+            with DiskTier(ranges_of(path, CONTENTS), readers=1) as disk:
                 assert not disk.is_direct
                 disk.read(1, 0, one(1)).result(60)
 
 
 def test_a_direct_read_that_is_refused_later_goes_on_as_others_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DiskTier(path, HEADER, readers=1) as disk:
+    with DiskTier(ranges_of(path, CONTENTS), readers=1) as disk:
         really_read, refused = os.preadv, list[int]()
 
         def refuse_once(descriptor: int, buffers: object, offset: int) -> int:

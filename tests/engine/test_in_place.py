@@ -12,7 +12,6 @@ import torch
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
-from engine.checkpoint.library import bank_path
 from engine.experts.bank import LayerInPlace
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
@@ -163,7 +162,7 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert (found - wanted).norm() < 0.05 * wanted.norm()
     assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
     assert len(PROMPT[0]) > 8
-    assert not list((tmp_path / "home").rglob("*.bank"))
+    assert not list((tmp_path / "home").rglob("*.gguf"))
 
 
 def _wider_keys(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -237,18 +236,4 @@ def test_experts_on_disk_are_read_from_the_file_itself(
             errors = (found.logits[0].float() - all_in_ram).norm(dim=-1) / all_in_ram.norm(dim=-1)
             assert errors.median() < 0.05
         assert ours.disk_backed.disk.records_read > 0
-    assert not list(tmp_path.rglob("*.bank"))
-
-
-def test_the_copies_of_an_earlier_version_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
-    folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **_SIZES)
-    file = write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q4_0")
-    copies, other = (bank_path(file, "stored-dense"), bank_path(file, "stored")), bank_path(file, "int4")
-    other.parent.mkdir(parents=True)
-    for copy in (*copies, other):
-        copy.write_bytes(b"tiles")
-    with loaded(file, "auto"):
-        pass
-    assert not any(copy.exists() for copy in copies)
-    assert other.exists()
+    assert not list((tmp_path / "home").rglob("*.gguf"))

@@ -22,7 +22,7 @@ from engine.experts.latency_measurement import fit_knee, fit_line, measure
 from engine.experts.shares import Estimate, split_among
 from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.torch_experts import TorchExperts
-from tests.engine.made_up_bank import SMALL, header_of, random_records
+from tests.engine.made_up_records import SMALL, contents_of, random_records
 
 # Mixtral 8x7B on an RTX 4090 with a few cores (CPU-GPU Collaborative, table I): whichever is chosen, it matters.
 MIXTRAL = LatencyModel("bf16", 352_321_536, 0.012, 0.002, 0.0003, 512, 1e-6, 20e-6, 12.6e9)
@@ -209,7 +209,7 @@ def test_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("spec", ["cpu", "emulated:slow-link"])
 def test_measures_real_kernels_and_copies(spec: str) -> None:
-    layer = BankLayer("experts", SMALL, random_records(header_of([(4, SMALL)]))[0])
+    layer = BankLayer("experts", SMALL, random_records(contents_of([(4, SMALL)]))[0])
     layer.records.zero_()
     math = ExpertMath("gate_up_proj", None, None, lambda inner: inner[..., :32], False, None)
 

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.bench.decode import _rates
-from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.peers.best_flags import Room, best_flags
 from engine.bench.peers.editions import LLAMA_CPP, Edition
 from engine.bench.peers.instructions import GROUPS, working_instructions
 from engine.bench.peers.peer import Beside, GgufPeer, PeerError, files_beside
 from engine.bench.report import Report
 from engine.bench.synthetic import gguf_file, make_synthetic, resolve_model
+from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.gguf.file import read_gguf
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode

@@ -1,4 +1,4 @@
-"""The prefetcher over a real RAM tier and bank file: what it brings is used, and every expert is itself."""
+"""The prefetcher over a real RAM tier and a file of records: what it brings is used, and every expert is itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.experts.prediction.prefetcher import make_prefetcher
 from engine.experts.prediction.target import over_disk, over_link
 from engine.experts.ram_tier import RamTier
 from engine.experts.vram_cache import VramCounters
-from tests.engine.made_up_bank import LARGE, SMALL, header_of, random_records, write_bank
+from tests.engine.made_up_records import LARGE, SMALL, contents_of, random_records, ranges_of, write_records
 from tests.engine.slots_in_time import PlantedRoutes
 
 LAYERS, EXPERTS, WIDTH = 5, 12, 2
@@ -22,12 +22,12 @@ LAYERS, EXPERTS, WIDTH = 5, 12, 2
 @pytest.mark.parametrize("choice", ["auto", "previous", "correlation"])
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> None:
-    header = header_of([(EXPERTS, LARGE)] * LAYERS)
-    write_bank(tmp_path / "a.bank", header)
-    records = random_records(header)
+    contents = contents_of([(EXPERTS, LARGE)] * LAYERS)
+    write_records(tmp_path / "a.gguf", contents)
+    records = random_records(contents)
     with (
-        DiskTier(tmp_path / "a.bank", header, readers=2) as disk,
-        RamTier(disk, int(header.records_nbytes * share), at_least=2 * WIDTH) as tier,
+        DiskTier(ranges_of(tmp_path / "a.gguf", contents), readers=2) as disk,
+        RamTier(disk, int(contents.nbytes * share), at_least=2 * WIDTH) as tier,
     ):
         prefetcher = make_prefetcher(
             tier,
@@ -57,11 +57,11 @@ def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> No
 
 
 def test_layers_of_two_layouts_do_not_take_each_others_slots(tmp_path: Path) -> None:
-    header = header_of([(EXPERTS, SMALL), (EXPERTS, LARGE), (EXPERTS, SMALL), (EXPERTS, LARGE)])
-    write_bank(tmp_path / "a.bank", header)
+    contents = contents_of([(EXPERTS, SMALL), (EXPERTS, LARGE), (EXPERTS, SMALL), (EXPERTS, LARGE)])
+    write_records(tmp_path / "a.gguf", contents)
     with (
-        DiskTier(tmp_path / "a.bank", header, readers=2) as disk,
-        RamTier(disk, header.records_nbytes // 2, at_least=WIDTH) as tier,
+        DiskTier(ranges_of(tmp_path / "a.gguf", contents), readers=2) as disk,
+        RamTier(disk, contents.nbytes // 2, at_least=WIDTH) as tier,
     ):
         prefetcher = make_prefetcher(
             tier,

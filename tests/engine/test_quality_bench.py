@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine import cli
-from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.opened import opened
 from engine.bench.peers.editions import LLAMA_CPP
 from engine.bench.peers.peer import GgufPeer
 from engine.bench.quality import Contestant, Reference, Window
 from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.starter.package import extract_member, read_recipe
 from engine.common.config import EngineConfig
 from engine.formats import STORED

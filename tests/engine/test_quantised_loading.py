@@ -11,8 +11,9 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import allocate_records
 from engine.kernels.native.build import library_path
+from engine.runtime.load.checkpoint import read_headers
+from engine.runtime.load.conversion import Conversion
 from engine.runtime.load.model import load_model
-from engine.runtime.load.prepare_bank import BankSource
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
@@ -67,19 +68,20 @@ def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_pa
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
-def test_a_bank_on_disk_holds_the_same_bytes(precision: str, tmp_path: Path) -> None:
+def test_what_is_converted_holds_the_same_bytes(precision: str, tmp_path: Path) -> None:
     path = tiny_checkpoint("qwen3_moe", tmp_path)
     loaded = _load(path, precision)
     try:
         assert loaded.bank is not None
-        source = BankSource.open(path, precision, loaded.kernels)
-        header = source.header()
-        assert (header.precision, header.group_size) == (precision, 32)
+        with torch.no_grad():
+            found = read_headers(path, precision)
+        source = Conversion.of(found, precision, linears=False, kernels=loaded.kernels)
         layers = list(loaded.bank.layers.values())
-        assert [spec.layout for spec in header.layers] == [layer.layout for layer in layers]
+        assert source.contents.precision == precision
+        assert [spec.layout for spec in source.contents.tensors] == [layer.layout for layer in layers]
         records = allocate_records(layers[0].num_experts, layers[0].layout, torch.device("cpu"))
         with TensorReader(lambda _done, _total: None, lambda: False, 0) as reader:
-            source.convert(0, records, reader)
+            source.make(0, records, reader)
         assert torch.equal(records, layers[0].records)
     finally:
         loaded.close()

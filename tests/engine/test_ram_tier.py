@@ -14,16 +14,16 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import Acquired
-from tests.engine.made_up_bank import flip, write_bank
-from tests.engine.ram_tier_parts import BUDGET, HEADER, POLICIES, RECORDS, HeldDisk, make_tier
+from tests.engine.made_up_records import flip, place_of, ranges_of, write_records
+from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, make_tier
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
     """Every record that is there is the right one, damaged ones are told, and nobody waits for ever."""
-    path = tmp_path / "a.bank"
-    write_bank(path, HEADER)
-    flip(path, HEADER.record_offset(2, 4) + 99)
+    path = tmp_path / "a.gguf"
+    write_records(path, CONTENTS)
+    flip(path, place_of(CONTENTS, 2, 4) + 99)
     wrong: list[str] = []
     damaged: list[tuple[int, int]] = []
 
@@ -31,7 +31,7 @@ def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
         dice = random.Random(seed)
         for _ in range(60):
             layer = dice.randrange(3)
-            left = dice.sample(range(HEADER.layers[layer].num_experts), dice.randint(1, 3))
+            left = dice.sample(range(CONTENTS.tensors[layer].num_experts), dice.randint(1, 3))
             while left:
                 acquired = tier.acquire(layer, left)
                 try:
@@ -52,7 +52,7 @@ def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
             if dice.random() < 0.1:
                 tier.resize(dice.randrange(2 * BUDGET))
 
-    with DiskTier(path, HEADER, readers=3) as disk, make_tier(disk, BUDGET, policy) as tier:
+    with DiskTier(ranges_of(path, CONTENTS), readers=3) as disk, make_tier(disk, BUDGET, policy) as tier:
         threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()

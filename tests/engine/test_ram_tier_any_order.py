@@ -9,9 +9,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.ram_tier import Acquired
+from engine.experts.record import RecordTable
 from engine.experts.slot_group import share_slots
-from tests.engine.made_up_bank import LARGE, SMALL
-from tests.engine.ram_tier_parts import HEADER, POLICIES, RECORDS, HeldDisk, make_tier
+from tests.engine.made_up_records import LARGE, SMALL
+from tests.engine.ram_tier_parts import CONTENTS, POLICIES, RECORDS, HeldDisk, make_tier
 
 
 class RamTierMachine(RuleBasedStateMachine):
@@ -30,7 +31,7 @@ class RamTierMachine(RuleBasedStateMachine):
 
     @rule(layer=st.integers(0, 2), experts=st.sets(st.integers(0, 5), min_size=1, max_size=4))
     def acquire(self, layer: int, experts: set[int]) -> None:
-        wanted = [expert for expert in experts if expert < HEADER.layers[layer].num_experts]
+        wanted = [expert for expert in experts if expert < CONTENTS.tensors[layer].num_experts]
         if not wanted:
             return
         group = self.tier._groups[layer]
@@ -81,14 +82,14 @@ class RamTierMachine(RuleBasedStateMachine):
         assert now == self.tier.nbytes
         assert all(group.pool.residents[key] == slot for group, key, slot in used)
         assert flying == [dict(group.pool.arriving) for group in self.tier._distinct]
-        shares = share_slots(HEADER, max(budget, SMALL.nbytes + LARGE.nbytes), 1)
+        shares = share_slots(RecordTable(CONTENTS.tensors), max(budget, SMALL.nbytes + LARGE.nbytes), 1)
         for group in self.tier._distinct:
             busy = sum(group is one for one, _, _ in used) + len(group.pool.arriving)
             assert group.pool.capacity == max(shares[group.slots.layout], min(busy, group.pool.capacity))
 
     @rule(layer=st.integers(0, 2))
     def hold(self, layer: int) -> None:
-        count = HEADER.layers[layer].num_experts
+        count = CONTENTS.tensors[layer].num_experts
         absent, there = self.tier.absent(layer, range(count)), self.tier.resident(layer)
         held = self.tier.hold(layer, range(count))
         assert held.slots == there
@@ -102,7 +103,7 @@ class RamTierMachine(RuleBasedStateMachine):
         key = self.tier.key_of(read.layer, read.expert)
         if well:
             self.disk.end(read)
-            self.read_well += HEADER.layers[read.layer].layout.nbytes
+            self.read_well += CONTENTS.tensors[read.layer].layout.nbytes
             assert key in self.tier._groups[read.layer].pool.residents
             return
         self.disk.end(read, EngineError(ErrorCode.CHECKPOINT_DAMAGED, "torn"))
@@ -141,7 +142,7 @@ class RamTierMachine(RuleBasedStateMachine):
                 assert torch.equal(records[slot], RECORDS[layer][expert])
         in_flight = {self.tier.key_of(read.layer, read.expert) for read in self.disk.waiting}
         assert in_flight == {key for group in self.tier._distinct for key in group.pool.arriving}
-        assert self.tier.backlog_bytes == sum(HEADER.layers[key // 6].layout.nbytes for key in in_flight)
+        assert self.tier.backlog_bytes == sum(CONTENTS.tensors[key // 6].layout.nbytes for key in in_flight)
 
     @invariant()
     def counts_add_up(self) -> None:

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
+from engine.experts.record import RecordTable
 from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
 from engine.experts.slot_group import share_slots
-from tests.engine.made_up_bank import LARGE, SMALL
-from tests.engine.ram_tier_parts import HEADER, RECORDS, HeldDisk, make_tier
+from tests.engine.made_up_records import LARGE, SMALL
+from tests.engine.ram_tier_parts import CONTENTS, RECORDS, HeldDisk, make_tier
 
 
 def test_memory_that_is_refused_is_asked_for_again_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,18 +31,18 @@ def test_memory_that_is_refused_is_asked_for_again_by_half(monkeypatch: pytest.M
         return RecordMemory(count, nbytes)
 
     monkeypatch.setattr("engine.experts.slot_group.RecordMemory", allocate)
-    tier = make_tier(HeldDisk(), HEADER.records_nbytes)
+    tier = make_tier(HeldDisk(), CONTENTS.nbytes)
     assert refused
     assert tier.note is not None
-    assert 0 < tier.nbytes <= HEADER.records_nbytes // 2
+    assert 0 < tier.nbytes <= CONTENTS.nbytes // 2
     tier.close()
 
 
 def full_tier(disk: HeldDisk, **options: Any) -> RamTier:
     """Every expert is in RAM."""
-    tier = RamTier(disk, HEADER.records_nbytes, policy="lru", **options)  # type: ignore[arg-type]
+    tier = RamTier(disk, CONTENTS.nbytes, policy="lru", **options)  # type: ignore[arg-type]
     for layer in range(3):
-        acquired = tier.acquire(layer, range(HEADER.layers[layer].num_experts))
+        acquired = tier.acquire(layer, range(CONTENTS.tensors[layer].num_experts))
         for read in list(disk.waiting):
             disk.end(read)
         tier.release(acquired)
@@ -60,7 +61,7 @@ def test_a_smaller_tier_keeps_who_was_used_last_and_gives_the_last_slots_back() 
         for expert, slot in tier.resident(layer).items():
             assert torch.equal(tier.slots(layer).records[slot], RECORDS[layer][expert])
     assert tier.counters.evictions == 7 + 2
-    assert tier.resize(10**9) == HEADER.records_nbytes
+    assert tier.resize(10**9) == CONTENTS.nbytes
     assert tier.capacity(0) == 12
     tier.close()
 
@@ -82,7 +83,7 @@ def test_memory_that_is_given_back_returns_to_the_system() -> None:
 @pytest.mark.skipif(not CAN_GIVE_BACK, reason="memory stays with us here")
 def test_another_program_takes_the_ram_and_gives_it_back() -> None:
     free, now_s = 10**9, 0.0
-    whole = HEADER.records_nbytes
+    whole = CONTENTS.nbytes
     pressure = RamPressure(whole, 2 * LARGE.nbytes, available=lambda: free, clock=lambda: now_s)
     disk = HeldDisk()
     tier = full_tier(disk, pressure=pressure)
@@ -148,15 +149,15 @@ def test_what_is_left_to_others_ends_above_the_reserve(data: st.DataObject) -> N
 
 
 def test_shares_of_the_budget() -> None:
-    all_of_it = share_slots(HEADER, 10**12, 2)
+    all_of_it = share_slots(RecordTable(CONTENTS.tensors), 10**12, 2)
     assert all_of_it == {SMALL: 12, LARGE: 3}
     least = 2 * (SMALL.nbytes + LARGE.nbytes)
-    assert share_slots(HEADER, least, 2) == {SMALL: 2, LARGE: 2}
-    for budget in range(least, HEADER.records_nbytes, 5000):
-        shares = share_slots(HEADER, budget, 2)
+    assert share_slots(RecordTable(CONTENTS.tensors), least, 2) == {SMALL: 2, LARGE: 2}
+    for budget in range(least, CONTENTS.nbytes, 5000):
+        shares = share_slots(RecordTable(CONTENTS.tensors), budget, 2)
         used = sum(layout.nbytes * count for layout, count in shares.items())
         assert used <= budget
         assert budget - used < LARGE.nbytes + SMALL.nbytes
     with pytest.raises(EngineError) as caught:
-        share_slots(HEADER, least - 1, 2)
+        share_slots(RecordTable(CONTENTS.tensors), least - 1, 2)
     assert caught.value.code == ErrorCode.NOT_ENOUGH_MEMORY

@@ -19,15 +19,14 @@ from engine.devices.device import Device, Event
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.activations import Activations
-from engine.experts.bank_header import BankHeader, BankLayerSpec
-from engine.experts.bank_writer import BankWriter
-from engine.experts.checksums import BEST_CHECKSUM
+from engine.experts.container import ContainerWriter, Contents
 from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import MIXED, modes
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.ram_tier import Acquired, RamTier
+from engine.experts.record import LayerSpec
 from engine.experts.record_source import Arrivals, Held, LentSlots, TierRecords
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import DeviceProfile
@@ -35,7 +34,7 @@ from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EVEN, EXPERTS, KINDS, LAYERS, routing
-from tests.engine.made_up_bank import LARGE, SMALL
+from tests.engine.made_up_records import LARGE, SMALL, ranges_of
 from tests.engine.ram_tier_parts import RECORDS, HeldDisk, make_tier
 from tests.engine.test_expert_kernels import layer_of
 
@@ -254,14 +253,14 @@ class OnDisk:
         self.weights = [self.module.weights(torch.float32) for _ in range(LAYERS)]
         banks = [layer_of(self.module, weights) for weights in self.weights]
         layout = banks[0].layout
-        specs = tuple(BankLayerSpec(f"layers.{index}", EXPERTS, layout) for index in range(LAYERS))
-        header = BankHeader("fp32", None, BEST_CHECKSUM, {"files": [["made.up", 1, 2]], "headers": "00"}, specs)
-        path = folder / "bank"
-        with BankWriter(path, header, direct=False) as writer:
+        specs = tuple(LayerSpec(f"layers.{index}", EXPERTS, layout) for index in range(LAYERS))
+        contents = Contents("made up", "fp32", {"files": [["made.up", 1, 2]], "content": "00"}, specs)
+        path = folder / "records.gguf"
+        with ContainerWriter(path, contents, direct=False) as writer:
             for layer, bank in enumerate(banks):
-                writer.write_layer(layer, bank.records, lambda count: None)
+                writer.write(layer, bank.records, lambda count: None)
             writer.finish()
-        self.disk = DiskTier(path, readers=2, direct=False)
+        self.disk = DiskTier(ranges_of(path, contents, direct=False), readers=2)
         self.tier = RamTier(self.disk, ram * layout.nbytes, at_least=1)
         self.lent = LentSlots(self.tier)
         self.cache = VramCache(device, layout, layers=LAYERS, experts=EXPERTS, slots=slots, staging=2)

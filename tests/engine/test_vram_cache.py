@@ -14,7 +14,7 @@ from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RamRecords
 from engine.experts.vram_cache import VramCache
-from tests.engine.made_up_bank import SMALL, header_of, random_records
+from tests.engine.made_up_records import SMALL, contents_of, random_records
 from tests.engine.vram_cache_parts import (
     EXPERTS,
     LAYERS,
@@ -28,7 +28,7 @@ from tests.engine.vram_cache_parts import (
 
 @pytest.fixture(scope="module")
 def bank() -> list[BankLayer]:
-    records = random_records(header_of([(EXPERTS, SMALL)] * LAYERS))
+    records = random_records(contents_of([(EXPERTS, SMALL)] * LAYERS))
     return [BankLayer(str(index), SMALL, made) for index, made in enumerate(records)]
 
 

@@ -14,7 +14,7 @@ from engine.experts.bank import BankLayer
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RamRecords
 from engine.experts.vram_cache import Lookup, VramCache
-from tests.engine.made_up_bank import SMALL, header_of, random_records
+from tests.engine.made_up_records import SMALL, contents_of, random_records
 from tests.engine.vram_cache_parts import (
     EVERY_POLICY,
     EXPERTS,
@@ -34,7 +34,7 @@ class CacheMachine(RuleBasedStateMachine):
         slots=st.integers(0, 12), ways=st.sampled_from([None, None, 1, 2, 4]), policy=st.sampled_from(EVERY_POLICY)
     )
     def make(self, slots: int, ways: int | None, policy: str) -> None:
-        records = random_records(header_of([(EXPERTS, SMALL)] * LAYERS))
+        records = random_records(contents_of([(EXPERTS, SMALL)] * LAYERS))
         self.bank = [BankLayer(str(index), SMALL, made) for index, made in enumerate(records)]
         self.device = tiny_device()
         self.cache = VramCache(

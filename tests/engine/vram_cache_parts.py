@@ -12,7 +12,7 @@ from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.record_source import Held, RamRecords
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import DeviceProfile
-from tests.engine.made_up_bank import SMALL
+from tests.engine.made_up_records import SMALL
 
 LAYERS, EXPERTS = 3, 4
 RECORD = SMALL.nbytes

@@ -10,7 +10,7 @@ from engine.bench import second_start
 from engine.bench.report import Report
 from engine.bench.second_start import bench_second_start
 from engine.bench.startup import seconds_by_package
-from engine.checkpoint.library import bank_path, banks_dir
+from engine.checkpoint.library import converted_dir, converted_path
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 
@@ -34,7 +34,7 @@ def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
     starts: list[bool] = []
 
     def phases_of(config: EngineConfig) -> dict[str, float]:
-        bank = bank_path(Path(config.model), "int4")
+        bank = converted_path(Path(config.model), "int4")
         starts.append(bank.exists())
         bank.write_bytes(bytes(10**6))
         return {"process": 1.0, "imports": 2.0}
@@ -53,7 +53,7 @@ def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
         ("  of that: imports", None),
     ]
     assert all(row.value == 3.0 and row.ratio for row in report.rows if row.peer)
-    assert list(banks_dir().iterdir()) == []
+    assert list(converted_dir().iterdir()) == []
 
 
 def test_a_model_of_which_nothing_is_kept_has_no_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

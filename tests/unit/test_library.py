@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.library import bank_path, list_models, resolve, show, starter_is_built, verify
+from engine.checkpoint.library import converted_path, list_models, resolve, show, starter_is_built, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.removing import remove
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
@@ -85,7 +85,7 @@ def test_import_list_verify_remove(tmp_path: Path, shards: int) -> None:
 def test_prepared_experts_go_with_their_model(tmp_path: Path) -> None:
     source = write_tiny_checkpoint(tmp_path / "tiny")
     one, other = import_model(source, "one").path, import_model(source, "other").path
-    banks = [bank_path(folder, precision) for folder in (one, other) for precision in ("bf16", "fp32")]
+    banks = [converted_path(folder, precision) for folder in (one, other) for precision in ("bf16", "fp32")]
     banks[0].parent.mkdir(parents=True)
     for file in (*banks, banks[1].with_name(banks[1].name + ".part")):
         file.write_bytes(bytes(1000))

@@ -15,7 +15,7 @@ import pytest
 from engine.checkpoint import moving
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.in_use import alone_with, reading
-from engine.checkpoint.library import bank_path, look_around, resolve, show, verify
+from engine.checkpoint.library import converted_path, look_around, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME, Manifest, describe_files, write_manifest
 from engine.checkpoint.moving import export, move
 from engine.checkpoint.removing import remove
@@ -49,7 +49,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def _bank(model: Path) -> Path:
-    bank = bank_path(model, "bf16")
+    bank = converted_path(model, "bf16")
     bank.parent.mkdir(parents=True, exist_ok=True)
     bank.write_bytes(b"prepared")
     return bank
@@ -71,7 +71,7 @@ def test_a_model_moves_with_all_that_is_known_of_it(
     heard: list[tuple[int, int]] = []
     entry = move("tiny", tmp_path / "disk", on_progress=lambda done, total: heard.append((done, total)))
     assert (entry.name, entry.path, entry.origin) == ("tiny", tmp_path / "disk" / "tiny", "switchyard")
-    assert (entry.bank_bytes, entry.measured_tokens_per_s) == (8, 12.5)
+    assert (entry.converted_bytes, entry.measured_tokens_per_s) == (8, 12.5)
     assert model_folders() == (models_dir(), tmp_path / "disk")
     assert resolve("tiny") == entry.path
     assert _files(entry.path) == before
@@ -182,7 +182,7 @@ home, step, is_other_disk = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == 
 os.environ["SWITCHYARD_HOME"] = str(home / "live")
 from engine.checkpoint import moving
 from engine.checkpoint.importing import import_model
-from engine.checkpoint.library import bank_path, look_around
+from engine.checkpoint.library import converted_path, look_around
 from engine.checkpoint.manifest import damaged_files, read_manifest
 from engine.checkpoint.usage import note_use, read_usage
 from engine.common.errors import EngineError
@@ -192,7 +192,7 @@ if is_other_disk:
     moving._renamed = lambda source, target: False
 model = import_model(home / "source", "tiny").path
 note_use(model, "cpu", 12.5, 100)
-banks = [bank_path(model, precision) for precision in ("bf16", "int4")]
+banks = [converted_path(model, precision) for precision in ("bf16", "int4")]
 banks[0].parent.mkdir(parents=True)
 for bank in banks:
     bank.write_bytes(b"prepared")
@@ -241,7 +241,7 @@ for number in itertools.count(0, step):
     again = in_a_process(lambda: moving.move("tiny", disk))  # refused only where it was moved already
     assert again == 0 or (again == 2 and not place.exists()), (number, again)
     assert is_whole(disk / "tiny") and not place.exists(), number
-    there = {bank_path(disk / "tiny", precision) for precision in ("bf16", "int4")}
+    there = {converted_path(disk / "tiny", precision) for precision in ("bf16", "int4")}
     assert set(banks[0].parent.iterdir()) == there, number
     assert read_usage(disk / "tiny").tokens_per_s == (12.5,), number
     left = [file.name for folder in (models_dir(), disk) for file in folder.iterdir() if file.name != "tiny"]

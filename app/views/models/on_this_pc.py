@@ -49,7 +49,7 @@ class OnThisPcCard(Card):
     move_wanted = Signal(object)
     export_wanted = Signal(object)
     folder_wanted = Signal(object)
-    banks_wanted = Signal(object)
+    converted_wanted = Signal(object)
     remove_wanted = Signal(object)
     cancel_wanted = Signal()
 
@@ -84,7 +84,7 @@ class OnThisPcCard(Card):
         self.reveal = self.menu.addAction(self.tr("Show in folder"))
         self.move_ = self.menu.addAction(self.tr("Move to another folder…"))
         self.export = self.menu.addAction(self.tr("Export a copy…"))
-        self.banks = self.menu.addAction("")
+        self.converted = self.menu.addAction("")
         self.menu.addSeparator()
         self.remove = self.menu.addAction(self.tr("Remove…"))
         self.menu.setToolTipsVisible(True)
@@ -156,8 +156,8 @@ class OnThisPcCard(Card):
         for button in (self.load, self.unload, self.default, self.more):
             button.setAccessibleName(f"{button.text()}: {entry.name}")
         self.move_.setVisible(not entry.is_in_place)
-        self.banks.setVisible(entry.bank_bytes > 0)
-        self.banks.setText(self.tr("Delete prepared experts ({0})").format(file_size(entry.bank_bytes)))
+        self.converted.setVisible(entry.converted_bytes > 0)
+        self.converted.setText(self.tr("Delete converted weights ({0})").format(file_size(entry.converted_bytes)))
         self.remove.setEnabled(not entry.is_in_place and not row.is_loaded)
         reason = self.tr("Unload it first.") if row.is_loaded else ""
         if entry.is_in_place:
@@ -182,7 +182,7 @@ class OnThisPcCard(Card):
             (self.reveal, self.folder_wanted),
             (self.move_, self.move_wanted),
             (self.export, self.export_wanted),
-            (self.banks, self.banks_wanted),
+            (self.converted, self.converted_wanted),
             (self.remove, self.remove_wanted),
         )
         for action, signal in actions:
@@ -316,4 +316,4 @@ class WorkLine(QWidget):
             self.cancel.setAccessibleName(f"{self.cancel.text()}: {words}")
             self._bar.setRange(0, 1000 if work.total else 0)
             self._bar.setValue(1000 * work.done // work.total if work.total else 0)
-            self.cancel.setVisible(work.kind not in ("remove", "banks"))
+            self.cancel.setVisible(work.kind not in ("remove", "converted"))

@@ -202,7 +202,7 @@ class ModelsPage(Page):
         dialog.open()
 
     def _ask_remove(self, model: LibraryEntry) -> None:
-        words = self.tr("It frees {0} once the trash is emptied. Its prepared experts are deleted.").format(
+        words = self.tr("It frees {0} once the trash is emptied. Its converted weights are deleted.").format(
             file_size(model.bytes_on_disk)
         )
         if model.also:
@@ -392,7 +392,7 @@ class ModelsPage(Page):
         here.export_wanted.connect(
             lambda model: self._ask_folder(self.tr("Folder for the copy"), lambda to: library.export(model, to))
         )
-        here.banks_wanted.connect(library.remove_banks)
+        here.converted_wanted.connect(library.remove_converted)
         here.remove_wanted.connect(self._ask_remove)
         here.cancel_wanted.connect(library.cancel)
         downloads.changed.connect(self._show_downloads)

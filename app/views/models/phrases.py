@@ -106,7 +106,7 @@ def model_text(row: ModelRow) -> str:
 
 
 def model_facts(entry: LibraryEntry) -> str:
-    """Family, parameters, experts, context and prepared experts in one line."""
+    """Family, parameters, experts, context and converted weights in one line."""
     parts = [entry.family]
     if entry.parameters:
         parts.append(translate("Models", "{0} B parameters").format(figures(entry.parameters / 1e9)))
@@ -116,8 +116,8 @@ def model_facts(entry: LibraryEntry) -> str:
         parts.append(translate("Models", "context {0}").format(count(entry.context_tokens)))
     if entry.last_used is not None:
         parts.append(translate("Models", "used {0}").format(used_words(entry.last_used)))
-    if entry.bank_bytes:
-        parts.append(translate("Models", "prepared experts {0}").format(file_size(entry.bank_bytes)))
+    if entry.converted_bytes:
+        parts.append(translate("Models", "converted weights {0}").format(file_size(entry.converted_bytes)))
     return SEPARATOR.join(filter(None, parts))
 
 
@@ -132,7 +132,7 @@ def work_words(work: Work) -> str:
         "export": translate("Models", "Copying {0}"),
         "import": translate("Models", "Importing {0}"),
         "remove": translate("Models", "Removing {0}"),
-        "banks": translate("Models", "Deleting the prepared experts of {0}"),
+        "converted": translate("Models", "Deleting the converted weights of {0}"),
     }[work.kind].format(work.name)
     return f"{words}, {100 * work.done // work.total}%" if work.total else f"{words}…"
 
@@ -152,8 +152,8 @@ def ended_words(work: Work) -> str:
         words = translate("Models", "{0} is in the trash ({1}).").format(work.name, file_size(result.bytes))
         stays = translate("Models", "What else is in {0} stays there.").format(result.folder)
         return f"{words} {stays}" if result.others else words
-    if work.kind == "banks" and isinstance(result, int):
-        return translate("Models", "{0} were freed; loading {1} prepares its experts again.").format(
+    if work.kind == "converted" and isinstance(result, int):
+        return translate("Models", "{0} were freed; loading {1} converts its weights again.").format(
             file_size(result), work.name
         )
     return ""

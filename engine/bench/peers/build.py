@@ -22,11 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine.bench.gguf_export import Quantisation, write_gguf
 from engine.bench.peers.editions import INTERFACE, SERVER, Edition
 from engine.bench.peers.instructions import GROUPS, TILE_CONFIG, Instructions, is_x86, working_instructions
 from engine.bench.peers.peer import GgufPeer, PeerError
 from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.common.files import try_lock, unlock
 
 Say = Callable[[str], None]

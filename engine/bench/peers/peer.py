@@ -20,9 +20,10 @@ import numpy as np
 from gguf import LlamaFileType
 from numpy.typing import NDArray
 
-from engine.bench.gguf_export import Quantisation, gguf_of
+from engine.bench.gguf_export import gguf_of
 from engine.bench.peers.editions import EDITIONS, IK_LLAMA_CPP, LLAMA_CPP, Edition, Flags
 from engine.bench.report import Report
+from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.staging import staging_folder

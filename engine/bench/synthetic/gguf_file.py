@@ -9,10 +9,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from engine.bench.gguf_export import Quantisation, write_gguf
-from engine.bench.gguf_texts import add_texts
+from engine.bench.gguf_texts import texts_of
 from engine.bench.peers.peer import FILE_TYPES, PeerError, quantise
 from engine.bench.synthetic import parse, plain_nbytes, write_checkpoint
+from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
@@ -48,7 +48,7 @@ def make_synthetic_gguf(model: str, kind: str, say: Callable[[str], None] = lamb
         say(f"making {name} with random weights: {nbytes / 1e9:.1f} GB, deleted later")
         write_checkpoint(checkpoint, shape)
         say("writing them to a GGUF file, deleted later as well")
-        write_gguf(checkpoint, plain, Quantisation.BF16, add_vocabulary=lambda writer: add_texts(writer, checkpoint))
+        write_gguf(checkpoint, plain, Quantisation.BF16, vocabulary=texts_of(checkpoint))
         say(f"quantising it to {kind} with llama.cpp: {file}, cached")
         try:
             quantise(plain, made, kind)

@@ -79,12 +79,12 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
     layers = int(config["num_hidden_layers"])
     if guesses and family_of(model_type).draft_head == DraftHead():
         family = replace(family, tensors={**family.tensors, **DRAFT_HEAD})
-        further = [(name, ways) for name, ways in _expanded(family, range(layers, layers + 1)) if f".{layers}." in name]
+        further = [(name, ways) for name, ways in expanded(family, range(layers, layers + 1)) if f".{layers}." in name]
     else:
         further = []
     left = dict.fromkeys(name for name in file.tensors if not _predicts_further(name, layers))
     tensors: dict[str, TensorEntry] = {}
-    for name, ways in (*_expanded(family, range(layers)), *further):
+    for name, ways in (*expanded(family, range(layers)), *further):
         made = next((made for made in ways if all(_first(source) in file.tensors for source in made.sources)), None)
         if made is None:
             continue
@@ -482,7 +482,7 @@ def _same(value: Any, expected: Any) -> bool:
     return bool(value == expected)
 
 
-def _expanded(family: Gguf, layers: range) -> Iterator[tuple[str, list[Made]]]:
+def expanded(family: Gguf, layers: range) -> Iterator[tuple[str, list[Made]]]:
     """The names of all tensors that a model with these layers may have, and what each may be made of."""
     for name, ways in zip(family.tensors, _ways(family), strict=True):
         if "{n}" not in name:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
-from engine.checkpoint.gguf.types import BLOCK_TYPES, unread_type
+from engine.checkpoint.gguf.types import BLOCK_TYPES, BlockType, unread_type
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import Opener, open_foreign, reason
@@ -44,6 +44,7 @@ _OTHER_KINDS = {
     "adapter": "a LoRA adapter, not a model: Switchyard runs whole models only",
     "mmproj": "the part of a model that sees pictures (mmproj): give the file with the language model",
     "clip": "the part of a model that sees pictures (mmproj): give the file with the language model",
+    "switchyard": "weights that Switchyard has converted: open the model that they were made of",
     "imatrix": "an importance matrix for quantising, not a model: give the file with the model",
 }
 """`general.type` or `general.architecture` of files without a language model -> what each is."""
@@ -149,6 +150,27 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     return _read(path, tuple(map(_state, all_parts(path))))
 
 
+CONVERTED = "switchyard"
+"""The architecture of files of converted weights, which are ours and go with a model (`engine.experts.container`)."""
+_BYTES = BlockType("I8", 24, 1, 1)
+"""The type of their tensors: of none that a model is made of."""
+
+
+def read_converted(path: Path) -> tuple[bytes, Mapping[str, Value], Mapping[str, TensorEntry]]:
+    """The header of a file of converted weights: its bytes, its metadata, and its tensors by name.
+
+    Raises:
+        FileNotFoundError: there is none.
+        EngineError: as `read_gguf`, also for one with another architecture.
+    """
+    path.stat()
+    header = _Header(path, open_foreign, {_BYTES.id: _BYTES})
+    if header.metadata.get("general.architecture") != CONVERTED:
+        raise _damaged(path, "is not a file of converted weights")
+    with path.open("rb") as stream:
+        return stream.read(header.end), header.metadata, header.tensors
+
+
 def _state(file: Path) -> tuple[int, ...] | None:
     try:
         status = file.stat()
@@ -184,11 +206,14 @@ def _model(path: Path, open_file: Opener) -> GgufFile:
     return GgufFile(path, tuple(paths), metadata, tensors, first.digest, open_file)
 
 
-def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
-    kind, architecture = metadata.get("general.type", "model"), metadata.get("general.architecture")
-    for found in (kind, architecture):
+def _refuse_other_kinds(path: Path, metadata: Mapping[str, Value]) -> None:
+    for found in (metadata.get("general.type"), metadata.get("general.architecture")):
         if isinstance(found, str) and found in _OTHER_KINDS:
             raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{path.name} is {_OTHER_KINDS[found]}.")
+
+
+def _check_kind(path: Path, metadata: Mapping[str, Value]) -> None:
+    architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or not architecture:
         raise _damaged(path, "does not say of which architecture its model is")
 
@@ -229,11 +254,12 @@ class _Header:
         path: the file.
         size: in bytes.
         metadata, tensors: as in `GgufFile`.
+        end: where the header does.
         digest: SHA-256 of the header.
     """
 
-    def __init__(self, path: Path, open_file: Opener) -> None:
-        self.path = path
+    def __init__(self, path: Path, open_file: Opener, types: Mapping[int, BlockType] = BLOCK_TYPES) -> None:
+        self.path, self._types = path, types
         try:
             with open_file(path) as stream:
                 self.size = stream.seek(0, os.SEEK_END)
@@ -243,7 +269,10 @@ class _Header:
                 self._read_version()
                 tensors, entries = self._count("tensors"), self._count("metadata entries")
                 self.metadata = self._read_metadata(entries)
+                if types is BLOCK_TYPES:
+                    _refuse_other_kinds(path, self.metadata)
                 self.tensors = self._read_tensors(tensors)
+                self.end = self._at
                 self.digest = hashlib.sha256(bytes(self._buffer[: self._at])).hexdigest()
         except OSError as error:
             raise _damaged(path, f"cannot be read ({reason(error)})") from error
@@ -309,7 +338,7 @@ class _Header:
 
     def _form(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str, tuple[int, ...], int]:
         """The type's name, the shape and the bytes of a tensor."""
-        kind = BLOCK_TYPES.get(number)
+        kind = self._types.get(number)
         if kind is None:
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED,

@@ -76,19 +76,14 @@ def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: Native
     return len(layers)
 
 
-Quantised = Callable[[str, torch.Tensor, TiledFormat, NativeKernels], TiledMatrix | None]
-"""(module name, weight, format, kernels) -> the weight in that format, or None to leave that to whoever asks."""
-
-
 def quantise_linears(
     model: torch.nn.Module,
     precision: str,
     kernels: NativeKernels,
     empty: Callable[..., torch.Tensor] = torch.empty,
-    quantised: Quantised = lambda _name, _weight, _format, _kernels: None,
 ) -> int:
-    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones: `quantised`, or
-    else made in memory that `empty` allocates, like torch's.
+    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones.
+    `empty` allocates them, like torch's.
 
     The head has its own format: its errors reach the logits directly.
 
@@ -101,9 +96,7 @@ def quantise_linears(
     for name, module in layers.items():
         if _is_plain(module):
             assert isinstance(module, torch.nn.Linear)
-            matrix = quantised(name, module.weight, formats[name], kernels)
-            if matrix is None:
-                matrix = quantise(module.weight, formats[name], kernels=kernels, empty=empty)
+            matrix = quantise(module.weight, formats[name], kernels=kernels, empty=empty)
             module.forward = QuantisedLinear(module, matrix, kernels, is_head=module is head)  # type: ignore[method-assign]
             count += 1
     return count

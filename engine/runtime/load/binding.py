@@ -43,7 +43,7 @@ from engine.kernels.cuda.driver import nvidia_card
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.kernels.native.linear import quantise_linears, speed_up_linears
+from engine.kernels.native.linear import formats_of_linears, quantise_linears, speed_up_linears
 from engine.planner.placement import cache_slots
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
@@ -80,14 +80,11 @@ def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts
     kernels = parts.kernels
     if kernels is None:
         return
-    if decision.precision != STORED and format_of(decision.precision).is_tiled:  # what is stored was kept when read
-        if parts.kept_dense is None or not parts.kept_dense.records.is_there:
-            parts.on_phase("converting")
-        precision, pages = careful(decision.precision, opened.weights), HugePages()
-        if parts.kept_dense is not None:
-            quantise_linears(opened.model, precision, kernels, pages.empty, parts.kept_dense.quantised)
-        else:
-            quantise_linears(opened.model, precision, kernels, pages.empty)
+    precision = careful(decision.precision, opened.weights)
+    is_tiled = decision.precision != STORED and format_of(decision.precision).is_tiled
+    if is_tiled and formats_of_linears(opened.model, precision):  # no file has them converted
+        parts.on_phase("converting")
+        quantise_linears(opened.model, precision, kernels, HugePages().empty)
     speed_up_linears(opened.model, kernels)
     speed_up_decoder_layers(opened.model, kernels)
     speed_up_prompts(opened.model, kernels)
@@ -134,7 +131,7 @@ def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: Loadin
     """Lets the experts on disk be predicted, now that the routers can be asked."""
     disk_backed = parts.disk_backed
     assert disk_backed is not None
-    on_disk = [site for site in decision.sites if site.name in disk_backed.disk.header.index_of]
+    on_disk = [site for site in decision.sites if site.name in disk_backed.disk.table.index_of]
     per_token = opened.profile.experts_per_token
     prefetcher = _prefetcher_of_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
     parts.foresight.prefetcher = prefetcher
@@ -188,7 +185,7 @@ class RecordsInRam:
             return held, kernel, RamRecords(held, kernel)
         assert self._disk_backed is not None
         assert self._lent is not None
-        layer = self._disk_backed.disk.header.index_of[site.name]
+        layer = self._disk_backed.disk.table.index_of[site.name]
         slots = self._disk_backed.ram.slots(layer)
         kernel = timed(_kernel(site.module, slots, self._kernels), slots, self._device, on_card=False)
         return slots, kernel, TierRecords(self._lent, layer, site.num_experts, kernel)
@@ -355,8 +352,8 @@ def _prefetcher_of_ram(
 ) -> Prefetcher | None:
     """A prefetcher over the slots in RAM of a bank on disk; its layers are the bank's."""
     by_name = {site.name: site for site in sites}
-    in_order = [by_name[layer.name] for layer in bank.disk.header.layers]
-    layouts = [layer.layout for layer in bank.disk.header.layers]
+    in_order = [by_name[layer.name] for layer in bank.disk.table.layers]
+    layouts = [layer.layout for layer in bank.disk.table.layers]
     nbytes = max(layout.nbytes for layout in layouts)
     return make_prefetcher(
         bank.ram,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.quantised_layout import QuantisedLayout, quantise_layer
+from engine.experts.ranges import Part
 from engine.experts.record import PartSpec, RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing
@@ -33,11 +34,8 @@ def fill_bank(
     reader: TensorReader,
     bank: ExpertBank,
     kernels: NativeKernels | None = None,
-    on_made: Callable[[BankLayer], None] = lambda _layer: None,
 ) -> None:
     """Allocates and fills the records of every experts module, layer by layer.
-
-    `on_made` is called with each layer whose records have just been quantised, or made of what is stored.
 
     Besides the bank it needs memory for the tensors of one expert, or of one layer where the library's conversion
     mixes experts, and for one layer's records before they are quantised if they are (natively, with `kernels`).
@@ -62,9 +60,6 @@ def fill_bank(
                 filled |= _fill_part(part, converter, reader, room if quantises else bank, by_name)
             if quantises:
                 quantise_layer(room.layers.pop(name), layers[name], kernels)
-                on_made(layers[name])
-    for name in repacked.keys() & plan.index.modules.keys():  # they are complete by now
-        on_made(layers[name])
     wanted = {target for site in sites for target in site.targets}
     if wanted - filled:
         raise EngineError(
@@ -214,26 +209,54 @@ def _read_as_stored(
     """Reads straight into the records, if that is all there is to it: the most common case, and by far the fastest."""
     name, _, part_name = part.target.rpartition(".")
     spec = next(spec for spec in sites[name].layout.parts if spec.name == part_name)
-    order = converter.rows_in_order(part)
-    fused = part.is_fused
-    if order is None or spec.transposed or bank.device.type != "cpu" or not (fused or part.is_per_expert):
-        return False
-    shapes = [entry.shape[1:] if fused else entry.shape for entry in part.entries()]
-    if any(shape[1:] != spec.shape[1:] for shape in shapes):
-        return False
-    if any(torch_dtype(entry) != spec.dtype for entry in part.entries()):
+    every = _as_stored(part, spec, converter)
+    if every is None or bank.device.type != "cpu":
         return False
     places: list[tuple[ExpertSource, torch.Tensor]] = []
-    for expert in range(part.experts):
+    for expert, sources in enumerate(every):
         place = bank.layers[name].part(part_name, expert).view(-1)
-        sources = {source.pattern: source for source in part.of_expert(expert)}
-        counts = [sources[pattern].nbytes // spec.dtype.itemsize for pattern in order]
-        if sum(counts) != place.numel():
-            return False
-        for pattern, rows in zip(order, torch.split(place, counts), strict=True):
-            places.append((sources[pattern], rows))
+        counts = [source.nbytes // spec.dtype.itemsize for source in sources]
+        places += zip(sources, torch.split(place, counts), strict=True)
     reader.read_into(places)
     return True
+
+
+def _as_stored(part: PartSources, spec: PartSpec, converter: PartConverter) -> list[list[ExpertSource]] | None:
+    """For each expert the sources whose bytes, one behind the other, are its part; None if it takes more."""
+    order, fused = converter.rows_in_order(part), part.is_fused
+    if order is None or spec.transposed or not (fused or part.is_per_expert):
+        return None
+    shapes = [entry.shape[1:] if fused else entry.shape for entry in part.entries()]
+    if any(shape[1:] != spec.shape[1:] for shape in shapes):
+        return None
+    if any(torch_dtype(entry) != spec.dtype for entry in part.entries()):
+        return None
+    every: list[list[ExpertSource]] = []
+    for expert in range(part.experts):
+        sources = {source.pattern: source for source in part.of_expert(expert)}
+        every.append([sources[pattern] for pattern in order])
+        if sum(source.nbytes for source in every[-1]) != spec.nbytes:
+            return None
+    return every
+
+
+def ranges_as_stored(site: ExpertsSite, plan: LoadingPlan) -> list[Part] | None:
+    """Where the records of an experts module lie in the checkpoint's own files; None if some have to be made."""
+    found: list[Part] = []
+    sources = plan.index.modules.get(site.name, {})
+    for spec in site.layout.parts if site.layout is site.layout.unquantised else ():
+        part = sources.get(spec.name)
+        every = _as_stored(part, spec, PartConverter(None, {}, plan.converters[part.target])) if part else None
+        if not every:
+            return None
+        at = spec.offset
+        for pieces in zip(*every, strict=True):
+            if len({piece.nbytes for piece in pieces}) > 1:
+                return None
+            places = [(piece.entry.file, piece.entry.offset + (piece.row or 0) * piece.nbytes) for piece in pieces]
+            found.append(Part(at, pieces[0].nbytes, places))
+            at += pieces[0].nbytes
+    return found or None
 
 
 def _store(

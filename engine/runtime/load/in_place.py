@@ -1,14 +1,12 @@
 """GGUF files used as they lie: experts, linear layers and embeddings are rows of blocks.
 
-Nothing is made of them and nothing is written.  On the CPU alone each file is one `FileImage`, mapped where that is
-safe and else read into memory of our own, which begins before the engine is imported (`early_reads`).  With a card,
-experts are read into RAM that it can copy from, and the rest into its own.
+Nothing is made of them and nothing is written.  On the CPU alone each file is in memory as a whole (`Files`).  With a
+card, experts are read into RAM that it can copy from, and the rest into its own.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,15 +18,11 @@ from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import is_blocks
 from engine.checkpoint.stored import heads_in_blocks, in_blocks, pieces_of, rows_of
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.bank import ExpertBank, LayerInPlace
-from engine.experts.bank_header import BankHeader, BankLayerSpec
-from engine.experts.checksums import BEST_CHECKSUM
-from engine.experts.direct_file import DirectFile, bytes_of
-from engine.experts.early_reads import EARLY_READS
-from engine.experts.file_image import FileImage
+from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import BlockLayout
-from engine.experts.record import PartSpec, RecordLayout, allocate_records
+from engine.experts.ranges import Part, Place
+from engine.experts.record import RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats import ROUTERS, STORED
 from engine.formats.ggml import GGML, BlockFormat
@@ -42,11 +36,9 @@ from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedL
 from engine.kernels.repack import Blocks
 from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
+from engine.runtime.load.files import Files
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
 from engine.runtime.load.tensor_reader import TensorReader
-
-_PIECE = 64 * 2**20
-_LOOK_S = 0.05
 
 
 def lies_in_place(opened: OpenedCheckpoint) -> bool:
@@ -119,190 +111,82 @@ def _behind_one_another(entries: list[TensorEntry]) -> TensorEntry | None:
     return replace(first, shape=(len(entries), *first.shape), nbytes=len(entries) * nbytes)
 
 
-class ExpertsOnDisk:
-    """Experts that are read from a model's own files as they are needed: records whose parts are ranges of them.
-
-    Biases, which are small, are in RAM.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if a file cannot be opened.
-    """
-
-    def __init__(self, opened: OpenedCheckpoint, sites: Sequence[ExpertsSite], reader: TensorReader) -> None:
-        layers = tuple(BankLayerSpec(site.name, site.num_experts, site.layout) for site in sites)
-        self.header = BankHeader(STORED, None, BEST_CHECKSUM, {}, layers)
-        self._parts: list[list[tuple[PartSpec, TensorEntry | memoryview]]] = []
-        self._files: dict[Path, DirectFile] = {}
-        for site in sites:
-            found: dict[str, TensorEntry | memoryview] = {**_parts_in_blocks(site, opened.plan)}
-            biases = _biases(opened, site, reader)
-            found |= {name: bytes_of(value.view(-1).view(torch.uint8)) for name, value in biases.items()}
-            self._parts.append([(part, found[part.name]) for part in site.layout.parts])
-        try:
-            for entry in (place for parts in self._parts for _, place in parts if isinstance(place, TensorEntry)):
-                if entry.file not in self._files:
-                    self._files[entry.file] = DirectFile(entry.file)
-        except OSError as error:
-            self.close()
-            raise _unreadable(Path(str(error.filename)), error) from error
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether reads bypass the page cache: parts begin anywhere, so they pass through it, and are dropped again."""
-        return False
-
-    def fill(self, offset: int, target: memoryview) -> None:
-        """Bytes of records from this offset on, which `header` gives them.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
-        """
-        done = 0
-        while done < len(target):
-            layer = bisect_right(self.header.layer_offsets, offset + done) - 1
-            nbytes = self.header.layers[layer].layout.nbytes
-            expert, begin = divmod(offset + done - self.header.layer_offsets[layer], nbytes)
-            end = min(nbytes, begin + len(target) - done)
-            self._fill(layer, expert, begin, target[done : done + end - begin])
-            done += end - begin
-
-    def is_intact(self, layer: int, expert: int, record: memoryview) -> bool:  # noqa: ARG002
-        """The files have no checksums of experts."""
-        return True
-
-    def damaged(self, layer: int, expert: int) -> EngineError:
-        """The error for an expert that cannot be read."""
-        name = self.header.layers[layer].name
-        return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"Expert {expert} of {name} cannot be read: check the disk.")
-
-    def close(self) -> None:
-        """Closes the files.  Idempotent."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
-
-    def _fill(self, layer: int, expert: int, begin: int, target: memoryview) -> None:
-        end, at = begin + len(target), begin
-        for part, place in self._parts[layer]:
-            first, last = max(begin, part.offset), min(end, part.offset + part.nbytes)
-            if first >= last:
-                continue
-            target[at - begin : first - begin] = bytes(first - at)  # padding
-            start, room = expert * part.nbytes + first - part.offset, target[first - begin : last - begin]
-            if isinstance(place, TensorEntry):
-                try:
-                    self._files[place.file].read_into(place.offset + start, room)
-                except (OSError, EOFError) as error:
-                    raise _unreadable(place.file, error) from error
-            else:
-                room[:] = place[start : start + len(room)]
-            at = last
-        target[at - begin :] = bytes(end - at)
-
-
-class FilesInPlace:
-    """The files of a model in memory, and what is used of them.
-
-    Args:
-        whole: whether all of each file is to be in memory; else what is used is read.
+def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> list[Part]:
+    """Where the records of an experts module lie that are read from a model's own files as they are needed.  Biases,
+    which are small, are in RAM.
 
     Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if one cannot be opened, `NOT_ENOUGH_MEMORY`.
+        EngineError, RequestCancelled: as `TensorReader.read`.
     """
-
-    def __init__(self, opened: OpenedCheckpoint, *, whole: bool) -> None:
-        self._opened = opened
-        self._arriving: dict[Path, FileInPlace] = {}
-        if not whole:
-            return
-        stored = (stored for entry in opened.plan.entries if (stored := in_blocks(entry)) is not None)
-        heads = (stack for entry in opened.plan.entries for stack in heads_in_blocks(entry) or ())
-        of_sites = [_stacks_of(site, opened.plan) or {} for site in opened.sites]
-        experts = (stack for each in of_sites for stacks in each.values() for stack in stacks)
-        try:
-            for entry in (*stored, *heads, *experts):
-                if entry.file not in self._arriving:
-                    self._arriving[entry.file] = FileInPlace(entry.file)
-        except BaseException:
-            for each in self._arriving.values():
-                each.close()
-            raise
-
-    @property
-    def arriving(self) -> list[FileInPlace]:
-        """The files, until they have been read."""
-        return list(self._arriving.values())
-
-    def counting(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """The same for whoever reads the rest: with what arrives here."""
-        nbytes = sum(each.nbytes for each in self.arriving)
-
-        def together(done: int, total: int) -> None:
-            on_progress(done + sum(each.done for each in self.arriving), total + nbytes)
-
-        for each in self.arriving:
-            each.on_progress = together
-        return together
-
-    def _blocks(self, entry: TensorEntry, reader: TensorReader) -> Blocks:
-        stored = blocks_of(entry)
-        assert stored is not None
-        assert isinstance(stored.source, TensorEntry)
-        return stored.in_memory([self._bytes_of(stored.source, reader)])
-
-    def bind_experts(self, sites: Iterable[ExpertsSite], reader: TensorReader, bank: ExpertBank) -> None:
-        """Gives the bank the layers of these modules; biases, which are small, are read.
-
-        Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
-        """
-        for site in sites:
-            shapes = {part.name: part.shape for part in site.layout.parts}
-            parts = {
-                name: self._bytes_of(entry, reader).view(site.num_experts, *shapes[name])
-                for name, entry in _parts_in_blocks(site, self._opened.plan).items()
-            }
-            parts |= _biases(self._opened, site, reader)
-            records = torch.empty(site.num_experts, 0, dtype=torch.uint8)
-            bank.layers[site.name] = LayerInPlace(site.name, site.layout, records, parts=parts)
-
-    def bind_matrices(self, model: Any, kernels: NativeKernels, reader: TensorReader) -> None:
-        """Lets linear layers and embeddings compute from the files."""
-        made: dict[int, Blocks] = {}  # one for all who share it, which then count it once
-        for name, entry in matrices_in_place(self._opened).items():
-            stacks = heads_in_blocks(entry)
-            if stacks is not None:
-                module = model.get_submodule(name.removesuffix(".weight"))
-                keys, values = (self._rows_of(stack, reader) for stack in stacks)
-                module.forward = LatentHeads(module, keys, values, kernels)
-                continue
-            if id(entry) not in made:
-                made[id(entry)] = self._blocks(entry, reader)
-            table = made[id(entry)]
-            module = model.get_submodule(name.removesuffix(".weight"))
-            if isinstance(module, torch.nn.Embedding):
-                module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
-            else:
-                is_head = module is model.get_output_embeddings()
-                module.forward = QuantisedLinear(module, table, kernels, is_head=is_head)
-
-    def _rows_of(self, stack: TensorEntry, reader: TensorReader) -> Blocks:
-        """The matrices of a stack, one below the other."""
-        matrices, rows, _ = stack.shape
-        return Blocks(BY_NAME[stack.dtype], self._bytes_of(stack, reader).view(matrices * rows, -1))
-
-    def _bytes_of(self, entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
-        arriving = self._arriving.get(entry.file)
-        if arriving is not None:
-            return torch.frombuffer(arriving.image.bytes[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
-        return _read(entry, reader)
+    blocks, biases, parts = _parts_in_blocks(site, opened.plan), _biases(opened, site, reader), list[Part]()
+    for part in site.layout.parts:
+        places: list[Place] | memoryview
+        if part.name in blocks:
+            entry = blocks[part.name]
+            places = [(entry.file, entry.offset + expert * part.nbytes) for expert in range(site.num_experts)]
+        else:
+            places = bytes_of(biases[part.name].view(-1).view(torch.uint8))
+        parts.append(Part(part.offset, part.nbytes, places))
+    return parts
 
 
-def _read(entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
-    """Its bytes, uint8 [bytes]."""
-    raw = torch.empty(entry.nbytes, dtype=torch.uint8)
-    reader.read_into([(replace(entry, dtype="U8", shape=(entry.nbytes,)), raw)])
-    return raw
+def files_in_place(opened: OpenedCheckpoint) -> list[Path]:
+    """Those that experts, linear layers and embeddings are used in."""
+    stored = (stored for entry in opened.plan.entries if (stored := in_blocks(entry)) is not None)
+    heads = (stack for entry in opened.plan.entries for stack in heads_in_blocks(entry) or ())
+    of_sites = [_stacks_of(site, opened.plan) or {} for site in opened.sites]
+    experts = (stack for each in of_sites for stacks in each.values() for stack in stacks)
+    return list(dict.fromkeys(entry.file for entry in (*stored, *heads, *experts)))
+
+
+def bind_experts_in_place(
+    opened: OpenedCheckpoint, sites: Iterable[ExpertsSite], files: Files, reader: TensorReader, bank: ExpertBank
+) -> None:
+    """Gives the bank the layers of these modules; biases, which are small, are read.
+
+    Raises:
+        EngineError, RequestCancelled: as `TensorReader.read`.
+    """
+    for site in sites:
+        shapes = {part.name: part.shape for part in site.layout.parts}
+        parts = {
+            name: files.bytes_of(entry, reader).view(site.num_experts, *shapes[name])
+            for name, entry in _parts_in_blocks(site, opened.plan).items()
+        }
+        parts |= _biases(opened, site, reader)
+        records = torch.empty(site.num_experts, 0, dtype=torch.uint8)
+        bank.layers[site.name] = LayerInPlace(site.name, site.layout, records, parts=parts)
+
+
+def bind_matrices_in_place(
+    opened: OpenedCheckpoint, files: Files, kernels: NativeKernels, reader: TensorReader
+) -> None:
+    """Lets linear layers and embeddings compute from the files."""
+    model, made = opened.model, dict[int, Blocks]()  # one for all who share it, which then count it once
+    for name, entry in matrices_in_place(opened).items():
+        stacks = heads_in_blocks(entry)
+        if stacks is not None:
+            own = model.get_submodule(name.removesuffix(".weight"))
+            keys, values = (_rows_of(stack, files.bytes_of(stack, reader)) for stack in stacks)
+            own.forward = LatentHeads(own, keys, values, kernels)
+            continue
+        if id(entry) not in made:
+            stored = blocks_of(entry)
+            assert stored is not None
+            assert isinstance(stored.source, TensorEntry)
+            made[id(entry)] = stored.in_memory([files.bytes_of(stored.source, reader)])
+        table, module = made[id(entry)], model.get_submodule(name.removesuffix(".weight"))
+        if isinstance(module, torch.nn.Embedding):
+            module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
+        else:
+            is_head = module is model.get_output_embeddings()
+            module.forward = QuantisedLinear(module, table, kernels, is_head=is_head)
+
+
+def _rows_of(stack: TensorEntry, raw: torch.Tensor) -> Blocks:
+    """The matrices of a stack, one below the other."""
+    matrices, rows, _ = stack.shape
+    return Blocks(BY_NAME[stack.dtype], raw.view(matrices * rows, -1))
 
 
 def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
@@ -448,7 +332,7 @@ class MatricesOnCards:
         assert stored is not None
         assert self._reader is not None
         assert isinstance(stored.source, TensorEntry)
-        return stored.in_memory([_read(stored.source, self._reader)])
+        return stored.in_memory([Files(()).bytes_of(stored.source, self._reader)])
 
     def bind_embeddings(self, model: Any, place_of: Callable[[str], torch.device]) -> None:
         """Lets embeddings look rows up in blocks, once the linear layers have theirs."""
@@ -471,54 +355,3 @@ class MatricesOnCards:
 
 _READ_BY_ATTENTION = ("kv_b_proj",)
 """Modules whose weights the kernels for latent attention read as numbers."""
-
-
-class FileInPlace:
-    """A file that arrives in memory; see `engine.runtime.loaded_model.Arriving`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.note = path, ""
-        self.is_there, self.serves_next = True, False
-        self.done = 0
-        self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
-        try:
-            self.image: FileImage = EARLY_READS.take(path)
-        except OSError as error:
-            raise _unreadable(path, error) from error
-        except MemoryError as error:
-            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, f"There is no memory for {path.name}: {error}.") from error
-
-    @property
-    def nbytes(self) -> int:
-        """Of the file."""
-        return len(self.image.bytes)
-
-    def wait(self, cancelled: Callable[[], bool]) -> None:
-        """Until all of it is there.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
-            RequestCancelled: `cancelled()` was true.
-        """
-        try:
-            while self.done < self.nbytes:
-                end = min(self.done + _PIECE, self.nbytes)
-                while not self.image.wait_for(end, _LOOK_S):
-                    if cancelled():
-                        raise RequestCancelled
-                self.done = end
-                self.on_progress(0, 0)
-            self.serves_next = True
-        except OSError as error:
-            raise _unreadable(self.path, error) from error
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Stops reading.  Idempotent; the memory lives as long as anything refers to it."""
-        self.image.close()
-
-
-def _unreadable(path: Path, error: OSError | EOFError) -> EngineError:
-    why = error.strerror if isinstance(error, OSError) and error.strerror else "it has become shorter"
-    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} cannot be read ({why}): check the disk.")

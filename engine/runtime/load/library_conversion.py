@@ -36,7 +36,7 @@ from engine.checkpoint.packed import PackedEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
-from engine.runtime.load.tensor_reader import LazyTensor, ReadApart, TensorReader
+from engine.runtime.load.tensor_reader import InPlace, LazyTensor, ReadApart, TensorReader
 
 # The library would read in threads of its own: progress and cancelling then come from anywhere, and a load that fails
 # leaves threads running for a while.
@@ -257,12 +257,14 @@ def load_rest(
     reader: TensorReader,
     device_map: Mapping[str, torch.device],
     apart: Collection[str] = (),
+    in_place: InPlace = lambda _entry: None,
 ) -> None:
     """Loads everything but the experts through the library, ties, and computes the buffers that are not stored.
 
     Args:
         device_map: module name -> where it goes with all that is in it; the empty name is the whole model.
         apart: parameters that something else reads, by name: they only get their shape.
+        in_place: what need not be read.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a tensor is missing or of another shape, `MODEL_UNSUPPORTED` if the
@@ -282,7 +284,7 @@ def load_rest(
     dtypes = {name: dtype_of(name, parameter) for name, parameter in model.named_parameters()}
     read_apart = {id(plan.renamed[name]): dtypes[name] for name in apart}
     state = {
-        key: ReadApart(entry, read_apart[id(entry)]) if id(entry) in read_apart else LazyTensor(reader, entry)
+        key: ReadApart(entry, read_apart[id(entry)]) if id(entry) in read_apart else LazyTensor(reader, entry, in_place)
         for key, entry in plan.rest.items()
     }
     info, _ = convert_and_load_state_dict_in_model(model, state, config, None)

@@ -23,7 +23,7 @@ from engine.devices.failures import is_fault_of_device, is_out_of_memory
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.mps import left_note, left_to_cpu
 from engine.devices.opening import open_automatic, open_devices
-from engine.experts.bank_header import UnusableBankError
+from engine.experts.container import UnusableContainerError, reopen
 from engine.experts.sites import ExpertsSite, verify
 from engine.families.replies.thinking import may_think, template_text, thinking_choices
 from engine.formats import STORED, format_of
@@ -40,11 +40,11 @@ from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.load.binding import bind_dense, bind_experts
 from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
+from engine.runtime.load.conversion import made_again
 from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.in_place import formats_in_place, lies_in_place
-from engine.runtime.load.kept_records import made_again
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import first_line, quiet_library
 from engine.runtime.load.on_cards import speed_up_on_cards
@@ -69,8 +69,8 @@ def open_compute_devices(config: EngineConfig) -> tuple[list[Device], str]:
     return ([], "") if config.device == "cpu" else (open_devices(config.device, config.vram_bytes), "")
 
 
-_BANKS = 2
-"""Files of prepared weights that a model may have, each of which may turn out to be damaged."""
+_ATTEMPTS = 2
+"""To read converted weights that turn out to be damaged."""
 
 _WORTH_MEASURING = 2**30
 """Bytes of a model that is slow enough for kernels chosen by measurement to matter more than the second it takes."""
@@ -102,11 +102,11 @@ def load_model(
     opened, left_out = open_compute_devices(config)  # a missing one is reported before gigabytes are read
     try:
         note = left_out
-        for _ in range(_BANKS):
+        for _ in range(_ATTEMPTS):
             try:
                 return _load(config, ModelDevices(opened), on_progress, cancelled, on_phase, note)
-            except UnusableBankError as error:
-                error.path.unlink(missing_ok=True)
+            except UnusableContainerError as error:
+                reopen(error)
                 note = made_again(error.reason)
             opened, left_out = open_compute_devices(config)
             note = " ".join(filter(None, (note, left_out)))
@@ -184,7 +184,7 @@ def _load_weights(
     elif devices and parts.kernels is not None:  # the devices compute everything
         parts.kernels.close()
         parts.kernels = None
-    read_weights(opened, decision, parts, on_progress, cancelled)
+    note = " ".join(filter(None, (note, read_weights(opened, decision, parts, on_progress, cancelled))))
     places = [device.torch_device for device in decision.devices]
     captures = _graph_device(parts, decision, config)
     move_between(model, decision.layers, places, is_captured=captures is not None)

@@ -256,13 +256,20 @@ def _unreadable(path: Path, error: OSError) -> EngineError:
     )
 
 
+InPlace = Callable[[TensorEntry], torch.Tensor | None]
+"""A tensor -> the same where it lies in a file in memory; None if it has to be read."""
+
+
 class LazyTensor:
     """Stands in for a safetensors slice in the library's loading: read when indexed, then forgotten."""
 
-    def __init__(self, reader: TensorReader, entry: TensorEntry) -> None:
-        self._reader, self._entry = reader, entry
+    def __init__(self, reader: TensorReader, entry: TensorEntry, in_place: InPlace = lambda _entry: None) -> None:
+        self._reader, self._entry, self._in_place = reader, entry, in_place
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        there = self._in_place(self._entry)
+        if there is not None:
+            return there[index]
         return self._reader.read(self._entry, empty_in_huge_pages)[index]
 
     def get_shape(self) -> list[int]:

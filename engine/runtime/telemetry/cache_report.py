@@ -44,8 +44,8 @@ class CacheReporter:
         disk_backed = self._loaded.disk_backed
         if disk_backed is None:
             return 0
-        header = disk_backed.disk.header
-        return header.records_nbytes // max(1, sum(layer.num_experts for layer in header.layers))
+        table = disk_backed.disk.table
+        return table.nbytes // max(1, sum(layer.num_experts for layer in table.layers))
 
     def report(self, spans: Records, steps: Records) -> CacheReport:
         """See `ModelTelemetry.cache_report`."""
@@ -123,7 +123,7 @@ class CacheReporter:
         return TierReport(
             tier="ram",
             slots=sum(snapshot.slots for snapshot in snapshots),
-            most_slots=sum(layer.num_experts for layer in disk_backed.disk.header.layers),
+            most_slots=sum(layer.num_experts for layer in disk_backed.disk.table.layers),
             record_bytes=self.ram_record_bytes,
             hits=counters.hits,
             lookups=counters.hits + counters.late + counters.misses,

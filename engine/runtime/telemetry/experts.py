@@ -214,13 +214,13 @@ def _places(
             places[row, : layers[row].experts] |= IN_RAM if held.device.type == "cpu" else IN_VRAM
             nbytes[row] = held.layout.nbytes
     if disk_backed is not None:
-        header = disk_backed.disk.header
-        rows = [row_of_name.get(spec.name, row_of.get(layer_number(spec.name), -1)) for spec in header.layers]
-        for row, spec in zip(rows, header.layers, strict=True):
+        table = disk_backed.disk.table
+        rows = [row_of_name.get(spec.name, row_of.get(layer_number(spec.name), -1)) for spec in table.layers]
+        for row, spec in zip(rows, table.layers, strict=True):
             if row >= 0:
                 places[row, : spec.num_experts] |= ON_DISK
                 nbytes[row] = spec.layout.nbytes
-        stride = max((spec.num_experts for spec in header.layers), default=1)
+        stride = max((spec.num_experts for spec in table.layers), default=1)
         for snapshot in disk_backed.ram.snapshots():
             _mark(places, snapshot.residents, stride, rows, IN_RAM)
             _mark(places, snapshot.arriving, stride, rows, ARRIVING)

@@ -33,9 +33,12 @@ def add_actions(action: AddAction) -> None:
     moving = action("move", "move a model of the library to a folder on another disk", _move)
     moving.add_argument("model", metavar="NAME")
     moving.add_argument("folder", type=Path, metavar="FOLDER", help="becomes a model folder if it is none")
-    exporting = action("export", "copy a model's files to a new folder of its name", _export)
+    exporting = action("export", "copy a model to a new folder of its name, or write it as a GGUF file", _export)
     exporting.add_argument("model", metavar="M", help=MODEL)
-    exporting.add_argument("folder", type=Path, metavar="FOLDER", help="where to put that folder")
+    exporting.add_argument("folder", type=Path, metavar="FOLDER", nargs="?", default=Path(), help="where to put it")
+    exporting.add_argument("--to", choices=("files", "gguf"), default="files", help="gguf: one file for llama.cpp")
+    types = ("BF16", "Q8_0", "Q4_0", "Q4_1")
+    exporting.add_argument("--type", choices=types, default="BF16", help="of the matrices of a GGUF file")
     removing = action("remove", "move a model to the trash", _remove)
     removing.add_argument("model", metavar="NAME")
     removing.add_argument("--permanently", action="store_true", help="delete it instead")
@@ -108,9 +111,21 @@ def _move(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    if args.to == "gguf":
+        return _export_gguf(args)
     with stopped_by_sigterm(), ProgressLine("copying", in_bytes=True) as progress:
         folder = export(args.model, args.folder, on_progress=progress.update)
     emit({"exported": args.model, "folder": folder}, as_json=args.json, human=f"Copied to {folder}.")
+    return 0
+
+
+def _export_gguf(args: argparse.Namespace) -> int:
+    from engine.checkpoint.gguf.export import Quantisation
+    from engine.runtime.load.gguf_export import export_gguf  # imports torch, which others do not need
+
+    with stopped_by_sigterm(), ProgressLine("writing", in_bytes=True) as progress:
+        file = export_gguf(Path(resolve(args.model)), args.folder, Quantisation[args.type], progress.update)
+    emit({"exported": args.model, "file": file}, as_json=args.json, human=f"Written to {file}.")
     return 0
 
 
@@ -189,8 +204,8 @@ def details(entry: LibraryEntry) -> str:
     rows += [("also in", f"{_place(origin, path)} ({path})") for origin, path in entry.also]
     if entry.measured_tokens_per_s:
         rows.append(("speed here", f"{entry.measured_tokens_per_s:.3g} tokens/s, measured"))
-    if entry.bank_bytes:
-        rows.append(("prepared", about(entry.bank_bytes)))
+    if entry.converted_bytes:
+        rows.append(("converted", about(entry.converted_bytes)))
     if entry.problem:
         rows.append(("problem", entry.problem))
     card = entry.path / "CARD.md"

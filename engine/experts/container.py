@@ -1,0 +1,528 @@
+"""Converted weights: one file for a model and a precision, in GGUF's container, read by our one reader of its headers.
+
+Each tensor is the records of one experts module, or the record of one linear layer: bytes [records, bytes of one], laid
+out as in RAM and beginning on a page.  The metadata say what they are and what they were made of, and hold a checksum
+of each record and, for each tensor, a seal over these.  A seal is written after its tensor has reached the disk, so the
+header of an unfinished file is its journal: who makes the file goes on after the last tensor that is sealed.  It is
+`NAME.part` until all are, and locked meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.checkpoint.gguf.file import CONVERTED, read_converted
+from engine.checkpoint.gguf.names import MAGIC
+from engine.checkpoint.headers import TensorEntry
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.files import is_full, try_lock, unlock
+from engine.common.sizes import rounded_down, rounded_up
+from engine.experts.direct_file import DirectFile, bytes_of
+from engine.experts.record import RECORD_ALIGNMENT, LayerSpec, RecordLayout
+
+VERSION = 3
+"""Of the content: incremented when kernels read the bytes of a part in another way.  Another one is made again."""
+CONVERTER = "converter"
+"""Of `Contents.source`: the library that converted the model, with its version."""
+DIGEST_BYTES = 8
+
+Checksum = Callable[[Any], bytes]
+"""Any buffer -> 8 bytes.  Releases the GIL for large ones."""
+
+
+def _blake2b(data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _checksums() -> dict[str, Checksum]:
+    found: dict[str, Checksum] = {}
+    with contextlib.suppress(ImportError):
+        found["xxh3_64"] = importlib.import_module("xxhash").xxh3_64_digest
+    return {**found, "blake2b_64": _blake2b}
+
+
+CHECKSUMS = _checksums()
+"""By name, fastest first: they are computed on every read.  Measured on one busy core, GB/s: xxh3 6.3, blake2b 0.4."""
+
+_TEXT, _UINT32, _UINT64, _ARRAY = 8, 4, 10, 9
+_BYTES = 24
+_DIGESTS = "switchyard.digests"
+_PIECE = 8 * 2**20
+_TOGETHER = 256 * 2**20
+"""Bytes of small tensors that are sealed together: waiting for the disk takes milliseconds."""
+_LOCK_POLL_S = 0.1
+
+
+class UnusableContainerError(EngineError):
+    """Converted weights that cannot be used and have to be made again.
+
+    Attributes:
+        reason: in words that follow `because`.
+        damaged: the tensor that is not what it was; empty if it is not one alone.
+    """
+
+    def __init__(self, path: Path, reason: str, damaged: str = "") -> None:
+        super().__init__(
+            ErrorCode.CHECKPOINT_DAMAGED, f"The converted weights in {path} cannot be used because {reason}."
+        )
+        self.path, self.reason, self.damaged = path, reason, damaged
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What a file holds.  Two files with equal contents hold the same weights.
+
+    Attributes:
+        name: of the model, for people.
+        precision: of the weights, a name of `engine.formats`.
+        source: fingerprint of the model that they were made of, and of what made them.
+        tensors: in the order of the file.
+        checksum: name of the records' checksum.
+    """
+
+    name: str
+    precision: str
+    source: Mapping[str, Any]
+    tensors: tuple[LayerSpec, ...]
+    checksum: str = next(iter(CHECKSUMS))
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of all records."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @cached_property
+    def header(self) -> bytes:
+        """The header with a seal on nothing, padded to a page."""
+        texts = {
+            "general.architecture": CONVERTED,
+            "general.name": self.name,
+            "switchyard.precision": self.precision,
+            "switchyard.checksum": self.checksum,
+            "switchyard.source": json.dumps(self.source, sort_keys=True),
+            "switchyard.layouts": json.dumps(self.layouts),
+        }
+        numbers = {"general.alignment": RECORD_ALIGNMENT, "switchyard.version": VERSION}
+        made = [MAGIC + struct.pack("<IQQ", 3, len(self.tensors), len(texts) + len(numbers) + 1)]
+        made += [_packed(key) + struct.pack("<I", _TEXT) + _packed(value) for key, value in texts.items()]
+        made += [_packed(key) + struct.pack("<II", _UINT32, value) for key, value in numbers.items()]
+        made += [_digests_key(self.table_size), bytes(self.table_size * DIGEST_BYTES)]
+        offset = 0
+        for spec in self.tensors:
+            shape = struct.pack("<IQQ", 2, spec.layout.nbytes, spec.num_experts)
+            made.append(_packed(spec.name) + shape + struct.pack("<IQ", _BYTES, offset))
+            offset += spec.nbytes
+        whole = b"".join(made)
+        return whole.ljust(-(-len(whole) // RECORD_ALIGNMENT) * RECORD_ALIGNMENT, b"\0")
+
+    @property
+    def size(self) -> int:
+        """Bytes of the file."""
+        return len(self.header) + self.nbytes
+
+    @property
+    def table_size(self) -> int:
+        """How many checksums and seals there are."""
+        return sum(spec.num_experts + 1 for spec in self.tensors)
+
+    @cached_property
+    def layouts(self) -> list[str]:
+        """Of each tensor's records, in words that tell them apart."""
+        return [_described(spec.layout) for spec in self.tensors]
+
+    @cached_property
+    def offsets(self) -> list[int]:
+        """Where each tensor begins."""
+        offsets, offset = [], len(self.header)
+        for spec in self.tensors:
+            offsets.append(offset)
+            offset += spec.nbytes
+        return offsets
+
+    def difference(self, precision: str, source: Mapping[str, Any]) -> str | None:
+        """Why a file of that cannot be used where this is wanted, or part of it; `None` if it can."""
+        if precision != self.precision:
+            return f"they are in {precision} rather than {self.precision}"
+        if source != self.source:
+            ours, theirs = self.source.get(CONVERTER), source.get(CONVERTER)
+            if ours != theirs and {**source, CONVERTER: ours} == self.source:
+                return f"they were made with {theirs}, and here is {ours}"
+            return "the model that they were made from has changed"
+        return None
+
+
+@dataclass(frozen=True)
+class Container:
+    """A finished file whose header has been read.
+
+    Attributes:
+        entries: of the tensors that were wanted, by name, as bytes [records, bytes of one].
+        digests: of their records.
+    """
+
+    path: Path
+    checksum: Checksum
+    entries: Mapping[str, TensorEntry]
+    digests: Mapping[str, Sequence[bytes]]
+
+    def is_intact(self, name: str, first: int, records: torch.Tensor) -> bool:
+        """Whether these are the records of a tensor from `first` on, uint8 [count, bytes of one], contiguous."""
+        wanted = self.digests[name][first : first + len(records)]
+        return all(self.checksum(bytes_of(each)) == digest for each, digest in zip(records, wanted, strict=True))
+
+    def damaged(self, name: str) -> UnusableContainerError:
+        """The error for a tensor that is not what it was."""
+        return UnusableContainerError(self.path, "a part of them was damaged", name)
+
+
+def open_container(path: Path, wanted: Contents) -> Container:
+    """Reads the header of a file that holds what is wanted, and perhaps more.
+
+    Raises:
+        FileNotFoundError: there is none.
+        UnusableContainerError: it is unfinished, damaged, or of something else.
+    """
+    found = _read(path)
+    if (reason := wanted.difference(found.precision, found.source)) is not None:
+        raise UnusableContainerError(path, reason)
+    entries: dict[str, TensorEntry] = {}
+    for spec, layout in zip(wanted.tensors, wanted.layouts, strict=True):
+        entry = found.tensors.get(spec.name)
+        if entry is None or entry.shape != (spec.num_experts, spec.layout.nbytes) or found.layouts[spec.name] != layout:
+            raise UnusableContainerError(path, "its layers are not those of the model")
+        entries[spec.name] = replace(entry, dtype="U8")
+    if unsealed := found.tensors.keys() - found.digests.keys():
+        raise UnusableContainerError(path, "their checksums are damaged", min(unsealed))
+    return Container(path, CHECKSUMS[found.checksum], entries, found.digests)
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What the header of a file says.
+
+    Attributes:
+        table: where the checksums begin.
+        tensors, layouts: by name; of the latter the descriptions.
+        digests: the checksums of the records of each tensor that is sealed.
+    """
+
+    table: int
+    precision: str
+    checksum: str
+    source: Mapping[str, Any]
+    tensors: Mapping[str, TensorEntry]
+    layouts: Mapping[str, str]
+    digests: Mapping[str, Sequence[bytes]]
+
+
+def _read(path: Path) -> _Found:
+    try:
+        raw, said, tensors = read_converted(path)
+        if said.get("switchyard.version") != VERSION:
+            raise UnusableContainerError(path, "another version of Switchyard made them")
+        checksum, table = str(said["switchyard.checksum"]), said[_DIGESTS]
+        if checksum not in CHECKSUMS:
+            raise UnusableContainerError(path, f"their checksums ({checksum}) cannot be computed here")
+        counts = [entry.shape[0] for entry in tensors.values()]
+        if not isinstance(table, np.ndarray) or len(table) != sum(counts) + len(counts):
+            raise ValueError("its table has another length")
+        layouts = dict(zip(tensors, map(str, json.loads(str(said["switchyard.layouts"]))), strict=True))
+        rows = _sealed(_identity(raw, table.nbytes), table.tobytes(), counts)
+        digests = {name: row for name, row in zip(tensors, rows, strict=True) if row is not None}
+        source = json.loads(str(said["switchyard.source"]))
+        precision = str(said["switchyard.precision"])
+        return _Found(_table_at(raw, len(table)), precision, checksum, source, tensors, layouts, digests)
+    except (UnusableContainerError, FileNotFoundError):
+        raise
+    except EngineError as error:
+        raise UnusableContainerError(path, "the file is damaged") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise UnusableContainerError(path, "the file is damaged") from error
+
+
+def _sealed(key: bytes, table: bytes, counts: Sequence[int]) -> list[list[bytes] | None]:
+    """The checksums of each tensor of so many records; `None` for those that are not sealed."""
+    rows, at = list[list[bytes] | None](), 0
+    for index, count in enumerate(counts):
+        end = at + count * DIGEST_BYTES
+        row, seal = table[at:end], table[end : end + DIGEST_BYTES]
+        apart = [row[begin : begin + DIGEST_BYTES] for begin in range(0, len(row), DIGEST_BYTES)]
+        rows.append(apart if seal == _seal(key, index, row) else None)
+        at = end + DIGEST_BYTES
+    return rows
+
+
+def _identity(raw: bytes, table_nbytes: int) -> bytes:
+    """Of a header whatever its table holds: a seal fits one tensor of one file."""
+    begin = _table_at(raw, table_nbytes // DIGEST_BYTES)
+    return _blake2b(raw[:begin] + raw[begin + table_nbytes :].rstrip(b"\0"))
+
+
+def _table_at(raw: bytes, size: int) -> int:
+    key = _digests_key(size)
+    return raw.index(key) + len(key)
+
+
+def _seal(key: bytes, index: int, row: bytes) -> bytes:
+    return _blake2b(key + index.to_bytes(4, "little") + row)
+
+
+def part_path(path: Path) -> Path:
+    """Of a file that is being made."""
+    return path.with_name(path.name + ".part")
+
+
+def reopen(error: UnusableContainerError) -> None:
+    """Makes a file of which one tensor is damaged an unfinished one that lacks it, and removes any other."""
+    path = error.path
+    with contextlib.suppress(OSError):
+        if error.damaged:
+            with contextlib.suppress(UnusableContainerError, ValueError):
+                found = _read(path)
+                before = list(found.tensors.values())[: list(found.tensors).index(error.damaged) + 1]
+                at = found.table + (sum(entry.shape[0] + 1 for entry in before) - 1) * DIGEST_BYTES
+                with path.open("r+b") as stream:
+                    stream.seek(at)
+                    stream.write(bytes(DIGEST_BYTES))
+                path.replace(part_path(path))
+                return
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def making(path: Path, check: Callable[[], None]) -> Iterator[None]:
+    """Holds the lock for making this file; waits while another process holds it.
+
+    Args:
+        check: polled while waiting; raises to give up.
+    """
+    lock_path = path.with_name(path.name + ".lock")
+    while True:
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            while not try_lock(descriptor):
+                check()
+                time.sleep(_LOCK_POLL_S)
+            # The previous holder may have unlinked the file, leaving this lock on a file no other process can open.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), os.stat(lock_path)):
+                    break
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    try:
+        yield
+    finally:
+        if os.name == "posix":  # elsewhere an open file cannot be deleted, so the empty file stays
+            lock_path.unlink(missing_ok=True)
+        unlock(descriptor)
+        os.close(descriptor)
+
+
+class ContainerWriter:
+    """Writes the file next to `path` and renames it when it is complete.  Use it inside `making(path)`.
+
+    Closing before `finish` keeps tensors that are sealed for the next attempt; a file without any is deleted.
+
+    Args:
+        left_free: bytes of the disk that are left to others.
+        direct: whether to try to write past the page cache.
+
+    Attributes:
+        finished: indexes of the tensors that need not be written.
+
+    Raises:
+        EngineError: `DISK_FULL`, before anything is written, if the file does not fit; `INVALID_REQUEST` if the folder
+            is not writable.
+    """
+
+    def __init__(self, path: Path, contents: Contents, *, left_free: int = 0, direct: bool = True) -> None:
+        self.path, self.contents = path, contents
+        self.finished: set[int] = set()
+        self._part, self._left_free, self._is_there = part_path(path), left_free, False
+        self._checksum = CHECKSUMS[contents.checksum]
+        self._table = _table_at(contents.header, contents.table_size)
+        self._key = _identity(contents.header, contents.table_size * DIGEST_BYTES)
+        self._pending: list[tuple[int, bytes]] = []
+        with self._reporting():
+            self._file = DirectFile(self._part, writable=True, direct=direct)
+        try:
+            with self._reporting():
+                self._resume()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> ContainerWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def write(self, index: int, records: torch.Tensor, on_written: Callable[[int], None]) -> None:
+        """Writes the records of one tensor, uint8 [count, nbytes], and seals it, perhaps later with others.
+
+        Args:
+            on_written: called after every piece with its size in bytes; an exception from it stops the writing.
+
+        Raises:
+            EngineError: `DISK_FULL`.
+        """
+        begin, data = self.contents.offsets[index], bytes_of(records)
+        with ThreadPoolExecutor(1, "checksums") as beside, self._reporting():
+            row = beside.submit(lambda: b"".join(self._checksum(bytes_of(record)) for record in records))
+            for at in range(0, len(data), _PIECE):
+                piece = data[at : at + _PIECE]
+                self._file.write(begin + at, piece)
+                on_written(len(piece))
+            self._pending.append((index, row.result()))
+            if sum(self.contents.tensors[each].nbytes for each, _ in self._pending) >= _TOGETHER:
+                self._settle()
+
+    def finish(self) -> None:
+        """Atomically replaces any previous file with the complete one, and syncs the rename to disk."""
+        with self._reporting():
+            self._settle()
+            if len(self.finished) != len(self.contents.tensors):
+                raise ValueError(f"only {len(self.finished)} of {len(self.contents.tensors)} tensors have been written")
+            self._file.sync()
+        self._file.close()
+        with self._reporting():
+            os.replace(self._part, self.path)
+        self._is_there = True
+        _sync_folder(self.path.parent)
+
+    def discard(self) -> None:
+        """Leaves nothing for another attempt."""
+        self.finished.clear()
+        self._pending.clear()
+        self.close()
+
+    def close(self) -> None:
+        """Closes the file.  Idempotent."""
+        if self._pending and self._file.descriptor >= 0:
+            with contextlib.suppress(OSError):
+                self._settle()
+        self._file.close()
+        if not self._is_there and not self.finished:
+            self._part.unlink(missing_ok=True)
+
+    def _settle(self) -> None:
+        """Seals what has been written."""
+        if not self._pending:
+            return
+        self._file.sync()
+        starts = np.cumsum([0, *(spec.num_experts + 1 for spec in self.contents.tensors)]).tolist()
+        for index, row in self._pending:
+            sealed = row + _seal(self._key, index, row)
+            self._file.write(self._table + starts[index] * DIGEST_BYTES, memoryview(sealed))
+        self._file.sync()
+        self.finished.update(index for index, _ in self._pending)
+        self._pending.clear()
+
+    def _resume(self) -> None:
+        """Keeps the tensors that an earlier attempt at the same file has sealed; otherwise starts from scratch."""
+        header, size = self.contents.header, os.fstat(self._file.descriptor).st_size
+        with contextlib.suppress(UnusableContainerError, FileNotFoundError, EOFError):
+            raw = bytearray(len(header) if size == self.contents.size else 0)
+            self._file.read_into(0, memoryview(raw))
+            end = self._table + self.contents.table_size * DIGEST_BYTES
+            if raw and raw[: self._table] + raw[end:] == header[: self._table] + header[end:]:
+                counts = [spec.num_experts for spec in self.contents.tensors]
+                rows = _sealed(self._key, bytes(raw[self._table : end]), counts)
+                self.finished = {index for index, row in enumerate(rows) if row and self._ends_well(index, row)}
+        if not self.finished:
+            os.ftruncate(self._file.descriptor, 0)
+        free = shutil.disk_usage(self._part.parent).free
+        if self._missing() + self._left_free > free:
+            raise self._disk_full()
+        if not self.finished:
+            self._file.write(0, memoryview(header))
+            os.ftruncate(self._file.descriptor, self.contents.size)
+
+    def _ends_well(self, index: int, row: Sequence[bytes]) -> bool:
+        """Whether the last record of a sealed tensor is intact: a cheap check of the bytes most likely to be lost."""
+        spec = self.contents.tensors[index]
+        record = bytearray(spec.layout.nbytes)
+        self._file.read_into(self.contents.offsets[index] + spec.nbytes - len(record), memoryview(record))
+        return bool(self._checksum(record) == row[-1])
+
+    def _missing(self) -> int:
+        """Bytes of the file that are not yet allocated on disk."""
+        try:
+            held = getattr(self._part.stat(), "st_blocks", 0) * 512
+        except OSError:
+            held = 0
+        return max(self.contents.size - held, 0)
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if is_full(error) or error.errno == errno.EFBIG:
+                raise self._disk_full() from error
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{self._part} cannot be written ({error.strerror}): check the folder's permissions and the disk.",
+            ) from error
+
+    def _disk_full(self) -> EngineError:
+        folder, left = self.path.parent, self._left_free
+        free = shutil.disk_usage(folder).free
+        others = f", {rounded_down(left)} of them for other things" if left else ""
+        return EngineError(
+            ErrorCode.DISK_FULL,
+            f"Converting {self.contents.name} needs {rounded_up(self._missing())} more in {folder}, where "
+            f"{rounded_down(free)} are free{others}: free some space there, or choose a data folder on another disk.",
+        )
+
+
+def _packed(text: str) -> bytes:
+    raw = text.encode()
+    return struct.pack("<Q", len(raw)) + raw
+
+
+def _digests_key(size: int) -> bytes:
+    return _packed(_DIGESTS) + struct.pack("<IIQ", _ARRAY, _UINT64, size)
+
+
+def _described(layout: RecordLayout) -> str:
+    parts = [
+        f"{part.name} {str(part.dtype).removeprefix('torch.')}{list(part.shape)}@{part.offset}{'T' * part.transposed}"
+        for part in layout.parts
+    ]
+    return f"{layout.nbytes}: {', '.join(parts)}"
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes the rename itself durable."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

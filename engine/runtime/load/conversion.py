@@ -1,0 +1,486 @@
+"""What of a checkpoint must be converted is converted once, into one file in the data folder (`experts.container`).
+
+That is experts and linear layers in our own tiles, made of the checkpoint's numbers or of the codes that it stores, and
+experts that no range of its files holds and that do not fit into RAM.  The file is made before anything else is read,
+tensor by tensor: killed or cancelled, it goes on after the last one that was finished.  Little is converted anew in
+memory each time, and so is everything where the file cannot be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from engine.checkpoint.expert_index import ExpertIndex
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.library import converted_path, remove_leftovers
+from engine.checkpoint.shards import fingerprint
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.files import new_folder
+from engine.common.sizes import about
+from engine.devices.host_memory import available_ram
+from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.container import (
+    CONVERTER,
+    Container,
+    ContainerWriter,
+    Contents,
+    UnusableContainerError,
+    making,
+    open_container,
+    reopen,
+)
+from engine.experts.disk_backed import can_be_disk_backed
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.record import LayerSpec, RecordLayout, allocate_records
+from engine.experts.sites import ExpertsSite, empty_modules
+from engine.formats import STORED, TiledFormat, careful, format_of
+from engine.formats.tiles import Pairing, TiledMatrix
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import formats_of_linears, keepable
+from engine.kernels.quantise import quantise_into
+from engine.planner.placement import Budgets, require_ram
+from engine.runtime.load.checkpoint import OpenedCheckpoint, read_headers
+from engine.runtime.load.fill_bank import fill_bank, working_bytes
+from engine.runtime.load.library_conversion import load_rest, parameter_dtypes
+from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.stored import StoredLinears, sites_in
+from engine.runtime.load.tensor_reader import TensorReader
+
+KEEP_VARIABLE = "SWITCHYARD_KEEP_PREPARED"
+"""Of the environment: 0 keeps nothing for later starts, and reads nothing that was kept."""
+WORTH_KEEPING = 64 * 2**20
+"""Bytes below which converting takes no time to speak of."""
+_LEFT_FREE = 2 * 2**30
+"""Bytes of the disk that are left to others: a faster start is worth less than a full disk costs."""
+_ONE_BUFFER_BELOW = 2**30
+"""Bytes of RAM to leave to others: with less, one tensor is converted and then written, not two at once."""
+_CONVERTER = "transformers " + ".".join(transformers.__version__.split(".")[:2])
+"""Part of the fingerprint: another version may convert otherwise."""
+_NAMED = re.compile(r".+-(?P<place>[0-9a-f]{12})\.gguf")
+_WEIGHT = "weight"
+_REPORT_S = 0.1
+_CPU = torch.device("cpu")
+_log = logging.getLogger(__name__)
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass
+class Conversion:
+    """What of a checkpoint is converted to.
+
+    Attributes:
+        precision: of the weights, a name of `engine.formats`.
+        sites: experts modules with the records that they get, in the order of the file.
+        linears: layouts of the linear layers, by name.
+        kernels: quantise, where there are any.
+    """
+
+    opened: OpenedCheckpoint
+    precision: str
+    sites: list[ExpertsSite]
+    linears: Mapping[str, QuantisedLayout] = field(default_factory=dict)
+    kernels: NativeKernels | None = None
+    _rest: Any = None
+
+    @classmethod
+    def of(
+        cls, opened: OpenedCheckpoint, precision: str, *, linears: bool, kernels: NativeKernels | None = None
+    ) -> Conversion:
+        """All experts that may be read from disk, and the linear layers if these are wanted."""
+        sites = [site for site in sites_in(opened, precision) if can_be_disk_backed(site)]
+        return cls(opened, precision, sites, _linears_in(opened, precision) if linears else {}, kernels)
+
+    @property
+    def path(self) -> Path:
+        """Where its file is kept: a model with the layer that guesses tokens has more weights."""
+        return converted_path(self.opened.directory, f"{self.precision}{'-heads' * self.opened.guesses}")
+
+    @cached_property
+    def contents(self) -> Contents:
+        """What a file made of the checkpoint as it is now would hold.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED` if a file of it is gone.
+        """
+        experts = [LayerSpec(site.name, site.num_experts, site.layout) for site in self.sites]
+        linears = [LayerSpec(name, 1, layout) for name, layout in self.linears.items()]
+        source = {**fingerprint(self.opened.directory), CONVERTER: _CONVERTER}
+        return Contents(self.opened.name, self.precision, source, (*experts, *linears))
+
+    @property
+    def nbytes(self) -> int:
+        """Of what is made, without asking for the checkpoint's fingerprint."""
+        return sum(site.nbytes for site in self.sites) + sum(layout.nbytes for layout in self.linears.values())
+
+    @property
+    def formats(self) -> Mapping[str, TiledFormat]:
+        """Of the linear layers, by name."""
+        return {name: layout.tiled_shape(_WEIGHT).format for name, layout in self.linears.items()}
+
+    @property
+    def index_of(self) -> Mapping[str, int]:
+        """Which tensor of the file has this name."""
+        return {spec.name: index for index, spec in enumerate(self.contents.tensors)}
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the file is not there as it should be."""
+        return not isinstance(_usable(self.path, self.contents), Container)
+
+    @property
+    def apart(self) -> set[str]:
+        """Parameters of the checkpoint that nothing but these linear layers is made of."""
+        weights = {f"{name}.{_WEIGHT}" for name in self.linears}
+        shared = {name for pair in _tied(self.opened).items() for name in pair}
+        return weights & self._direct.keys() - shared
+
+    def make(self, index: int, records: torch.Tensor, reader: TensorReader) -> None:
+        """Fills the records of one tensor of the file, uint8 [count, nbytes], page-aligned.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED` if weights are missing, damaged or do not fit.
+            RequestCancelled: the reader's `cancelled()` was true.
+        """
+        spec, plan = self.contents.tensors[index], self.opened.plan
+        for begin, end in spec.layout.padding:
+            records[:, begin:end] = 0  # so that the same model gives the same file
+        with torch.no_grad(), quiet_library():
+            if index < len(self.sites):
+                only = {spec.name: plan.index.modules.get(spec.name, {})}
+                own = replace(plan, index=ExpertIndex(only), rest={})
+                fill_bank(self.opened.model, [self.sites[index]], own, reader, _GivenMemory(records), self.kernels)
+                return
+            matrix = matrix_in(self.linears[spec.name], records)
+            if self.precision == STORED:
+                StoredLinears(self.opened, reader).read_into(spec.name, matrix, self.kernels)
+            else:
+                quantise_into(self._weight(spec.name, reader), matrix, self.kernels)
+
+    def record(self, name: str, expert: int) -> torch.Tensor:
+        """Makes one expert's record again, of the model as it was opened: its weights have been filled in since.
+
+        Raises:
+            EngineError: the model's files cannot be read.
+        """
+        with torch.no_grad(), quiet_library():
+            again = replace(self, opened=self.reopened(), _rest=None)
+        layer = self.index_of[name]
+        spec = self.contents.tensors[layer]
+        made = allocate_records(spec.num_experts, spec.layout, _CPU)
+        with TensorReader(_ignore, _never, 0, dtype=again.opened.plan.dtype, kernels=self.kernels) as reader:
+            again.make(layer, made, reader)
+        return made[expert]
+
+    def reopened(self) -> OpenedCheckpoint:
+        """The checkpoint without weights once more."""
+        opened = self.opened
+        return read_headers(opened.directory, self.precision, guesses=opened.guesses)
+
+    @property
+    def _direct(self) -> Mapping[str, TensorEntry]:
+        """The checkpoint's tensors that are weights as they are; those of a library's quantiser have a use for it."""
+        return self.opened.plan.renamed if self.opened.plan.quantizer is None else {}
+
+    def _weight(self, name: str, reader: TensorReader) -> torch.Tensor:
+        weight = f"{name}.{_WEIGHT}"
+        entry = self._direct.get(weight) or self._direct.get(_tied(self.opened).get(weight, ""))
+        if entry is not None:
+            return reader.read(entry).to(self.opened.dtype)
+        if self._rest is None:  # made by the library, together with everything that it makes something else of
+            again = self.reopened()
+            plan = replace(again.plan, index=ExpertIndex({}))
+            empty_modules(again.model, again.sites)
+            load_rest(again.model, plan, reader, {"": _CPU}, self.apart)
+            self._rest = again.model
+        found: torch.Tensor = self._rest.get_submodule(name).weight.detach()
+        return found
+
+
+def _tied(opened: OpenedCheckpoint) -> Mapping[str, str]:
+    return getattr(opened.model, "all_tied_weights_keys", None) or {}
+
+
+def _linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, QuantisedLayout]:
+    model, formats = opened.model, dict[str, TiledFormat]()
+    if precision == STORED:
+        stored = StoredLinears(opened)
+        formats = {name: stored.shape(name).format for name in keepable(model, stored.formats)}
+    elif format_of(precision).is_tiled:
+        dtype_of = parameter_dtypes(model, opened.dtype)
+        formats = formats_of_linears(model, careful(precision, opened.weights), dtype_of)
+
+    def layout(name: str, target: TiledFormat) -> QuantisedLayout:
+        weight = model.get_submodule(name).weight
+        plain = RecordLayout.of({_WEIGHT: (tuple(weight.shape), weight.dtype)}, transposed=False)
+        return QuantisedLayout.quantising(plain, lambda _name: target, Pairing.PLAIN)
+
+    return {name: layout(name, target) for name, target in formats.items()}
+
+
+def matrix_in(layout: QuantisedLayout, record: torch.Tensor) -> TiledMatrix:
+    """The weight of a linear layer, as views of its record, uint8 [1, nbytes]."""
+    parts = {part.name: layout.stacked_view(record, part).unbind(0) for part in layout.parts}
+    return layout.matrix(parts, _WEIGHT, 0)
+
+
+class _GivenMemory(ExpertBank):
+    """A bank of one layer in memory that the caller owns."""
+
+    def __init__(self, records: torch.Tensor) -> None:
+        super().__init__(records.device)
+        self._records = records
+
+    def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:  # noqa: ARG002
+        layer = self.layers[name] = BankLayer(name, layout, self._records)
+        return layer
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A conversion and the file that holds it.
+
+    Attributes:
+        note: a sentence for people; empty if there is nothing to say.
+        resumed_bytes: that an earlier attempt had finished; the rest was `made` now, unless the file was there.
+    """
+
+    conversion: Conversion
+    container: Container
+    note: str = ""
+    made: bool = False
+    resumed_bytes: int = 0
+
+    def matrix(self, name: str, record: torch.Tensor) -> TiledMatrix:
+        """The weight of a linear layer in its record, uint8 [1, nbytes]."""
+        return matrix_in(self.conversion.linears[name], record)
+
+
+def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: Callable[[], bool]) -> Converted | str:
+    """As `convert`, for weights that may as well be converted in memory: if the file cannot be kept, a sentence why.
+
+    Raises:
+        EngineError: the checkpoint is damaged.
+        RequestCancelled: `cancelled()` was true.
+    """
+    try:
+        stays_cached = conversion.nbytes < available_ram() // 2  # then it is there at once when it is mapped
+        return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE, direct_writes=not stays_cached)
+    except EngineError as error:
+        if error.code not in (ErrorCode.DISK_FULL, ErrorCode.INVALID_REQUEST, ErrorCode.NOT_ENOUGH_MEMORY):
+            raise
+        _log.warning("nothing converted is kept: %s", error.message)
+        return f"What was converted is not kept for the next start. {error.message}"
+
+
+def convert(
+    conversion: Conversion,
+    on_progress: OnProgress,
+    cancelled: Callable[[], bool],
+    *,
+    path: Path | None = None,
+    left_free: int = 0,
+    direct: bool = True,
+    direct_writes: bool = True,
+) -> Converted:
+    """Makes the file unless it is there and up to date.
+
+    A tensor is converted while the one before it is written.  If another process makes the same file, this one waits
+    and uses that.
+
+    Args:
+        on_progress: called with (bytes of records written, in all), by the calling thread.
+        cancelled: asked often.
+        path: of the file, if not where it is kept.
+        left_free: bytes of the disk that are left to others.
+        direct: whether to try to read and write past the page cache; `direct_writes`: or only to read.
+
+    Raises:
+        EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
+        RequestCancelled: `cancelled()` was true.
+    """
+
+    def check() -> None:
+        if cancelled():
+            raise RequestCancelled
+
+    contents, path = conversion.contents, path or conversion.path
+    _take_over(path, contents)
+    found = _usable(path, contents)
+    if isinstance(found, Container):
+        return Converted(conversion, found)
+    try:
+        new_folder(path.parent)
+        with making(path, check):
+            again = _usable(path, contents)
+            if isinstance(again, Container):  # another process has just made it
+                return Converted(conversion, again)
+            freed = remove_leftovers()
+            if again is not None:
+                reopen(again)
+            writes = direct and direct_writes
+            with ContainerWriter(path, contents, left_free=left_free, direct=writes) as writer:
+                resumed = sum(contents.tensors[index].nbytes for index in writer.finished)
+                try:
+                    _write(conversion, writer, on_progress, check, direct=direct)
+                except EngineError as error:
+                    if left_free and error.code is ErrorCode.DISK_FULL:
+                        writer.discard()
+                    raise
+                if fingerprint(conversion.opened.directory) != {
+                    key: value for key, value in contents.source.items() if key != CONVERTER
+                }:
+                    writer.discard()
+                    raise EngineError(
+                        ErrorCode.CHECKPOINT_DAMAGED,
+                        f"The files in {conversion.opened.directory} changed while they were being converted: try "
+                        "again once they are there.",
+                    )
+                writer.finish()
+            notes = [
+                made_again(found.reason) if found is not None else "",
+                removed(freed),
+            ]
+            made = open_container(path, contents)
+            return Converted(conversion, made, " ".join(filter(None, notes)), made=True, resumed_bytes=resumed)
+    except OSError as error:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{path.parent} cannot be written ({error.strerror}): free it, or choose another data folder.",
+        ) from error
+
+
+def removed(nbytes: int) -> str:
+    """A sentence for people about leftovers; empty if there were none."""
+    return f"Removed {about(nbytes)} of converted weights that no model here needs any more." if nbytes else ""
+
+
+def made_again(reason: str) -> str:
+    """A sentence for people about a file that was not usable."""
+    return f"The weights were converted again because {reason}."
+
+
+def _usable(path: Path, contents: Contents) -> Container | UnusableContainerError | None:
+    try:
+        return open_container(path, contents)
+    except FileNotFoundError:
+        return None
+    except UnusableContainerError as error:
+        _log.warning("%s It is made again.", error.message)
+        return error
+
+
+def _take_over(path: Path, contents: Contents) -> None:
+    """Renames a file of the very same model, where it was before, to `path` if there is none.
+
+    A data folder that comes from another machine, or with a model that was moved by hand, would otherwise keep files
+    that nobody finds.
+    """
+    own = _NAMED.fullmatch(path.name)
+    if own is None or path.exists():
+        return
+    for other in sorted(path.parent.glob(f"*{path.suffix}")):
+        named = _NAMED.fullmatch(other.name)
+        if named is None or named["place"] == own["place"]:
+            continue
+        with contextlib.suppress(OSError, UnusableContainerError):  # in use, or something else
+            open_container(other, contents)
+            other.rename(path)
+            return
+
+
+def _write(
+    conversion: Conversion,
+    writer: ContainerWriter,
+    on_progress: OnProgress,
+    check: Callable[[], None],
+    *,
+    direct: bool,
+) -> None:
+    """Converts into one piece of memory while another is being written; with little RAM there is only one."""
+    contents, stop = writer.contents, threading.Event()
+    todo = [index for index in range(len(contents.tensors)) if index not in writer.finished]
+    if not todo:
+        return
+    buffers = _buffers(conversion, todo)
+    pending: list[Future[None] | None] = [None] * len(buffers)
+    done = sum(contents.tensors[index].nbytes for index in writer.finished)
+
+    def written(count: int) -> None:
+        nonlocal done
+        done += count
+        if stop.is_set():
+            raise RequestCancelled
+
+    def report() -> None:
+        on_progress(done, contents.nbytes)
+        check()
+
+    def wait_for(future: Future[None] | None) -> None:
+        while future is not None and not future.done():
+            report()
+            wait([future], timeout=_REPORT_S)
+        if future is not None:
+            future.result()
+
+    plan = conversion.opened.plan
+    with ThreadPoolExecutor(1, "converted-weights") as pool:
+        try:
+            with TensorReader(
+                lambda _done, _total: report(),
+                _never,
+                plan.nbytes,
+                direct=direct,
+                dtype=plan.dtype,
+                kernels=conversion.kernels,
+            ) as reader:
+                for turn, index in enumerate(todo):
+                    at = turn % len(buffers)
+                    wait_for(pending[at])
+                    spec = contents.tensors[index]
+                    records = buffers[at][: spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
+                    conversion.make(index, records, reader)
+                    report()
+                    pending[at] = pool.submit(writer.write, index, records, written)
+            for future in pending:
+                wait_for(future)
+        except BaseException:
+            stop.set()
+            raise
+    on_progress(done, contents.nbytes)
+
+
+def _buffers(conversion: Conversion, todo: list[int]) -> list[torch.Tensor]:
+    """Memory for one or two tensors, page-aligned."""
+    most = max(conversion.contents.tensors[index].nbytes for index in todo)
+    working = working_bytes(conversion.opened.plan, conversion.sites)
+    free = available_ram()
+    require_ram(conversion.opened.name, most + working, Budgets(free))
+    count = 2 if len(todo) > 1 and free - _ONE_BUFFER_BELOW > 2 * most + working else 1
+    return [allocate_records(1, RecordLayout((), most), _CPU)[0] for _ in range(count)]
+
+
+def keeps_nothing() -> bool:
+    """Whether what is converted is to be forgotten."""
+    return os.environ.get(KEEP_VARIABLE) == "0"
+
+
+def _ignore(_done: int, _total: int) -> None:
+    pass
+
+
+def _never() -> bool:
+    return False

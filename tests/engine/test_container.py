@@ -1,0 +1,206 @@
+"""The file of converted weights: what is written is read, and nothing else is taken for it."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import GGUFReader
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.checkpoint.gguf.file import read_gguf
+from engine.common.errors import EngineError, ErrorCode
+from engine.experts import container
+from engine.experts.container import (
+    CHECKSUMS,
+    ContainerWriter,
+    Contents,
+    UnusableContainerError,
+    open_container,
+    part_path,
+    reopen,
+)
+from engine.experts.direct_file import bytes_of
+from engine.experts.record import RECORD_ALIGNMENT, RecordLayout
+from tests.engine.made_up_records import (
+    LARGE,
+    SMALL,
+    contents_of,
+    flip,
+    place_of,
+    random_records,
+    ranges_of,
+    write_records,
+)
+
+CONTENTS = contents_of([(6, SMALL), (4, LARGE), (6, SMALL)])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    write_records(tmp_path / "a.gguf", CONTENTS)
+    return tmp_path / "a.gguf"
+
+
+def refusal(path: Path, wanted: Contents = CONTENTS) -> str:
+    with pytest.raises(UnusableContainerError) as caught:
+        open_container(path, wanted)
+    assert str(path) in caught.value.message
+    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
+    return caught.value.reason
+
+
+def damaged_in(path: Path, contents: Contents) -> list[tuple[int, int]]:
+    """The records that are not what was written."""
+    found, ranges = [], ranges_of(path, contents)
+    for layer, spec in enumerate(contents.tensors):
+        for expert in range(spec.num_experts):
+            record = torch.empty(spec.layout.nbytes, dtype=torch.uint8)
+            ranges.fill(layer, expert * spec.layout.nbytes, bytes_of(record))
+            if not ranges.is_intact(layer, expert, record):
+                found.append((layer, expert))
+    ranges.close()
+    return found
+
+
+@pytest.mark.parametrize("checksum", sorted(CHECKSUMS))
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_is_written_is_read(direct: bool, checksum: str, tmp_path: Path) -> None:
+    contents = contents_of([(6, SMALL), (4, LARGE)], checksum)
+    records = write_records(tmp_path / "a.gguf", contents, direct=direct)
+    ranges = ranges_of(tmp_path / "a.gguf", contents, direct=direct)
+    for layer, made in enumerate(records):
+        there = torch.empty_like(made)
+        ranges.fill(layer, 0, bytes_of(there))
+        assert torch.equal(there, made)
+        assert all(ranges.is_intact(layer, expert, record) for expert, record in enumerate(there))
+    ranges.close()
+
+
+def test_others_read_it_too_and_no_one_takes_it_for_a_model(file: Path) -> None:
+    theirs = GGUFReader(file)
+    for tensor, made, spec in zip(theirs.tensors, random_records(CONTENTS), CONTENTS.tensors, strict=True):
+        assert tensor.name == spec.name
+        assert tensor.data_offset % RECORD_ALIGNMENT == 0
+        assert (torch.from_numpy(tensor.data.copy()).view(torch.uint8) == made).all()
+    with pytest.raises(EngineError, match="open the model that they were made of"):
+        read_gguf(file)
+
+
+def test_there_is_none(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        open_container(tmp_path / "none.gguf", CONTENTS)
+
+
+def test_part_of_it_may_be_wanted(file: Path) -> None:
+    wanted = dataclasses.replace(CONTENTS, tensors=CONTENTS.tensors[1:2])
+    opened = open_container(file, wanted)
+    assert opened.entries["layers.1.experts"].offset == place_of(CONTENTS, 1, 0)
+    assert opened.is_intact("layers.1.experts", 2, random_records(CONTENTS)[1][2:4])
+
+
+@pytest.mark.parametrize("left", [0, 3, 10, 200, 3000, CONTENTS.size - 1])
+def test_cut_short(left: int, file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:left])
+    assert refusal(file) == "the file is damaged"
+
+
+@given(at=st.integers(0, len(CONTENTS.header) - 1), bit=st.integers(0, 7))
+def test_any_bit_of_the_header(at: int, bit: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Flipped, it is noticed when the file is opened, unless it is padding that nobody reads."""
+    path = tmp_path_factory.mktemp("flipped") / "a.gguf"
+    write_records(path, CONTENTS)
+    flip(path, at, bit)
+    if at >= len(CONTENTS.header.rstrip(b"\0")) + 8:
+        open_container(path, CONTENTS)
+    elif at < len(CONTENTS.header.rstrip(b"\0")) - 8:
+        refusal(path)
+
+
+@given(
+    at=st.integers(0, CONTENTS.nbytes - 1),
+    bit=st.integers(0, 7),
+    checksum=st.sampled_from(sorted(CHECKSUMS)),
+)
+def test_any_bit_of_a_record(at: int, bit: int, checksum: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    contents = dataclasses.replace(CONTENTS, checksum=checksum)
+    path = tmp_path_factory.mktemp("flipped") / "a.gguf"
+    write_records(path, contents)
+    offset = contents.offsets[0] + at
+    flip(path, offset, bit)
+    ((layer, expert),) = damaged_in(path, contents)
+    begin = place_of(contents, layer, expert)
+    assert begin <= offset < begin + contents.tensors[layer].layout.nbytes
+
+
+def test_records_in_each_others_place(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    first, second = (slice(place_of(CONTENTS, 0, e), place_of(CONTENTS, 0, e) + SMALL.nbytes) for e in (1, 2))
+    content[first], content[second] = content[second], content[first]
+    file.write_bytes(content)
+    assert damaged_in(file, CONTENTS) == [(0, 1), (0, 2)]
+
+
+_TURNED = RecordLayout(tuple(dataclasses.replace(part, transposed=True) for part in SMALL.parts), SMALL.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"precision": "int8"}, "in bf16 rather than int8"),
+        ({"source": {"files": []}}, "has changed"),
+        ({"tensors": contents_of([(6, SMALL), (5, LARGE)]).tensors}, "layers are not those"),
+        ({"tensors": contents_of([(6, SMALL)] * 4).tensors}, "layers are not those"),
+        ({"tensors": (dataclasses.replace(CONTENTS.tensors[0], layout=_TURNED),)}, "layers are not those"),
+    ],
+)
+def test_not_what_is_wanted(change: dict[str, Any], reason: str, file: Path) -> None:
+    assert reason in refusal(file, dataclasses.replace(CONTENTS, **change))
+
+
+def test_another_version(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(container, "VERSION", container.VERSION + 1)
+    assert "another version of Switchyard" in refusal(file)
+
+
+def test_which_checksum_it_has_does_not_matter_but_it_must_be_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.gguf"
+    write_records(path, dataclasses.replace(CONTENTS, checksum="blake2b_64"))
+    open_container(path, dataclasses.replace(CONTENTS, checksum="xxh3_64"))
+    monkeypatch.delitem(container.CHECKSUMS, "blake2b_64")
+    assert "blake2b_64" in refusal(path)
+
+
+def test_an_unfinished_file_is_not_put_in_place(tmp_path: Path) -> None:
+    with ContainerWriter(tmp_path / "a.gguf", CONTENTS) as writer, pytest.raises(ValueError, match="0 of 3"):
+        writer.finish()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("damaged", [0, 2])
+def test_only_what_is_damaged_is_made_again(damaged: int, file: Path) -> None:
+    whole = file.read_bytes()
+    flip(file, place_of(CONTENTS, damaged, 1) + 7)
+    opened = open_container(file, CONTENTS)
+    reopen(opened.damaged(f"layers.{damaged}.experts"))
+    assert not file.exists()
+    with ContainerWriter(file, CONTENTS) as writer:
+        assert writer.finished == {0, 1, 2} - {damaged}
+        writer.write(damaged, random_records(CONTENTS)[damaged], lambda _count: None)
+        writer.finish()
+    assert file.read_bytes() == whole
+
+
+def test_of_a_file_that_says_nothing_nothing_is_kept(file: Path) -> None:
+    file.write_bytes(b"nothing")
+    with pytest.raises(UnusableContainerError) as caught:
+        open_container(file, CONTENTS)
+    reopen(caught.value)
+    assert not file.exists()
+    assert not part_path(file).exists()
