@@ -45,6 +45,9 @@ translate = QCoreApplication.translate
 STREAMING_REPORT_VARIABLE = "SWITCHYARD_STREAMING_REPORT"
 """Names a file: the window sends prompts and writes how long GUI events waited (`bench startup`)."""
 
+TRAY_AFTER_MS = 400
+"""Not while the window is opening."""
+
 MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
 """Names a file: the window sends prompts and writes what the Monitor costs (`bench monitor`)."""
 
@@ -115,6 +118,7 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
         signal.signal(ending, lambda *_: app.quit())
     reached("window")
     window.show()
+    QTimer.singleShot(TRAY_AFTER_MS, window, lambda: _tray(window, services, app))
     app.files_opened.connect(window.open_files)
     QTimer.singleShot(0, window, window.begin)
     if files:
@@ -131,6 +135,32 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     return code
 
 
+def _tray(window: MainWindow, services: Services, app: Application) -> None:
+    """The icon in the tray, if people want one."""
+    from app.views.tray import QuickPrompt, Tray
+
+    def make() -> QuickPrompt:
+        prompt = QuickPrompt(services.store, services.answers, services.settings, services.endpoints)
+        prompt.began.connect(lambda chat: window.page(CHAT).take_chat(chat))
+        prompt.open_wanted.connect(lambda chat_id: _open_chat(window, chat_id))
+        return prompt
+
+    tray = Tray(services.settings, make, window)
+    tray.window_wanted.connect(window.come_forward)
+    tray.quit_wanted.connect(window.quit_by_hand)
+    window.quitting.connect(tray.leave)
+    app.quitting.connect(tray.leave)
+    app.quitting.connect(lambda: window.close() if window.isHidden() else None)  # Qt closes what is shown alone
+    window.closing.connect(tray.close)
+    tray.watch()
+
+
+def _open_chat(window: MainWindow, chat_id: str) -> None:
+    window.come_forward()
+    window.show_page(CHAT)
+    window.page(CHAT).open_chat(chat_id)
+
+
 def _two_versions(other: str) -> str:
     text = translate("Versions", "You started Switchyard {0}, and this window is {1}: close it, then start the other.")
     return text.format(other, version())
@@ -143,11 +173,15 @@ class Application(QApplication):
 
     Signals:
         files_opened: a list of paths.
+        quitting: all windows are about to be closed.
     """
 
     files_opened = Signal(list)
+    quitting = Signal()
 
     def event(self, event: QEvent) -> bool:
+        if event.type() == QEvent.Type.Quit:
+            self.quitting.emit()
         if isinstance(event, QFileOpenEvent) and event.file():
             self.files_opened.emit([event.file()])
             return True
@@ -200,6 +234,8 @@ def _chat(services: Services) -> Page:
         the.speeds,
         the.endpoints,
         the.documents,
+        the.prompts,
+        the.presets,
     )
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)

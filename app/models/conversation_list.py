@@ -190,6 +190,11 @@ class ConversationListModel(QAbstractListModel):
         """A conversation in the list; None if it is not there."""
         return self._conversations.get(conversation_id)
 
+    @property
+    def kept(self) -> tuple[Conversation, ...]:
+        """All that are stored, shown or not."""
+        return tuple(each for each in self._conversations.values() if not self.is_scratch(each.id))
+
     def first(self) -> Conversation | None:
         """The topmost conversation shown."""
         return next((entry.conversation for entry in self._entries if entry.conversation is not None), None)
@@ -226,6 +231,11 @@ class ConversationListModel(QAbstractListModel):
             self.dataChanged.emit(self.index(row), self.index(row))
         else:
             self._rebuild()
+
+    def put_all(self, conversations: Iterable[Conversation]) -> None:
+        """As `put`, for many that are new or have moved."""
+        self._conversations.update({conversation.id: conversation for conversation in conversations})
+        self._rebuild()
 
     def remove(self, conversation_id: str) -> None:
         """Remove a conversation from the list."""

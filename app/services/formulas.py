@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections import OrderedDict, deque
-from dataclasses import dataclass
+from collections.abc import Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import dataclass, field
 
 from PySide6.QtCore import (
     QByteArray,
@@ -22,6 +25,7 @@ from PySide6.QtGui import QColor, QPainter
 from PySide6.QtSvg import QSvgRenderer
 
 from app.services.formula_process import COLOUR, SIZE
+from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.paths import confined_module
 
 MOST_CHARACTERS = 2_000
@@ -37,6 +41,7 @@ MOST_LOST = 10
 """Formulas in a row that took too long: an answer that has more is not worth a processor."""
 _MOST_KEPT = 2_000
 _MOST_SVG = 500_000
+_POLL_S = 0.05
 _NESTING = re.compile(r"\\(?:left|right|begin|end)(?![A-Za-z])|\\.|[{}]", re.DOTALL)
 _STEPS = {"{": 1, "\\left": 1, "\\begin": 1, "}": -1, "\\right": -1, "\\end": -1}
 
@@ -53,7 +58,7 @@ class Picture:
     """A drawn formula.  Lengths are in ems of its own text; `ascent` and `descent` are from the baseline."""
 
     def __init__(self, svg: str) -> None:
-        self._svg = svg
+        self.svg = svg
         self._renderers: dict[str, QSvgRenderer] = {}
         box = self._renderer(COLOUR).viewBoxF()
         self.width = box.width() / SIZE
@@ -69,7 +74,7 @@ class Picture:
         if found is None:
             if len(self._renderers) > 3:
                 self._renderers.clear()
-            svg = self._svg.replace(COLOUR, colour).encode()
+            svg = self.svg.replace(COLOUR, colour).encode()
             found = self._renderers[colour] = QSvgRenderer(QByteArray(svg))
         return found
 
@@ -83,6 +88,15 @@ def nesting(tex: str) -> int:
     return deepest
 
 
+@dataclass(slots=True)
+class _Errand:
+    """Formulas that another thread waits for."""
+
+    waiting: set[Formula]
+    result: Future[dict[Formula, str]]
+    drawn: dict[Formula, str] = field(default_factory=dict)
+
+
 class Formulas(QObject):
     """Draws one formula at a time, and keeps what it has drawn.  The process starts with the first.
 
@@ -91,6 +105,8 @@ class Formulas(QObject):
     """
 
     drawn = Signal(object)
+
+    _sent = Signal(object)
 
     def __init__(self, parent: QObject | None = None) -> None:
         super().__init__(parent)
@@ -104,6 +120,9 @@ class Formulas(QObject):
         self._clock.timeout.connect(self._on_late)
         self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
         self._idle.timeout.connect(self.close)
+        self._errands: list[_Errand] = []
+        self._sent.connect(self._on_errand, Qt.ConnectionType.QueuedConnection)
+        self.drawn.connect(self._bring)
 
     @property
     def is_busy(self) -> bool:
@@ -136,6 +155,45 @@ class Formulas(QObject):
             self._draw_next()
         return True
 
+    def draw_all(self, wanted: Iterable[Formula], cancelled: CancelCheck) -> dict[Formula, str]:
+        """The SVG of each that can be drawn, for a `Picture` of the calling thread's own; never on this object's.
+
+        Raises:
+            RequestCancelled: `cancelled`.
+        """
+        errand = _Errand(set(wanted), Future())
+        if errand.waiting:
+            self._sent.emit(errand)
+            while True:
+                try:
+                    return errand.result.result(_POLL_S)
+                except NotYet:
+                    if cancelled():
+                        raise RequestCancelled from None
+        return {}
+
+    def _on_errand(self, errand: _Errand) -> None:
+        self._errands.append(errand)
+        for formula in list(errand.waiting):
+            if not self.ask(formula):
+                self._bring(formula)
+        self._end_errands()
+
+    def _bring(self, formula: Formula) -> None:
+        """To those who wait for it, at once: only so many pictures are kept."""
+        picture = self._known.get(formula)
+        for errand in self._errands:
+            if formula in errand.waiting:
+                errand.waiting.discard(formula)
+                if picture is not None:
+                    errand.drawn[formula] = picture.svg
+        self._end_errands()
+
+    def _end_errands(self) -> None:
+        for errand in [errand for errand in self._errands if not errand.waiting]:
+            self._errands.remove(errand)
+            errand.result.set_result(errand.drawn)
+
     def forget(self) -> None:
         """Ends the process, and draws all anew from then on."""
         self.close()
@@ -148,6 +206,9 @@ class Formulas(QObject):
         self._idle.stop()
         self._waiting.clear()
         self._end_process()
+        for errand in self._errands:
+            errand.waiting.clear()
+        self._end_errands()
 
     def _draw_next(self) -> None:
         if self._is_drawing or not self._waiting:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from app.services.endpoints import Endpoints
     from app.services.engine_part import EnginePart
     from app.services.hub import Hub
+    from app.services.kept import SavedPresets, SavedPrompts
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
     from app.services.tuning import Tuning
@@ -88,6 +89,20 @@ class Services:
         self.settings.changed.connect(jobs.start_more)
         jobs.model_wanted.connect(self.model_start.need)
         return jobs
+
+    @cached_property
+    def prompts(self) -> SavedPrompts:
+        """Messages to use again."""
+        from app.services.kept import SavedPrompts
+
+        return SavedPrompts()
+
+    @cached_property
+    def presets(self) -> SavedPresets:
+        """People's own sampling settings."""
+        from app.services.kept import SavedPresets
+
+        return SavedPresets()
 
     @cached_property
     def sample(self) -> BatchSample:
@@ -183,6 +198,8 @@ class Services:
             "api_server",
             "endpoints",
             "documents",
+            "prompts",
+            "presets",
         ):
             if name in made:
                 made[name].close()

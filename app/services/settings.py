@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, get_args
 
 from PySide6.QtCore import QCoreApplication, QObject, Signal
 
 from app.services.background import LatestTask
-from engine.common.config import KV_PRECISIONS, KvPrecision
+from engine.common.config import KV_PRECISIONS, KvPrecision, SamplingParams
 from engine.common.files import write_private
 from engine.common.paths import config_dir
 
@@ -103,6 +104,35 @@ class Settings(QObject):
     @last_model.setter
     def last_model(self, value: str) -> None:
         self.set("last_model", value)
+
+    @property
+    def default_sampling(self) -> SamplingParams | None:
+        """What new chats begin with; None for the model's own."""
+        from app.services.chat_store.records import sampling_from_dict  # imported late: a second start needs no chats
+
+        return sampling_from_dict(self._values.get("default_sampling") or None)
+
+    @default_sampling.setter
+    def default_sampling(self, value: SamplingParams | None) -> None:
+        self.set("default_sampling", {} if value is None else asdict(value))
+
+    @property
+    def tray(self) -> bool:
+        """Whether there is an icon in the desktop's tray."""
+        return self.get("tray", default=False)
+
+    @tray.setter
+    def tray(self, value: bool) -> None:
+        self.set("tray", value)
+
+    @property
+    def stays_in_tray(self) -> bool:
+        """Whether the program goes on there when its window is closed."""
+        return self.get("stays_in_tray", default=False)
+
+    @stays_in_tray.setter
+    def stays_in_tray(self, value: bool) -> None:
+        self.set("stays_in_tray", value)
 
     @property
     def threads(self) -> int | None:

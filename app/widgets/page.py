@@ -13,7 +13,9 @@ from PySide6.QtWidgets import QApplication, QWidget
 from shiboken6 import isValid
 
 if TYPE_CHECKING:
+    from app.services.chat_store import Conversation
     from app.services.services import Services
+    from engine.common.config import SamplingParams
 
 CHAT, BATCH, MONITOR, TUNE, MODELS, SETTINGS = "chat", "batch", "monitor", "tune", "models", "settings"
 FIRST_RUN = "first-run"
@@ -83,10 +85,21 @@ class FocusKeeper(QObject):
         (at or lost).setFocus(Qt.FocusReason.BacktabFocusReason if back else Qt.FocusReason.TabFocusReason)
 
 
+@dataclass(frozen=True, slots=True)
+class BatchDraft:
+    """What is to be asked of every row of a file: a chat's prompt, and how it is answered (None: as the model does)."""
+
+    template: str
+    system: str = ""
+    sampling: SamplingParams | None = None
+
+
 class Page(QWidget):
-    """Signals: `page_wanted(str)`: the user wants to go to the page of this name."""
+    """Signals: `page_wanted(str)`: the user wants to go to the page of this name; `batch_wanted(BatchDraft)`: to the
+    Batch page, with this."""
 
     page_wanted = Signal(str)
+    batch_wanted = Signal(object)
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -96,6 +109,15 @@ class Page(QWidget):
 
     def open_files(self, paths: list[Path]) -> None:
         """Opens files that were double-clicked; most pages have no use for any."""
+
+    def take_chat(self, chat: Conversation) -> None:
+        """Lists a chat that was begun elsewhere; only the Chat page does."""
+
+    def open_chat(self, chat_id: str) -> None:
+        """Shows a chat; only the Chat page does."""
+
+    def take_draft(self, draft: BatchDraft) -> None:
+        """Begins a job with this prompt; only the Batch page does."""
 
     def close_down(self) -> None:
         """Stops the page's background work before the window closes."""

@@ -7,48 +7,173 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from PySide6.QtCore import QCoreApplication, Signal
+from PySide6.QtCore import QCoreApplication, QEvent, QObject, Signal
 from PySide6.QtGui import QIntValidator
 from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
 
+from app.services.kept import SavedPresets
 from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
+from app.theme import scaled
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
+from app.widgets.flow_layout import Flow
 from app.widgets.popover import Popover
 from app.widgets.quantities import number
+from app.widgets.wrapped_label import WrappedLabel
 from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
 from engine.common.model_info import ModelInfo
 
 translate = QCoreApplication.translate
 
 MOST_TOKENS = 1_000_000
-ROWS = 6
+ROWS = 7
+WIDEST_PX = 520
 TEXT_MARGINS = (10, 0, 0, 0)
 
 
 class SamplingPopover(Popover):
-    """Signals: `changed`, the `SamplingParams` after every edit; None if they are the model's own."""
+    """Signals:
+    changed: the `SamplingParams` after every edit; None if they are the model's own.
+    default_chosen: what new chats are to begin with; None for the model's own.
+
+    Args:
+        saved: people's own presets; without them there is nothing to save or rename.
+    """
 
     changed = Signal(object)
+    default_chosen = Signal(object)
 
-    def __init__(self, parent: QWidget) -> None:
+    def __init__(self, parent: QWidget, saved: SavedPresets | None = None) -> None:
         super().__init__(self.tr("Sampling"), parent)
         self._filling = False
+        self._saved = saved
+        self._default: SamplingParams | None = None
         self.own = own_sampling(None)
-        line = QHBoxLayout()
-        line.setSpacing(8)
         self.own_button = self._segment(self.tr("Model's own"), lambda: self._choose(self.own))
-        self._describe_own()
-        line.addWidget(self.own_button)
         self.presets: dict[Preset, QPushButton] = {}
         for preset in Preset:
-            button = self._segment(preset_text(preset), partial(self._choose_preset, preset))
-            self.presets[preset] = button
-            line.addWidget(button)
-        self.column.addLayout(line)
+            self.presets[preset] = self._segment(preset_text(preset), partial(self._choose_preset, preset))
+        self.saved_buttons: dict[str, QPushButton] = {}
+        self._segments = Flow(self.own_button, *self.presets.values(), parent=self, gap=8)
+        self._mine = Flow(parent=self, gap=8)
+        self._mine.setMaximumWidth(scaled(WIDEST_PX))
+        self.column.addWidget(self._segments)
+        self.column.addWidget(self._mine)
+        self._mine.hide()
         self._thinking: Thinking = "auto"
+        self._explained: dict[QObject, tuple[str, str, QWidget]] = {}
         self._make_fields()
         self._lay_out_fields()
+        self.explanation = WrappedLabel("", self)
+        self.explanation.setProperty("role", "secondary")
+        self.explanation.setMinimumHeight(2 * self.explanation.fontMetrics().lineSpacing())
+        self.column.addWidget(self.explanation)
+        self._make_keeping()
+        self._describe_own()
+        self._show_keeping()
         self.set_thinking(())
+        if saved is not None:
+            saved.changed.connect(self._show_saved)
+            self._show_saved()
+
+    # --- people's own presets ---
+
+    def _make_keeping(self) -> None:
+        self.save_button = self._small(self.tr("Save as…"), lambda: self._ask_name(""))
+        self.rename_button = self._small(self.tr("Rename…"), lambda: self._ask_name(self._shown_name))
+        self.delete_button = self._small(self.tr("Delete"), self._delete)
+        self.default_button = self._small("", self._use_as_default)
+        buttons = (self.save_button, self.rename_button, self.delete_button, self.default_button)
+        self._keeping = Flow(*buttons, parent=self, gap=8, ends_right=True)
+        self._naming = QWidget(self)
+        self.name = QLineEdit(self)
+        self.name.setPlaceholderText(self.tr("Name of the preset"))
+        self.name.setAccessibleName(self.tr("Name of the preset"))
+        self.name.returnPressed.connect(self._keep)
+        self.keep_button = self._small(self.tr("Save"), self._keep)
+        self.name.textChanged.connect(lambda text: self.keep_button.setEnabled(bool(text.strip())))
+        naming = QHBoxLayout(self._naming)
+        naming.setContentsMargins(0, 0, 0, 0)
+        naming.setSpacing(8)
+        for widget in (self.name, self._small(self.tr("Cancel"), self._stop_naming), self.keep_button):
+            naming.addWidget(widget)
+        for part in (self._keeping, self._naming):
+            self.column.addWidget(part)
+        self._keeping.setVisible(self._saved is not None)
+        self._naming.hide()
+        self._renaming = ""
+
+    def set_default(self, sampling: SamplingParams | None) -> None:
+        """What new chats begin with; None is the model's own."""
+        self._default = sampling
+        self._show_keeping()
+
+    def _show_saved(self) -> None:
+        self._mine.clear()
+        self.saved_buttons = {}
+        for entry in self._saved.entries if self._saved is not None else ():
+            button = self._segment(entry.name, partial(self._choose, entry.value))
+            button.setToolTip(sampling_words(entry.value))
+            self.saved_buttons[entry.name] = button
+            self._mine.add(button)
+            button.show()
+        self._mine.setVisible(bool(self.saved_buttons))
+        self._mine.updateGeometry()
+        self._show_preset(self.sampling())
+
+    @property
+    def _shown_name(self) -> str:
+        return self._saved_name(self.sampling())
+
+    def _saved_name(self, sampling: SamplingParams) -> str:
+        """What people call these settings; empty if they do not."""
+        entries = self._saved.entries if self._saved is not None else ()
+        return next((entry.name for entry in entries if _drawn(entry.value) == _drawn(sampling)), "")
+
+    def _ask_name(self, renaming: str) -> None:
+        self._renaming = renaming
+        self.name.setText(renaming)
+        self._keeping.hide()
+        self._naming.show()
+        self.keep_button.setEnabled(bool(renaming))
+        self.name.setFocus()
+        self.name.selectAll()
+
+    def _stop_naming(self) -> None:
+        self._naming.hide()
+        self._keeping.setVisible(self._saved is not None)
+        self.save_button.setFocus()
+
+    def _keep(self) -> None:
+        if self._saved is not None and self.name.text().strip():
+            self._saved.put(self.name.text(), _drawn(self.sampling()), instead_of=self._renaming)
+            self._stop_naming()
+
+    def _delete(self) -> None:
+        if self._saved is not None:
+            self._saved.remove(self._shown_name)
+            self.save_button.setFocus()
+
+    def _use_as_default(self) -> None:
+        sampling = self.sampling()
+        self.default_chosen.emit(None if _drawn(sampling) == self.own else sampling)
+
+    def _show_keeping(self) -> None:
+        sampling = self.sampling()
+        is_saved = bool(self._saved_name(sampling))
+        self.rename_button.setVisible(is_saved)
+        self.delete_button.setVisible(is_saved)
+        is_default = _drawn(sampling) == (self.own if self._default is None else _drawn(self._default))
+        words = self.tr("New chats begin with this") if is_default else self.tr("Use for new chats")
+        self.default_button.setText(words)
+        self.default_button.setEnabled(not is_default)
+
+    def _small(self, text: str, do: Callable[[], object]) -> QPushButton:
+        button = QPushButton(text, self)
+        button.setProperty("compact", True)
+        button.clicked.connect(lambda: do())
+        return button
+
+    # --- the model's own ---
 
     def set_model(self, model: ModelInfo | None) -> None:
         """The loaded model, whose own settings are shown if the former model's were."""
@@ -83,9 +208,8 @@ class SamplingPopover(Popover):
         self.top_p = self._decimal(0.01, 1.0, 0.05)
         self.min_p = self._decimal(0.0, 0.99, 0.01)
         self.repetition_penalty = self._decimal(0.5, 2.0, 0.05)
-        self.seed = QLineEdit(self)
-        self.seed.setPlaceholderText(self.tr("random"))
-        self.seed.setValidator(QIntValidator(0, 2**31 - 1, self.seed))
+        self.presence_penalty = self._decimal(-2.0, 2.0, 0.1)
+        self.frequency_penalty = self._decimal(-2.0, 2.0, 0.1)
         self.dry_multiplier = self._decimal(0.0, 5.0, 0.1)
         self.dry_base = self._decimal(1.0, 4.0, 0.05)
         self.dry_allowed_length = self._whole(0, 100)
@@ -93,6 +217,9 @@ class SamplingPopover(Popover):
         self.dry_range.setSpecialValueText(self.tr("answer"))
         self.max_tokens = self._whole(1, MOST_TOKENS)
         self.beams = self._whole(1, 16)
+        self.seed = QLineEdit(self)
+        self.seed.setPlaceholderText(self.tr("random"))
+        self.seed.setValidator(QIntValidator(0, 2**31 - 1, self.seed))
         self.dry_breakers = QLineEdit(self)
         self.dry_breakers.setPlaceholderText(self.tr("none; separate with commas"))
         self.stop = QLineEdit(self)
@@ -102,8 +229,8 @@ class SamplingPopover(Popover):
 
     def _lay_out_fields(self) -> None:
         grid = QGridLayout()
-        grid.setHorizontalSpacing(16)
-        grid.setVerticalSpacing(8)
+        grid.setHorizontalSpacing(12)
+        grid.setVerticalSpacing(6)
         rows = (
             (
                 self.tr("Temperature"),
@@ -126,7 +253,16 @@ class SamplingPopover(Popover):
                 self.repetition_penalty,
                 self.tr("Above 1, tokens already used become less likely; 1 is off"),
             ),
-            (self.tr("Seed"), self.seed, self.tr("The same seed gives the same answer to the same chat")),
+            (
+                self.tr("Presence penalty"),
+                self.presence_penalty,
+                self.tr("Makes every token that the answer has already less likely, once; 0 is off"),
+            ),
+            (
+                self.tr("Frequency penalty"),
+                self.frequency_penalty,
+                self.tr("Makes tokens less likely with each time that the answer has them already; 0 is off"),
+            ),
             (
                 self.tr("Loop guard (DRY)"),
                 self.dry_multiplier,
@@ -155,6 +291,7 @@ class SamplingPopover(Popover):
                 self.beams,
                 self.tr("Beam search if above 1; ignores temperature, top-k, top-p and min-p"),
             ),
+            (self.tr("Seed"), self.seed, self.tr("The same seed gives the same answer to the same chat")),
         )
         self._thinking_label = self._label(
             self.tr("Thinking"),
@@ -213,6 +350,35 @@ class SamplingPopover(Popover):
         )
         self.own_button.setToolTip(text.format(sampling_words(self.own)))
         self.own_button.setAccessibleDescription(self.own_button.toolTip())
+        self._explain(None)
+
+    def _explain(self, what: QObject | None) -> None:
+        """In a sentence, what a field does, and what the model's makers suggest for it."""
+        if what not in self._explained:
+            words = self.own_button.toolTip()
+        else:
+            name, tip, field = self._explained[what]
+            own = self._own_of(field)
+            words = self.tr("{0}: {1}.").format(name, tip)
+            if own:
+                suggested = self.tr("The model's own: {0}.").format(own)
+                words = f"{words} {suggested}"
+        self.explanation.setText(words)
+
+    def _own_of(self, field: QWidget) -> str:
+        """The model's own value of a field, as it would stand there; empty where there is none."""
+        name = next((name for name, value in vars(self).items() if value is field), "")
+        value = getattr(self.own, name, None)
+        if isinstance(field, DoubleSpinBox) and isinstance(value, float):
+            return field.textFromValue(value)
+        if isinstance(field, SpinBox) and isinstance(value, int):
+            return field.specialValueText() if value == field.minimum() and field.specialValueText() else str(value)
+        return ""
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        if event.type() in (QEvent.Type.Enter, QEvent.Type.FocusIn) and watched in self._explained:
+            self._explain(watched)
+        return super().eventFilter(watched, event)
 
     def words_of(self, sampling: SamplingParams | None) -> str:
         """What these settings are; None means the model's own."""
@@ -222,7 +388,7 @@ class SamplingPopover(Popover):
         """A short name of these settings; None means the model's own."""
         if sampling is None or _drawn(sampling) == self.own:
             return self.own_button.text()
-        return preset_text(preset_of(_drawn(sampling), self.own))
+        return self._saved_name(sampling) or preset_text(preset_of(_drawn(sampling), self.own))
 
     def without_beams(self) -> None:
         """Hide beam search where it is not available."""
@@ -243,6 +409,8 @@ class SamplingPopover(Popover):
         self.repetition_penalty.setValue(sampling.repetition_penalty)
         self.max_tokens.setValue(sampling.max_tokens)
         self.beams.setValue(sampling.beams)
+        self.presence_penalty.setValue(sampling.presence_penalty)
+        self.frequency_penalty.setValue(sampling.frequency_penalty)
         self.seed.setText("" if sampling.seed is None else str(sampling.seed))
         self.stop.setText(_joined(sampling.stop))
         self.dry_multiplier.setValue(sampling.dry_multiplier)
@@ -270,6 +438,8 @@ class SamplingPopover(Popover):
             dry_allowed_length=self.dry_allowed_length.value(),
             dry_range=self.dry_range.value(),
             dry_breakers=_split(self.dry_breakers.text())[:MOST_BREAKERS],
+            presence_penalty=round(self.presence_penalty.value(), 4),
+            frequency_penalty=round(self.frequency_penalty.value(), 4),
             thinking=self._thinking,
         )
 
@@ -293,6 +463,10 @@ class SamplingPopover(Popover):
         now = None if is_own else preset_of(_drawn(sampling), self.own)
         for preset, button in self.presets.items():
             button.setChecked(preset is now)
+        name = "" if is_own or now is not None else self._saved_name(sampling)
+        for saved, button in self.saved_buttons.items():
+            button.setChecked(saved == name)
+        self._show_keeping()
         for field in (self.dry_base, self.dry_allowed_length, self.dry_range, self.dry_breakers):
             field.setEnabled(sampling.dry_multiplier > 0)
 
@@ -309,8 +483,9 @@ class SamplingPopover(Popover):
         label = QLabel(name, self)
         label.setProperty("role", "secondary")
         label.setBuddy(field)
-        label.setToolTip(tip)
-        field.setToolTip(tip)
+        for what in (label, field):
+            self._explained[what] = (name, tip, field)
+            what.installEventFilter(self)
         field.setAccessibleName(name)
         field.setAccessibleDescription(tip)
         grid.addWidget(label, row, column)
@@ -379,6 +554,8 @@ def sampling_words(sampling: SamplingParams) -> str:
         ]
     penalties = [
         (translate("Chat", "repetition penalty {0}"), sampling.repetition_penalty, sampling.repetition_penalty != 1),
+        (translate("Chat", "presence penalty {0}"), sampling.presence_penalty, sampling.presence_penalty != 0),
+        (translate("Chat", "frequency penalty {0}"), sampling.frequency_penalty, sampling.frequency_penalty != 0),
         (translate("Chat", "loop guard {0}"), sampling.dry_multiplier, sampling.uses_dry),
     ]
     words = [text.format(_short(value)) for text, value, counts in (*draws, *penalties) if counts]

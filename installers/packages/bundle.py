@@ -45,10 +45,11 @@ _UV_PLATFORMS = {
 }
 _OLDEST_MACOS = {"MACOSX_DEPLOYMENT_TARGET": "14.0"}
 """Of the environment: uv would look for wheels for an older one, of which some libraries have none."""
-_QT_MODULES = frozenset({"QtCore", "QtDBus", "QtGui", "QtNetwork", "QtSvg", "QtWidgets"})
+_QT_MODULES = frozenset({"QtCore", "QtDBus", "QtGui", "QtNetwork", "QtPrintSupport", "QtSvg", "QtWidgets"})
 _QT_PLUGINS = frozenset(
     {
         *("platforms", "platformthemes", "platforminputcontexts", "imageformats", "iconengines", "styles", "tls"),
+        "printsupport",
         *("xcbglintegrations", "wayland-shell-integration", "wayland-decoration-client"),
         *("wayland-graphics-integration-client",),
     }

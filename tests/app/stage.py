@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,10 @@ import app.services.tuning as tuning
 import app.widgets.folder_choice as folder_choice
 from app.main import first_run_entry, page_entries
 from app.services.api_server import ServerState
+from app.services.chat_files import ImportReport
 from app.services.chat_store import AnswerStats, ChatStore, Conversation, Folder, Message, MessageState, new_id
+from app.services.chat_store.other_programs import LeftOut
+from app.services.chat_store.reading import Unread
 from app.services.engine_part import PartStage
 from app.services.formulas import formulas
 from app.services.hub import RepositoryAnswer
@@ -38,6 +42,7 @@ from app.views.batch.rows_card import CUT_OFF
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from app.views.chat.fold_card import FoldCard
+from app.views.chat.side_by_side import SideBySide
 from app.views.chat.source_row import PassageDialog
 from app.views.chat.thought import Thought
 from app.views.main_window import MainWindow
@@ -46,11 +51,12 @@ from app.views.models import ModelsPage
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog
+from app.views.tray import QuickPrompt
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
 from app.widgets.answer_text import AnswerView
 from app.widgets.asking import ask
-from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
+from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, BatchDraft
 from app.widgets.timeline.view import TimelineView
 from app.widgets.token_dialog import TokenDialog
 from engine.batch_files.job_watcher import PlacePace
@@ -1104,6 +1110,108 @@ def _settings_server(stage: Stage) -> None:
     stage.dialog = dialog
 
 
+def _keep_prompts(stage: Stage) -> None:
+    prompts = stage.services.prompts
+    stage.until(lambda: not prompts._doing.is_busy)
+    prompts.put("Complaint to topic", "Which topic is this complaint about? Answer with one word.\n\n{{text}}")
+    prompts.put("Explain to a beginner", "Explain {{subject}} to somebody who knows nothing of it.")
+    prompts.put("Translate", "Translate the following text into {{language}} and keep its tone:\n\n{{text}}")
+
+
+def _chat_prompts(stage: Stage) -> None:
+    stage.open_conversation()
+    _keep_prompts(stage)
+    stage.chat.composer.box.setFocus()
+    stage.chat.tools.open_prompts()
+
+
+def _chat_prompt_form(stage: Stage) -> None:
+    _chat_prompts(stage)
+    popover = stage.chat.tools.popover
+    popover.filter.setText("translate")
+    popover._choose()
+
+
+def _chat_prompt_editor(stage: Stage) -> None:
+    _chat_prompts(stage)
+    stage.chat.tools.popover.edit_button.click()
+
+
+def _chat_presets(stage: Stage) -> None:
+    presets = stage.services.presets
+    stage.until(lambda: not presets._doing.is_busy)
+    own = stage.chat.composer.sampling_popover.own
+    presets.put("Wild ideas", replace(own, temperature=1.2, top_p=0.98))
+    presets.put("The same every time", replace(own, temperature=0.0, seed=7))
+    stage.chat.presenter.set_sampling(replace(own, temperature=1.2, top_p=0.98))
+    stage.chat.composer.edit_sampling()
+    stage.chat.composer.sampling_popover._explain(stage.chat.composer.sampling_popover.top_p)
+
+
+def _side_by_side(stage: Stage) -> SideBySide:
+    stage.chat.compare(QUESTION)
+    dialog = stage.chat.side_by_side
+    assert dialog is not None
+    stage.dialog = dialog
+    return dialog
+
+
+def _chat_side_by_side(stage: Stage) -> None:
+    dialog = _side_by_side(stage)
+    dialog.ask_button.click()
+    stage.engine.turn_to(0)
+    stage.engine.write(ANSWER)
+    stage.engine.finish()
+    stage.engine.turn_to(1)
+    stage.engine.write(ANSWER[:420])
+    stage.breathe(80)
+
+
+def _chat_imported(stage: Stage) -> None:
+    stage.open_conversation()
+    left = Counter({LeftOut.TOOLS: 31, LeftOut.PICTURES: 8})
+    unread = Unread(left, damaged=2)
+    stage.chat.transfer._on_imported(ImportReport(added=1204, grown=3, known=12, messages=18_250, unread=unread))
+
+
+def _chat_importing(stage: Stage) -> None:
+    stage.open_conversation()
+    stage.chat.transfer._begin("Importing conversations.json…")
+    stage.chat.transfer._on_progress(0.35, 420)
+
+
+def _batch_handed(stage: Stage) -> None:
+    stage.chat.batch_wanted.emit(BatchDraft("Which topic is this complaint about? {{text}}", "Answer with one word."))
+
+
+def _batch_handed_form(stage: Stage) -> None:
+    _batch_handed(stage)
+    stage.fill_form()
+
+
+def _quick_question(stage: Stage) -> None:
+    services = stage.services
+    prompt = QuickPrompt(services.store, services.answers, services.settings, services.endpoints)
+    prompt.box.setPlainText("How does an expert cache choose what to evict?")
+    stage.dialog = prompt
+    prompt.show()
+    prompt.ask(prompt.box.toPlainText())
+    stage.engine.write(ANSWER)
+    stage.engine.finish()
+    stage.breathe(60)
+
+
+def _settings_tray(stage: Stage) -> None:
+    stage.settings.tray = True
+    _settings(stage)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    stage.breathe(30)
+    scroll = page.findChild(QScrollArea)
+    assert scroll is not None
+    scroll.ensureWidgetVisible(page.tray, 0, 200)
+
+
 SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-empty": lambda stage: None,
     "chat-conversation": lambda stage: stage.open_conversation(),
@@ -1184,5 +1292,17 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-scratch": _chat_scratch,
     "chat-edit-answer": _chat_edit_answer,
     "chat-mathematics": _chat_mathematics,
+    "chat-prompts": _chat_prompts,
+    "chat-prompt-form": _chat_prompt_form,
+    "chat-prompt-editor": _chat_prompt_editor,
+    "chat-presets": _chat_presets,
+    "chat-side-by-side": _chat_side_by_side,
+    "chat-side-by-side-empty": lambda stage: _side_by_side(stage) and None,
+    "chat-imported": _chat_imported,
+    "chat-importing": _chat_importing,
+    "quick-question": _quick_question,
+    "batch-handed": _batch_handed,
+    "batch-handed-form": _batch_handed_form,
+    "settings-tray": _settings_tray,
 }
 """Each begins with the window just opened, on an empty chat."""

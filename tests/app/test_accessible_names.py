@@ -27,6 +27,7 @@ from app.services.batch_sample import BatchSample
 from app.services.chat_store import ChatStore
 from app.services.documents import Documents
 from app.services.endpoints import Endpoints
+from app.services.kept import SavedPresets, SavedPrompts
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import Settings
@@ -120,9 +121,12 @@ def test_everything_on_the_chat_page_has_a_name(switchyard_home: Path, qtbot: Qt
     settings, library = Settings(), Library()
     speeds = ModelSpeeds(settings)
     answers = AnswerQueue(engine, store)  # type: ignore[arg-type]
-    endpoints, documents = Endpoints(settings), Documents(store)
-    page = ChatView(engine, store, settings, answers, counter, library, speeds, endpoints, documents)  # type: ignore[arg-type]
-    closing = (page.close_down, counter.close, library.close, speeds.close, documents.close)
+    places, documents = Endpoints(settings), Documents(store)
+    prompts, presets = SavedPrompts(), SavedPresets()
+    more = (places, documents, prompts, presets)
+    page = ChatView(engine, store, settings, answers, counter, library, speeds, *more)  # type: ignore[arg-type]
+    kept = (documents.close, prompts.close, presets.close)
+    closing = (page.close_down, counter.close, library.close, speeds.close, *kept)
     qtbot.addWidget(page, before_close_func=lambda _page: [one() for one in closing])
     page.resize(1072, 800)
     with qtbot.waitSignal(store.listed):
@@ -139,6 +143,14 @@ def test_everything_on_the_chat_page_has_a_name(switchyard_home: Path, qtbot: Qt
     page.composer.edit_sampling()
     page.composer.edit_system_prompt()
     assert without_name(page) == []
+    page.tools.popover.open_editor(page.composer, "Explain {{subject}}.", "Explain")
+    assert without_name(page) == []
+    page.tools.popover.keep_button.click()
+    page.tools.popover._choose()
+    assert without_name(page) == []
+    page.compare("Which?")
+    assert page.side_by_side is not None
+    assert without_name(page.side_by_side) == []
     engine.die()
     assert without_name(page) == []
     store.close()

@@ -27,6 +27,7 @@ from app.theme import ThemeController
 from app.views.batch import BatchPage
 from app.views.batch.rows_card import CUT_OFF
 from app.widgets.asking import before_loading
+from app.widgets.page import BatchDraft
 from engine.batch_files.messages import BatchFinished
 from engine.batch_files.openai_format import errors_path
 from engine.batch_files.prepared_job import prepare
@@ -101,7 +102,7 @@ def words(widget: QWidget) -> str:
 
 def test_an_empty_page_says_what_to_do_first(page: BatchPage) -> None:
     assert page.pages.currentWidget() is page.empty
-    assert "csv, tsv, jsonl, parquet, xlsx, txt, md and pdf" in words(page.empty)
+    assert "csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html" in words(page.empty)
     assert page.empty.choose.isVisible()
     assert not page.strip.isVisible()
 
@@ -533,3 +534,29 @@ def test_an_errors_file_of_somebody_else_is_told_in_the_form(
     page.form.foot.start.click()
     qtbot.waitUntil(lambda: errors.name in page.form.foot.trouble.text())
     assert engine.jobs == []
+
+
+def test_a_chats_prompt_is_asked_of_the_rows_of_the_next_file(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    page.take_draft(BatchDraft("Sum up {{text}}", "Be brief.", SamplingParams(temperature=0.3, beams=4)))
+    assert page.pages.currentWidget() is page.empty
+    assert "prompt of your chat" in page.handed._text.text()
+    fill(page, qtbot, table)
+    assert page.handed.isHidden()
+    job = page.form.job()
+    assert (job.template, job.system) == ("Sum up {{text}}", "Be brief.")
+    assert (job.sampling.temperature, job.sampling.beams) == (0.3, 1)
+
+
+def test_a_prompt_without_columns_gets_the_rows_text(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    page.take_draft(BatchDraft("Sum this up."))  # of the file that is open
+    assert page.pages.currentWidget() is page.form
+    assert page.form.job().template == "Sum this up.\n\n{{text}}"
+
+
+def test_a_prompt_with_other_columns_stays_and_says_so(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    page.take_draft(BatchDraft("Sum up {{story}}"))
+    drop(page, table)
+    qtbot.waitUntil(lambda: page.form.template.template == "Sum up {{story}}")
+    assert "{{story}}" in page.form.template.trouble.text()
+    assert not page.form.foot.start.isEnabled()

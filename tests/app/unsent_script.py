@@ -13,6 +13,7 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
 from app.services.documents import Documents
 from app.services.endpoints import Endpoints
+from app.services.kept import SavedPresets, SavedPrompts
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import Settings
@@ -34,6 +35,8 @@ page = ChatView(
     ModelSpeeds(settings),
     Endpoints(settings),
     Documents(store),
+    SavedPrompts(),
+    SavedPresets(),
 )
 page.presenter.choose_model("endpoint:Here/m")
 picture = QImage(30, 20, QImage.Format.Format_RGB32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,9 +12,11 @@ import pytest
 
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.json_format import NotAChatFileError, from_json, to_json
+from app.services.chat_store.markdown_format import to_markdown
 from app.services.chat_store.records import Attachment, Conversation, Message, Source, cited, new_id, shown_sources
 from app.services.chat_store.recovery import open_checked, recover
-from app.services.chat_store.transfer import export_chats, import_chats
+from app.services.chat_store.transfer import merge, to_export
+from app.services.chat_store.tree import MessageTree
 from engine.batch_files.documents import Part
 
 PARTS = (Part("first page", 1, "A"), Part("second page: ünï", 2, ""))
@@ -107,21 +110,20 @@ def test_exports_have_the_texts_once_and_imports_restore_them(database: ChatData
     conversation, question, answer = chat(database, one)
     database.update_document(one, PARTS)
     database.add_message(replace(question, id=new_id(), content="Again?"))
-    path = tmp_path / "out.json"
-    export_chats(database, [conversation.id], path)
-    assert path.read_text(encoding="utf-8").count("second page: ünï") == 1
-    assert "/home/me" not in path.read_text(encoding="utf-8")
-    (again,) = import_chats(database, path)
-    assert again.id != conversation.id
-    messages = database.messages(again.id)
-    (copy,) = messages[0].attachments
-    assert copy == replace(one, id=copy.id, path="")
-    assert copy.id != one.id
+    text = to_json([(conversation, to_export(database, conversation.id))])
+    assert text.count("second page: ünï") == 1
+    assert "/home/me" not in text
+    chats, _ = from_json(json.loads(text))
+    assert merge(database, chats).known == (conversation,)
+    other = open_checked(tmp_path / "other.sqlite3")
+    assert merge(other, chats).added == (conversation,)
+    messages = other.messages(conversation.id)
+    assert messages[0].attachments == (replace(one, path=""),)
     assert messages[2].attachments == messages[0].attachments
-    assert messages[1].sources[0].attachment == copy.id
-    assert database.document_parts(copy.id) == PARTS
-    export_chats(database, [conversation.id], tmp_path / "out.md")
-    text = (tmp_path / "out.md").read_text(encoding="utf-8")
+    assert messages[1].sources[0].attachment == one.id
+    assert other.document_parts(one.id) == PARTS
+    other.close()
+    text = to_markdown(conversation, MessageTree(to_export(database, conversation.id)).path())
     assert "a.pdf, not in this file" in text
     assert answer.content == "That [1]."
 
@@ -135,7 +137,7 @@ def test_a_damaged_export_is_refused_whole(wrong: str) -> None:
     name = wrong.partition(":")[0]
     sound = next(line.strip().rstrip(",") for line in text.splitlines() if line.strip().startswith(name + ":"))
     with pytest.raises(NotAChatFileError):
-        from_json(text.replace(sound, wrong))
+        from_json(json.loads(text.replace(sound, wrong)))
 
 
 def test_the_sources_that_an_answer_cites_are_shown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import sqlite3
 from collections.abc import Iterator
@@ -16,11 +17,12 @@ from hypothesis import strategies as st
 from app.services.answer_queue import NOT_SENT, instructions_with, prompt_of
 from app.services.chat_store.database import PURGE_AFTER_S, ChatDatabase
 from app.services.chat_store.json_format import from_json, to_json
+from app.services.chat_store.reading import Unread, read_chats
 from app.services.chat_store.records import Conversation, Fold, Folder, Message, digest_of
 from app.services.chat_store.recovery import open_checked, recover
 from app.services.chat_store.schema import MIGRATIONS, connect, migrate
 from app.services.chat_store.search import search
-from app.services.chat_store.transfer import export_chats, import_chats
+from app.services.chat_store.transfer import Merged, merge, to_export
 from app.services.chat_store.tree import MessageTree, without_deleted
 
 CHAT = Conversation("c", "a title", created_at=1.0, updated_at=1.0)
@@ -120,7 +122,7 @@ def test_any_sequence_keeps_everything_in_memory_and_on_disk(moves: list[tuple[s
         assert [replace(m, chosen=True) for m in again.messages()] == [replace(m, chosen=True) for m in tree.messages()]
         sent, shown = again.folded(), tree.folded()
         assert [m.id for m in sent[2]] == [m.id for m in shown[2]]
-        ((_, read),) = from_json(to_json([(CHAT, database.messages("c"))]))
+        ((_, read),) = from_json(json.loads(to_json([(CHAT, database.messages("c"))])))[0]
         assert [m.id for m in MessageTree(read).path()] == [m.id for m in tree.path()]
         exported = MessageTree(without_deleted(database.messages("c")))
         assert [m.id for m in exported.path()] == [m.id for m in tree.path()]
@@ -163,6 +165,26 @@ def test_what_is_sent_is_the_summary_and_the_later_turns() -> None:
     assert [turn.content for turn in prompt_of("", tree.folded("a2")[2])] == [NOT_SENT, "text of a2"]
 
 
+def put(database: ChatDatabase, path: Path) -> Merged:
+    """Imports a file at once."""
+    folders: list[Folder] = []
+    return merge(database, read_chats([path], Unread(), lambda _share: None, lambda: False, folders), folders)
+
+
+def test_what_was_deleted_since_an_export_stays_so_and_does_not_double_the_chat(
+    database: ChatDatabase, tmp_path: Path
+) -> None:
+    database.add_conversations([(CHAT, [message("q", None), message("a", "q", "assistant"), message("p", "a")])])
+    before = tmp_path / "before.json"
+    before.write_text(to_json([(CHAT, to_export(database, "c"))]), "utf-8")
+    database.set_message_deleted("q", 5.0)
+    after = tmp_path / "after.json"
+    after.write_text(to_json([(CHAT, to_export(database, "c"))]), "utf-8")
+    for file in (before, after):
+        assert put(database, file).known == (CHAT,)
+    assert [m.id for m in MessageTree(database.messages("c")).path()] == ["a", "p"]
+
+
 def test_folds_folders_and_deletions_survive_export_and_import(database: ChatDatabase, tmp_path: Path) -> None:
     fold = Fold("In short: hello.", True, 3.0, "Starter", "d")
     chain = [message("q", None), message("a", "q", "assistant", fold=fold), message("p", "a")]
@@ -171,22 +193,28 @@ def test_folds_folders_and_deletions_survive_export_and_import(database: ChatDat
     database.add_conversations([(replace(CHAT, folder_id="f"), chain)])
     database.set_message_deleted("q", 5.0)
     file = tmp_path / "chats.json"
-    export_chats(database, ["c"], file)
+    conversation = database.conversation("c")
+    assert conversation is not None
+    file.write_text(to_json([(conversation, to_export(database, "c"))], database.folders()), "utf-8")
     assert "text of q" not in file.read_text("utf-8")
     other = open_checked(tmp_path / "other.sqlite3")
     try:
-        (there,) = import_chats(other, file)
+        (there,) = put(other, file).added
         assert other.folders() == (folder,)
         assert there.folder_id == "f"
         assert other.messages("c")[1].fold == fold
         assert [m.id for m in MessageTree(other.messages("c")).path()] == ["a", "p"]
-        (again,) = import_chats(other, file)
+        other.update_message(replace(other.messages("c")[2], content="edited since"))
+        (again,) = put(other, file).added  # beside what was changed
         assert (again.folder_id, len(other.folders())) == ("f", 1)
         assert other.messages(again.id)[1].fold == fold
+        assert put(other, file).known == (again,)
         other.remove_folder("f")
         assert other.conversation("c") == replace(there, folder_id="")
+        assert (put(other, file).folders, other.folders()) == ((), ())  # nothing new lies in it
         other.put_folder(Folder("g", "Work"))
-        (third,) = import_chats(other, file)
+        other.set_deleted(again.id, 9.0)
+        (third,) = put(other, file).added
         assert third.folder_id == "g"  # the folder of that name
     finally:
         other.close()
@@ -210,7 +238,7 @@ def test_odd_folders_in_a_file_are_left_out(database: ChatDatabase, tmp_path: Pa
     raw["folders"] = folders
     file = tmp_path / "odd.json"
     file.write_text(json.dumps(raw), "utf-8")
-    (read,) = import_chats(database, file)
+    (read,) = put(database, file).added
     assert (read.folder_id, database.folders()) == ("", ())
 
 

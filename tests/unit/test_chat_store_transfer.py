@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +16,16 @@ from hypothesis import strategies as st
 from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.json_format import NotAChatFileError, from_json, to_json
 from app.services.chat_store.markdown_format import from_markdown, to_markdown
+from app.services.chat_store.reading import Unread, read_chats
 from app.services.chat_store.records import AnswerStats, Conversation, Message, MessageState, clean_text
 from app.services.chat_store.recovery import open_checked
-from app.services.chat_store.transfer import export_chats, import_chats
+from app.services.chat_store.schema import migrate
+from app.services.chat_store.transfer import Merged, merge
 from app.services.chat_store.tree import MessageTree
 from engine.common.config import SamplingParams
-from engine.common.errors import EngineError
 
 texts = st.text(max_size=40).map(clean_text)
-times = st.floats(0, 1e10)
+times = st.floats(0, 2.0**32, exclude_max=True)
 sampling = st.none() | st.builds(
     SamplingParams,
     temperature=st.floats(0, 2),
@@ -65,7 +67,7 @@ def chats(draw: st.DrawFn) -> tuple[Conversation, list[Message]]:
 
 @given(chats())
 def test_json_is_lossless_with_all_branches(chat: tuple[Conversation, list[Message]]) -> None:
-    assert from_json(to_json([chat])) == [chat]
+    assert from_json(json.loads(to_json([chat]))) == ([chat], 0)
 
 
 @given(chats())
@@ -135,9 +137,8 @@ def test_markdown_without_turns_is_refused() -> None:
 )
 def test_no_json_breaks_the_import(raw: object) -> None:
     document = {"format": "switchyard-chats", "version": 1, "conversations": raw}
-    for text in (json.dumps(raw), json.dumps(document)):
-        with suppress(NotAChatFileError):
-            from_json(text)
+    with suppress(NotAChatFileError):
+        from_json(document)
 
 
 @pytest.fixture
@@ -158,44 +159,104 @@ def branched(database: ChatDatabase) -> tuple[Conversation, list[Message]]:
     return conversation, messages
 
 
-def test_a_chat_imported_where_it_already_is_becomes_a_copy(database: ChatDatabase, tmp_path: Path) -> None:
-    conversation, messages = branched(database)
+def put(database: ChatDatabase, path: Path) -> tuple[Merged, Unread]:
+    """Imports a file at once."""
+    unread = Unread()
+    return merge(database, read_chats([path], unread, lambda _share: None, lambda: False)), unread
+
+
+def test_a_chat_imported_where_it_already_is_is_not_doubled(database: ChatDatabase, tmp_path: Path) -> None:
+    chat = branched(database)
     file = tmp_path / "chat.json"
-    export_chats(database, [conversation.id], file)
-    (copy,) = import_chats(database, file)
-    assert copy.id != conversation.id
+    file.write_text(to_json([chat]), encoding="utf-8")
+    for _ in range(2):
+        merged, _ = put(database, file)
+        assert (merged.added, merged.grown, merged.known) == ((), (), (chat[0],))
+    assert list(database.messages("c")) == chat[1]
+
+
+def test_a_chat_of_a_file_adds_what_the_one_that_is_here_lacks(database: ChatDatabase, tmp_path: Path) -> None:
+    conversation, messages = branched(database)
+    more = [*messages, Message("a3", "c", "q", "assistant", "third"), Message("q2", "c", "a2", "user", "and?")]
+    file = tmp_path / "chat.json"
+    file.write_text(to_json([(replace(conversation, updated_at=9.0), more)]), encoding="utf-8")
+    merged, _ = put(database, file)
+    assert [chat.updated_at for chat in merged.grown] == [9.0]
+    now = database.messages("c")
+    assert [m.content for m in MessageTree(now).path()] == ["question", "second", "and?"]
+    assert len(now) == 5
+    assert put(database, file)[0].known
+
+
+def test_what_was_changed_here_stays_beside_what_the_file_says(database: ChatDatabase, tmp_path: Path) -> None:
+    chat = branched(database)
+    file = tmp_path / "chat.json"
+    file.write_text(to_json([chat]), encoding="utf-8")
+    database.update_message(replace(chat[1][2], content="edited since"))
+    for times in range(2):
+        merged, _ = put(database, file)
+        assert (len(merged.added), len(merged.known)) == ((1, 0), (0, 1))[times]
     assert len(database.conversations()) == 2
-    copied = database.messages(copy.id)
-    assert [(m.content, m.chosen) for m in copied] == [(m.content, m.chosen) for m in messages]
-    assert not {m.id for m in copied} & {m.id for m in messages}
+    assert database.messages("c")[2].content == "edited since"
+    (copy,) = [each for each in database.conversations() if each.id != "c"]
+    assert [(m.content, m.chosen) for m in database.messages(copy.id)] == [(m.content, m.chosen) for m in chat[1]]
 
 
-def test_a_chat_imported_into_an_empty_store_is_the_same(database: ChatDatabase, tmp_path: Path) -> None:
-    conversation, messages = branched(database)
+def test_a_deleted_chat_is_there_again_after_an_import(database: ChatDatabase, tmp_path: Path) -> None:
+    chat = branched(database)
     file = tmp_path / "chat.json"
-    export_chats(database, [conversation.id], file)
-    other = open_checked(tmp_path / "other.sqlite3")
-    assert import_chats(other, file) == (conversation,)
-    assert list(other.messages(conversation.id)) == messages
-    other.close()
+    file.write_text(to_json([chat]), encoding="utf-8")
+    database.set_deleted("c", 5.0)
+    assert put(database, file)[0].added == (chat[0],)
+    assert list(database.messages("c")) == chat[1]
 
 
-def test_markdown_export_and_import_through_files(database: ChatDatabase, tmp_path: Path) -> None:
-    branched(database)
+@given(st.lists(chats(), max_size=3))
+def test_an_export_imported_into_an_empty_store_is_the_same(whole: list[tuple[Conversation, list[Message]]]) -> None:
+    numbered = [
+        (
+            replace(conversation, id=f"c{n}"),
+            [
+                replace(
+                    m,
+                    id=f"c{n}/{m.id}",
+                    conversation_id=f"c{n}",
+                    parent_id=None if m.parent_id is None else f"c{n}/{m.parent_id}",
+                )
+                for m in messages
+            ],
+        )
+        for n, (conversation, messages) in enumerate(whole)
+    ]
+    connection = sqlite3.connect(":memory:", isolation_level=None)
+    migrate(connection)
+    with closing(ChatDatabase(connection)) as database:
+        document = json.loads(to_json(numbered))
+        for _ in range(2):
+            merge(database, from_json(document)[0])
+        for conversation, messages in numbered:
+            assert database.conversation(conversation.id) == conversation
+            assert list(database.messages(conversation.id)) == messages
+        assert len(database.conversations()) == len(numbered)
+
+
+def test_markdown_is_read_by_its_name_and_not_doubled(database: ChatDatabase, tmp_path: Path) -> None:
+    conversation, messages = branched(database)
     file = tmp_path / "chat.md"
-    export_chats(database, ["c"], file)
-    assert file.read_text(encoding="utf-8").startswith("# Titel\n")
-    (copy,) = import_chats(database, file)
+    file.write_text(to_markdown(conversation, MessageTree(messages).path()), encoding="utf-8")
+    (copy,) = put(database, file)[0].added
     assert [m.content for m in database.messages(copy.id)] == ["question", "second"]
+    assert put(database, file)[0].known == (copy,)
 
 
-def test_an_export_that_fails_leaves_the_old_file(database: ChatDatabase, tmp_path: Path) -> None:
-    branched(database)
-    folder = tmp_path / "folder.json"
-    folder.mkdir()
-    with pytest.raises(EngineError, match="could not be written"):
-        export_chats(database, ["c"], folder)
-    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".")]
+def test_a_conversation_that_is_damaged_costs_only_itself(database: ChatDatabase, tmp_path: Path) -> None:
+    document = json.loads(to_json([(Conversation(str(n), f"chat {n}"), []) for n in range(3)]))
+    document["conversations"][1]["messages"] = [{"id": 3}]
+    file = tmp_path / "chats.json"
+    file.write_text(json.dumps(document), encoding="utf-8")
+    merged, unread = put(database, file)
+    assert [chat.title for chat in merged.added] == ["chat 0", "chat 2"]
+    assert unread.damaged == 1
 
 
 @pytest.mark.parametrize(
@@ -208,27 +269,27 @@ def test_an_export_that_fails_leaves_the_old_file(database: ChatDatabase, tmp_pa
         ("e.json", b'{"format": "switchyard-chats", "version": 1, "conversations": [{"messages": [{}]}]}'),
         ("f.md", b"nothing"),
         ("g.json", b""),
+        ("h.md", b"\xff\xfe\x00"),
+        ("i.json", b"[1, 2, 3]"),
+        ("j.json", b'{"mapping": {}}'),
+        ("k.zip", b"PK\x03\x04 and nothing more"),
+        ("l.json", b'[{"a": '),
     ],
 )
-def test_a_bad_file_is_one_sentence_and_adds_nothing(
+def test_a_bad_file_is_one_clause_and_adds_nothing(
     database: ChatDatabase, tmp_path: Path, name: str, data: bytes
 ) -> None:
     file = tmp_path / name
     file.write_bytes(data)
-    with pytest.raises(EngineError, match=rf"^{name} was not imported: .+\.$"):
-        import_chats(database, file)
+    merged, unread = put(database, file)
+    assert merged == Merged()
+    ((told, why),) = unread.problems
+    assert told == name
+    assert why[0].islower()
+    assert not why.endswith(".")
     assert database.conversations() == ()
 
 
-def test_two_chats_with_one_id_add_nothing(database: ChatDatabase, tmp_path: Path) -> None:
-    chat = (Conversation("c", "t"), [Message("m", "c", None, "user", "x")])
-    file = tmp_path / "twice.json"
-    file.write_text(to_json([chat, chat]), encoding="utf-8")
-    with pytest.raises(EngineError, match="same id"):
-        import_chats(database, file)
-    assert database.conversations() == ()
-
-
-def test_a_file_that_is_not_there_is_one_sentence(database: ChatDatabase, tmp_path: Path) -> None:
-    with pytest.raises(EngineError, match=r"none\.json"):
-        import_chats(database, tmp_path / "none.json")
+def test_a_file_that_is_not_there_is_one_clause(database: ChatDatabase, tmp_path: Path) -> None:
+    _, unread = put(database, tmp_path / "none.json")
+    assert [name for name, _ in unread.problems] == ["none.json"]

@@ -9,6 +9,7 @@ import sqlite3
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from app.services.chat_store.records import (
@@ -198,14 +199,34 @@ class ChatDatabase:
 
     def add_conversations(self, whole: Iterable[tuple[Conversation, Iterable[Message]]]) -> None:
         """Add conversations with sound trees of messages (see `tree.sound`), all or none."""
-        with transaction(self.connection) as c:
+        with transaction(self.connection):
             for conversation, messages in whole:
-                c.execute(
-                    f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)",
-                    conversation_values(conversation),
-                )
-                for message in messages:
-                    self._insert(message)
+                self.add_whole(conversation, messages)
+
+    def changing(self) -> AbstractContextManager[object]:
+        """All or nothing of what follows in the block."""
+        return transaction(self.connection)
+
+    def add_whole(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+        """As `add_conversations`, within `changing`."""
+        self.connection.execute(
+            f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)",
+            conversation_values(conversation),
+        )
+        for message in messages:
+            self._insert(message)
+
+    def grow(self, conversation: Conversation, messages: Iterable[Message]) -> None:
+        """Adds messages to a conversation that is there, parents first, within `changing`."""
+        self.connection.execute(
+            "UPDATE conversations SET updated_at = ? WHERE id = ?", (conversation.updated_at, conversation.id)
+        )
+        for message in messages:
+            self._insert(message)
+
+    def forget_deleted(self, conversation_id: str) -> None:
+        """Removes a conversation that is deleted but could be restored still, within `changing`."""
+        self.connection.execute("DELETE FROM conversations WHERE id = ? AND deleted_at IS NOT NULL", (conversation_id,))
 
     def change_conversation(self, conversation_id: str, changes: dict[str, Any]) -> None:
         """Change only these fields, so that two windows on one file do not overwrite each other's changes."""
@@ -337,12 +358,16 @@ class ChatDatabase:
 
     def put_folder(self, folder: Folder) -> None:
         """Add a folder, or change its name and whether it is open."""
-        with transaction(self.connection) as c:
-            c.execute(
-                "INSERT INTO folders (id, name, is_open, created_at) VALUES (?,?,?,?) "
-                "ON CONFLICT (id) DO UPDATE SET name = excluded.name, is_open = excluded.is_open",
-                (folder.id, clean_text(folder.name), int(folder.is_open), folder.created_at),
-            )
+        with transaction(self.connection):
+            self.add_folder(folder)
+
+    def add_folder(self, folder: Folder) -> None:
+        """As `put_folder`, within `changing`."""
+        self.connection.execute(
+            "INSERT INTO folders (id, name, is_open, created_at) VALUES (?,?,?,?) "
+            "ON CONFLICT (id) DO UPDATE SET name = excluded.name, is_open = excluded.is_open",
+            (folder.id, clean_text(folder.name), int(folder.is_open), folder.created_at),
+        )
 
     def remove_folder(self, folder_id: str) -> None:
         """Remove a folder; its conversations stay, in none."""
@@ -358,12 +383,8 @@ class ChatDatabase:
             f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
         )
         pictures, attachments = self._pictures(conversation_id), self._attachments(conversation_id)
-        sources = self._sources(conversation_id)
-        pictures, folds, deleted = (
-            self._pictures(conversation_id),
-            self._folds(conversation_id),
-            self._deleted(conversation_id),
-        )
+        sources, folds = self._sources(conversation_id), self._folds(conversation_id)
+        deleted = self._deleted(conversation_id)
         return tuple(
             dataclasses.replace(
                 each,

@@ -28,7 +28,6 @@ from app.services.chat_store.records import (
 )
 from app.services.chat_store.tree import sound
 from engine.common.chat import Picture, media_of
-from engine.common.foreign import parse_json
 
 FORMAT = "switchyard-chats"
 VERSION = 1
@@ -74,31 +73,37 @@ def _message_fields(message: Message) -> dict[str, Any]:
     return fields
 
 
-def from_json(text: str) -> list[Whole]:
-    """The chats of a document, each a valid tree.
+def is_ours(raw: object) -> bool:
+    """Whether this may be a document of `to_json`."""
+    return isinstance(raw, dict) and raw.get("format") == FORMAT
+
+
+def from_json(raw: Any) -> tuple[list[Whole], int]:
+    """The chats of a parsed document, each a valid tree; and how many were too damaged to be read.
 
     Raises:
-        NotAChatFileError: it is not an export of chats, or it was written by a newer version.
+        NotAChatFileError: none could be read, or it was written by a newer version.
     """
-    try:
-        raw = parse_json(text)
-    except ValueError as error:
-        raise NotAChatFileError("it is not JSON") from error
-    if not isinstance(raw, dict) or raw.get("format") != FORMAT:
-        raise NotAChatFileError("it is JSON, but not an export of chats")
     if raw.get("version") != VERSION:
         raise NotAChatFileError("it was written by a newer Switchyard: update this one")
-    try:
-        return [_conversation(entry) for entry in raw["conversations"]]
-    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise NotAChatFileError("a conversation in it is incomplete or damaged") from error
+    entries = raw.get("conversations")
+    chats: list[Whole] = []
+    damaged = 0
+    for entry in entries if isinstance(entries, list) else ():
+        try:
+            chats.append(_conversation(entry))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            damaged += 1
+    if not chats and (damaged or not isinstance(entries, list)):
+        raise NotAChatFileError("every conversation in it is incomplete or damaged")
+    return chats, damaged
 
 
-def folders_in(text: str) -> list[Folder]:
+def folders_in(raw: Any) -> list[Folder]:
     """The folders of such a document, as far as they make sense."""
-    raw = parse_json(text).get("folders")
+    entries = raw.get("folders")
     found: list[Folder] = []
-    for entry in raw if isinstance(raw, list) else ():
+    for entry in entries if isinstance(entries, list) else ():
         try:
             id_, name, at = _text(entry["id"]), _text(entry["name"]).strip(), _time(entry.get("created_at", 0.0))
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):

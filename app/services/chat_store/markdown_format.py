@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from app.services.chat_store.json_format import NotAChatFileError, Whole
-from app.services.chat_store.records import Conversation, Message, MessageState, clean_text, new_id, shown_sources
+from app.services.chat_store.records import Conversation, Message, MessageState, clean_text, made_id, shown_sources
 from engine.protocol import Role
 
 _MARK = "<!-- switchyard:"
@@ -102,8 +102,10 @@ def from_markdown(text: str) -> Whole:
     if not turns:
         raise NotAChatFileError('it has no turns, such as "## You" and "## Assistant"')
     now = time.time()
+    # Ids are made from the text: a document that is imported again is recognised.
+    id_ = made_id("markdown", text)
     conversation = Conversation(
-        id=new_id(),
+        id=id_,
         title="" if title == "Chat" else title,
         created_at=now,
         updated_at=now,
@@ -114,8 +116,8 @@ def from_markdown(text: str) -> Whole:
         if turn.role != "system":
             parent = messages[-1].id if messages else None
             message = Message(
-                new_id(),
-                conversation.id,
+                made_id(id_, str(len(messages))),
+                id_,
                 parent,
                 turn.role,
                 turn.content,

@@ -7,8 +7,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from PySide6.QtCore import QObject, Qt, Signal, SignalInstance
 
@@ -16,7 +17,6 @@ from app.services.chat_store.database import ChatDatabase
 from app.services.chat_store.records import Attachment, Conversation, Fold, Folder, Message
 from app.services.chat_store.recovery import Recovery
 from app.services.chat_store.search import search
-from app.services.chat_store.transfer import export_chats, import_chats
 from app.services.chat_store.worker import RETRY_S, Job, StoreWorker
 from engine.batch_files.documents import Part
 from engine.common.chat import Picture
@@ -27,6 +27,8 @@ from engine.common.paths import data_dir
 FILE_NAME = "chats.sqlite3"
 CLOSE_S = 10.0
 
+T = TypeVar("T")
+
 _Loaded = tuple[Conversation | None, tuple[Message, ...], tuple[Picture, ...], tuple[Attachment, ...]]
 
 
@@ -34,15 +36,13 @@ class ChatStore(QObject):
     """Conversations on disk.  Every call returns at once; the caller makes the records, ids included.
 
     Signals, all emitted on the store's own thread affinity:
-        foldered: tuple[Folder, ...]; always before `listed`, and after an import that brought some.
+        foldered: tuple[Folder, ...]; always before `listed`.
         listed: tuple[Conversation, ...], most recently used first.
         loaded: Conversation, tuple[Message, ...], parents before children, and tuple[Picture, ...] and
             tuple[Attachment, ...] that are not sent.
         missing: id of a requested conversation that does not exist.
         found: the text searched for and tuple[SearchHit, ...].
-        imported: tuple[Conversation, ...] that an import added.
-        exported: path of the written file.
-        failed: one sentence: an export, import or search failed.
+        failed: one sentence: a search failed.
         documents_known: ids of all documents in chats, once, when the file is open.
         documents_gone: ids of documents that no chat has any more, as far as a deletion told.
         trouble: one sentence when writes are held up (they are kept and retried), "" when all are done.
@@ -54,8 +54,6 @@ class ChatStore(QObject):
     loaded = Signal(object, object, object, object)
     missing = Signal(str)
     found = Signal(str, object)
-    imported = Signal(object)
-    exported = Signal(str)
     failed = Signal(str)
     documents_known = Signal(object)
     documents_gone = Signal(object)
@@ -246,24 +244,14 @@ class ChatStore(QObject):
 
     # --- files ---
 
-    def export_chats(self, conversation_ids: Sequence[str], path: Path) -> None:
-        """Write chats to a .json or .md file: `exported` or `failed`."""
-        ids = tuple(conversation_ids)
-        self._read(lambda database: export_chats(database, ids, path), lambda _: self.exported.emit(str(path)))
+    def ask(self, run: Callable[[ChatDatabase], T], *, writes: bool = False) -> Future[T]:
+        """Runs on the store's thread, in its turn; for threads that may wait, which this one must not.
 
-    def import_chats(self, path: Path) -> None:
-        """Add the chats of a .json or .md file: `imported` or `failed`."""
-
-        def run(database: ChatDatabase) -> tuple[tuple[Folder, ...], tuple[Conversation, ...]]:
-            imported = import_chats(database, path)
-            return database.folders(), imported
-
-        def done(result: tuple[tuple[Folder, ...], tuple[Conversation, ...]]) -> None:
-            folders, imported = result
-            self.foldered.emit(folders)
-            self.imported.emit(imported)
-
-        self._write(run, done)
+        A result is never there if the store closes first.
+        """
+        future: Future[T] = Future()
+        self._worker.submit(Job(run, future.set_result, future.set_exception, writes))
+        return future
 
     # --- end ---
 

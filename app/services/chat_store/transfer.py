@@ -1,124 +1,124 @@
-"""Export to and import from a file, on the store's thread."""
+"""What an import does to the database: no chat is doubled, and nothing that is there changes."""
 
 from __future__ import annotations
 
-import sqlite3
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import NotAChatFileError, Whole, folders_in, from_json, to_json
-from app.services.chat_store.markdown_format import from_markdown, to_markdown
-from app.services.chat_store.records import Attachment, Conversation, Folder, Message, new_id
-from app.services.chat_store.tree import MessageTree, without_deleted
-from engine.common.errors import EngineError, ErrorCode
-from engine.common.files import write_whole
-from engine.common.foreign import read_foreign, reason
-
-LARGEST_IMPORT = 256 * 2**20
-"""Bytes; a larger file is not a chat that a person wrote."""
+from app.services.chat_store.json_format import Whole
+from app.services.chat_store.records import Attachment, Conversation, Folder, Message, made_id
+from app.services.chat_store.tree import without_deleted
+from engine.remote.endpoint import is_remote
 
 
-def export_chats(database: ChatDatabase, conversation_ids: Sequence[str], path: Path) -> None:
-    """Write chats to `path`: Markdown if it ends in .md or .markdown, else JSON.
+@dataclass(frozen=True, slots=True)
+class Merged:
+    """Chats of a file: new ones, those that have more messages now, and those that were there already.  `folders` are
+    new, too."""
 
-    Raises:
-        EngineError: the file cannot be written; an existing one is untouched.
+    added: tuple[Conversation, ...] = ()
+    grown: tuple[Conversation, ...] = ()
+    known: tuple[Conversation, ...] = ()
+    folders: tuple[Folder, ...] = ()
+
+
+def merge(database: ChatDatabase, chats: Iterable[Whole], folders: Sequence[Folder] = ()) -> Merged:
+    """Adds chats, all or none, with those of a file's `folders` that they lie in.
+
+    One that is there already gets the messages that it lacks, and stays in its folder.  Where a message of it says
+    something else by now, the chat of the file becomes one of its own.
     """
-    chats = [
-        (conversation, without_deleted(_with_documents(database, conversation.id)))
-        for id_ in conversation_ids
-        if (conversation := database.conversation(id_)) is not None
+    merging = _Merging(database, folders)
+    with database.changing():
+        for conversation, messages in chats:
+            if is_remote(conversation.model):  # a file does not say where text goes: people do
+                conversation = replace(conversation, model="")
+            merging.take((conversation, messages))
+    return Merged(tuple(merging.added), tuple(merging.grown), tuple(merging.known), tuple(merging.made))
+
+
+@dataclass(slots=True)
+class _Merging:
+    database: ChatDatabase
+    folders: Sequence[Folder]
+    added: list[Conversation] = field(default_factory=list)
+    grown: list[Conversation] = field(default_factory=list)
+    known: list[Conversation] = field(default_factory=list)
+    made: list[Folder] = field(default_factory=list)
+
+    def take(self, chat: Whole) -> None:
+        conversation, messages = chat
+        database = self.database
+        database.forget_deleted(conversation.id)
+        there = database.conversation(conversation.id)
+        if there is None and database.is_taken(conversation.id, messages):
+            self.take(_copy(chat, "elsewhere"))
+            return
+        if there is None:
+            conversation = replace(conversation, folder_id=self._place(conversation.folder_id))
+            database.add_whole(conversation, messages)
+            self.added.append(conversation)
+            return
+        old = {message.id: message for message in database.messages(conversation.id)}
+        if any(message.id in old and _differ(old[message.id], message) for message in messages):
+            says = [part for message in messages for part in (message.id, *_said(message))]
+            self.take(_copy(chat, *says))
+            return
+        new = _lacking(old.values(), messages)
+        if not new:
+            self.known.append(there)
+            return
+        now = replace(there, updated_at=max(there.updated_at, conversation.updated_at))
+        database.grow(now, new)
+        self.grown.append(now)
+
+    def _place(self, folder_id: str) -> str:
+        """The folder here for one of the file: the same, else one of that name, else a new one; or none."""
+        here = self.database.folders()
+        if any(folder.id == folder_id for folder in here):
+            return folder_id
+        brought = next((folder for folder in self.folders if folder.id == folder_id), None)
+        if brought is None:
+            return ""
+        named = next((folder for folder in here if folder.name == brought.name), None)
+        if named is None:
+            self.database.add_folder(brought)
+            self.made.append(brought)
+        return (named or brought).id
+
+
+def _differ(old: Message, new: Message) -> bool:
+    """Whether they say different things; one that was deleted says nothing."""
+    return not (old.deleted_at or new.deleted_at) and _said(old) != _said(new)
+
+
+def _said(message: Message) -> tuple[str, str, str]:
+    return message.role, message.content, message.reasoning
+
+
+def _lacking(old: Iterable[Message], messages: Sequence[Message]) -> list[Message]:
+    """The messages that are new; none takes the place of a version that is shown."""
+    ids = {message.id for message in old}
+    shown = {message.parent_id for message in old if message.chosen}
+    return [
+        replace(message, chosen=message.chosen and message.parent_id not in shown)
+        for message in messages
+        if message.id not in ids
     ]
-    if path.suffix.lower() in (".md", ".markdown"):
-        text = "\n".join(to_markdown(conversation, MessageTree(messages).path()) for conversation, messages in chats)
-    else:
-        used = {conversation.folder_id for conversation, _ in chats}
-        text = to_json(chats, [folder for folder in database.folders() if folder.id in used])
-    try:
-        write_whole(path, text)
-    except OSError as error:
-        why = error.strerror or str(error)
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST, f"The chat could not be written to {path} ({why}): choose another place."
-        ) from error
 
 
-def _with_documents(database: ChatDatabase, conversation_id: str) -> list[Message]:
-    """The messages with the texts of their documents, each once, and not with where those lie on this PC."""
-    told: set[str] = set()
-    messages: list[Message] = []
-    for message in database.messages(conversation_id):
-        attachments: list[Attachment] = []
-        for one in message.attachments:
-            parts = database.document_parts(one.id) if one.id not in told else ()
-            attachments.append(replace(one, path="", parts=parts))
-            told.add(one.id)
-        messages.append(replace(message, attachments=tuple(attachments)))
-    return messages
-
-
-def import_chats(database: ChatDatabase, path: Path) -> tuple[Conversation, ...]:
-    """Add the chats of an exported file, as copies where they already exist.
-
-    Raises:
-        EngineError: the file cannot be read or holds no chats; nothing is added.
-    """
-    try:
-        text = read_foreign(path, LARGEST_IMPORT).decode("utf-8-sig")
-        markdown = path.suffix.lower() in (".md", ".markdown", ".txt")
-        chats = [from_markdown(text)] if markdown else from_json(text)
-    except UnicodeDecodeError as error:
-        raise _not_imported(path, "it is not text in UTF-8") from error
-    except NotAChatFileError as error:
-        raise _not_imported(path, str(error)) from error
-    except OSError as error:
-        raise _not_imported(path, reason(error)) from error
-    places = _places(database, [] if markdown else folders_in(text))
-    fresh = [_as_new(database, _placed(chat, places)) for chat in chats]
-    try:
-        database.add_conversations(fresh)
-    except sqlite3.IntegrityError as error:
-        raise _not_imported(path, "two entries in it have the same id") from error
-    return tuple(conversation for conversation, _ in fresh)
-
-
-def _places(database: ChatDatabase, brought: Sequence[Folder]) -> dict[str, str]:
-    """The folder here for each folder of a file: the same, else one of that name, else a new one."""
-    known = {folder.id: folder.id for folder in database.folders()}
-    named = {folder.name: folder.id for folder in database.folders()}
-    for folder in brought:
-        if folder.id not in known:
-            if folder.name not in named:
-                database.put_folder(folder)
-                named[folder.name] = folder.id
-            known[folder.id] = named[folder.name]
-    return known
-
-
-def _placed(chat: Whole, places: Mapping[str, str]) -> Whole:
+def _copy(chat: Whole, *because: str) -> Whole:
+    """The chat under other ids, which are the same whenever the same file is imported."""
     conversation, messages = chat
-    return replace(conversation, folder_id=places.get(conversation.folder_id, "")), messages
-
-
-def _not_imported(path: Path, why: str) -> EngineError:
-    return EngineError(ErrorCode.INVALID_REQUEST, f"{path.name} was not imported: {why}.")
-
-
-def _as_new(database: ChatDatabase, chat: Whole) -> Whole:
-    """The chat under free ids: its own where possible, so that an export restores as it was."""
-    conversation, messages = chat
-    if not database.is_taken(conversation.id, messages):
-        return chat
-    fresh = {message.id: new_id() for message in messages}
-    documents = {one.id: new_id() for message in messages for one in message.attachments}
-    conversation = replace(conversation, id=new_id())
-    return conversation, [
+    id_ = made_id("copy", conversation.id, *because)
+    fresh = {message.id: made_id(id_, message.id) for message in messages}
+    documents = {one.id: made_id(id_, one.id) for message in messages for one in message.attachments}
+    return replace(conversation, id=id_), [
         replace(
             message,
             id=fresh[message.id],
-            conversation_id=conversation.id,
+            conversation_id=id_,
             parent_id=None if message.parent_id is None else fresh[message.parent_id],
             attachments=tuple(replace(one, id=documents[one.id]) for one in message.attachments),
             sources=tuple(
@@ -127,3 +127,18 @@ def _as_new(database: ChatDatabase, chat: Whole) -> Whole:
         )
         for message in messages
     ]
+
+
+def to_export(database: ChatDatabase, conversation_id: str) -> tuple[Message, ...]:
+    """The messages without what was deleted, with the texts of their documents, each once, and not with where those
+    lie on this PC."""
+    told: set[str] = set()
+    messages: list[Message] = []
+    for message in without_deleted(database.messages(conversation_id)):
+        attachments: list[Attachment] = []
+        for one in message.attachments:
+            parts = database.document_parts(one.id) if one.id not in told else ()
+            attachments.append(replace(one, path="", parts=parts))
+            told.add(one.id)
+        messages.append(replace(message, attachments=tuple(attachments)))
+    return tuple(messages)

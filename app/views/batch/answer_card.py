@@ -102,6 +102,10 @@ class AnswerCard(Card):
     def sampling(self) -> SamplingParams:
         return self._sampling
 
+    def take(self, sampling: SamplingParams) -> None:
+        """Answers as a chat does, but for beams."""
+        self._on_sampling(replace(sampling, beams=1))
+
     def constraint(self) -> tuple[str, tuple[str, ...]]:
         """Schema and choices; at most one of them is not empty."""
         kind = self.kinds.checkedId()

@@ -27,6 +27,7 @@ from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from app.widgets.card import Card, set_message
+from app.widgets.page import BatchDraft
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
@@ -99,6 +100,15 @@ class NewJob(QWidget):
         self._scroll.verticalScrollBar().setValue(0)  # the form may still be scrolled down from the last job
         self.input.reset_form()
         self._open(InputForm())
+
+    def take_draft(self, draft: BatchDraft) -> None:
+        """What a chat asks is asked of every row, of this input or the next."""
+        self.template.hand(draft.template, draft.system)
+        if draft.sampling is not None:
+            self.answers.take(draft.sampling)
+        if self._preview is not None:
+            preview = self._preview
+            self.template.set_columns(preview.columns, preview.template, _wordiest(preview))
 
     def job(self) -> BatchJob:
         """The job as entered.

@@ -34,7 +34,7 @@ from app.views.batch.phrases import job_text
 from app.widgets.asking import ask, before_loading
 from app.widgets.banner import Banner
 from app.widgets.dropped_model import dropped_model
-from app.widgets.page import Page
+from app.widgets.page import BatchDraft, Page
 from app.widgets.quantities import count
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.toast import Toast
@@ -64,6 +64,7 @@ class BatchPage(Page):
         self.strip = JobStrip(self.model, self)
         self.trouble = Banner("warning", self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
+        self.handed = Banner("info", self)
         self.empty = EmptyBatch(self)
         self.guard = RunningJobGuard(jobs, self)
         self.form = NewJob(client, sample, self)
@@ -75,7 +76,7 @@ class BatchPage(Page):
         column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(0)
-        for widget in (self.head, self.strip, self.trouble):
+        for widget in (self.head, self.strip, self.trouble, self.handed):
             column.addWidget(widget)
         column.addWidget(self.pages, 1)
         column.addWidget(self.toast)
@@ -88,6 +89,20 @@ class BatchPage(Page):
     def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
         """A small view of the machine at work; created when a job first runs."""
         self.job_view.progress.add_strip(make)
+
+    def take_draft(self, draft: BatchDraft) -> None:
+        """Asks a chat's prompt of every row: of the file in the form, or of the one that is chosen next."""
+        is_open = self.pages.currentWidget() is self.form
+        self.form.take_draft(draft)
+        if not is_open:
+            self._shown = ""
+            self.strip.choose("")
+            self.pages.setCurrentWidget(self.empty)
+            self._show_head()
+            self.handed.show_text(
+                self.tr("The prompt of your chat is ready: choose the file whose rows it is asked of.")
+            )
+            self.empty.choose.setFocus()
 
     # --- files --------------------------------------------------------------------------------------
 
@@ -146,6 +161,7 @@ class BatchPage(Page):
         self._show_head()
 
     def _show_form(self, path: Path) -> None:
+        self.handed.hide()
         self._shown = ""
         self.strip.choose("")
         self.form.open(path)

@@ -75,9 +75,20 @@ class TemplateCard(Card):
         self.edit.set_columns(columns)
         example = wordiest or next(iter(columns), "text")
         self.edit.setPlaceholderText(self.tr("Summarise in one line: {0}").format(f"{{{{{example}}}}}"))
-        if not self.edit.toPlainText().strip() or self.problem():
+        if self._handed:
+            # Its variables are columns; without any, the row's text follows.
+            text, self._handed = self._handed, ""
+            self.edit.setPlainText(text if "{{" in text else f"{text}\n\n{suggestion or f'{{{{{example}}}}}'}")
+        elif not self.edit.toPlainText().strip() or self.problem():
             self.edit.setPlainText(suggestion)
         self._on_edited()
+
+    def hand(self, template: str, system: str) -> None:
+        """What is to be asked of the rows of the next input."""
+        self._handed = template
+        self.system.setPlainText(system)
+
+    _handed = ""
 
     @property
     def template(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
 from PySide6.QtGui import (
@@ -23,6 +25,7 @@ from app.services.chat_store import Attachment, ChatStore, Conversation, SearchH
 from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
+from app.services.kept import SavedPresets, SavedPrompts
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.pictures import sources_in
@@ -37,10 +40,10 @@ from app.views.chat.composer import Composer
 from app.views.chat.context_room import ContextRoom
 from app.views.chat.conversation_panel import ConversationPanel
 from app.views.chat.empty_chat import EmptyChat
-from app.views.chat.file_dialogs import ask_export_path, ask_import_path
 from app.views.chat.find_bar import FindBar, FindInChat
 from app.views.chat.folders import Folders
 from app.views.chat.message_edits import MessageEdits
+from app.views.chat.message_tools import MessageTools
 from app.views.chat.model_picker import ModelPicker
 from app.views.chat.phrases import found_words, gone_text, leaves_text, not_taken_text, translate, unseen_text
 from app.views.chat.presenter import ChatPresenter
@@ -55,8 +58,13 @@ from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
 from app.widgets.shortcuts import add_shortcut, note_keys
 from app.widgets.toast import Toast
+from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, called
+
+if TYPE_CHECKING:
+    from app.views.chat.chat_transfer import ChatTransfer
+    from app.views.chat.side_by_side import SideBySide
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
@@ -88,10 +96,12 @@ class ChatView(Page):
         speeds: ModelSpeeds,
         endpoints: Endpoints,
         documents: Documents,
+        prompts: SavedPrompts,
+        presets: SavedPresets,
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
-        self._client = client
+        self._client, self._settings, self._presets = client, settings, presets
         self._store = store
         self._library = library
         self._endpoints = endpoints
@@ -105,7 +115,7 @@ class ChatView(Page):
         self._thumbnails = Thumbnails(self)
         self.transcript = Transcript(self.presenter.model, self._thumbnails, self)
         self.empty = EmptyChat(self)
-        self.composer = Composer(self._thumbnails, documents.share, self)
+        self.composer = Composer(self._thumbnails, documents.share, self, presets)
         self.batch_hint = BatchHint(client, self)
         self.batch_hint.opened.connect(lambda: self.page_wanted.emit(BATCH))
         self.trouble_banner = Banner("warning", self)
@@ -133,8 +143,12 @@ class ChatView(Page):
             self._send_now,
         )
         self.presenter.document_room = self.room.document_room
+        self.tools = MessageTools(self.presenter, self.composer, prompts, self._say, self.compare, self)
+        self.tools.batch_wanted.connect(self.batch_wanted)
+        presets.trouble.connect(self._say)
         self._pages = QStackedWidget(self)
         self.toast = Toast(self)
+        self.files_banner = Banner("info", self)
         self.setAcceptDrops(True)
         self._shows_chats = False
         self._close_guard = UnsavedTextGuard(store, self)
@@ -174,7 +188,7 @@ class ChatView(Page):
         right = QVBoxLayout(self._beside)
         right.setContentsMargins(0, 0, 0, 0)
         right.setSpacing(0)
-        for widget in (self.trouble_banner, self.notice_banner, self.scratch_banner, self.find_bar):
+        for widget in (self.trouble_banner, self.notice_banner, self.files_banner, self.scratch_banner, self.find_bar):
             right.addWidget(widget)
         right.addWidget(self._pages, 1)
         toast_row = QHBoxLayout()
@@ -224,8 +238,9 @@ class ChatView(Page):
         panel.renamed.connect(do.rename)
         panel.pin_wanted.connect(do.set_pinned)
         panel.delete_wanted.connect(do.delete)
-        panel.export_wanted.connect(self._export)
-        panel.import_wanted.connect(self._import)
+        panel.export_wanted.connect(lambda ids: self.transfer.ask_export(ids))
+        panel.import_wanted.connect(lambda: self.transfer.ask_import())
+        panel.print_wanted.connect(lambda chat_id: self.transfer.print_chat(chat_id))
         self.transcript.acted.connect(self._act)
         self.transcript.resent.connect(self._resend)
         self.transcript.edited.connect(self.edits.edit)
@@ -247,6 +262,9 @@ class ChatView(Page):
         do.attached.connect(self._show_place)
         self.composer.system_prompt_changed.connect(do.set_system_prompt)
         self.composer.sampling_changed.connect(do.set_sampling)
+        self.composer.sampling_popover.set_default(self._settings.default_sampling)
+        self.composer.sampling_popover.default_chosen.connect(self._set_default_sampling)
+        self.transcript.rows_wanted.connect(self.tools.to_batch)
         do.shown.connect(self._on_shown)
         do.changed.connect(self._on_changed)
         do.deleted.connect(self._on_deleted)
@@ -271,7 +289,6 @@ class ChatView(Page):
         store.trouble.connect(self._on_trouble)
         store.notice.connect(self.notice_banner.show_text)
         store.failed.connect(self.notice_banner.show_text)
-        store.exported.connect(lambda path: self.toast.show_text(self.tr("Written to {0}").format(path)))
         self._on_engine(client.state)
         self.composer.set_model(client.model)
 
@@ -291,6 +308,8 @@ class ChatView(Page):
             (QKeySequence("Ctrl+PgUp"), self.tr("Previous chat"), lambda: self.presenter.step(-1)),
             (QKeySequence("Ctrl+PgDown"), self.tr("Next chat"), lambda: self.presenter.step(1)),
             (QKeySequence("Ctrl+Shift+A"), self.tr("Attach files"), self.attaching.choose),
+            (QKeySequence(standard.Print), self.tr("Print the chat"), self._print),
+            (QKeySequence("Ctrl+Shift+D"), self.tr("Ask two, side by side"), self.tools.compare),
             (QKeySequence("Ctrl+L"), self.tr("Write a message"), self.composer.setFocus),
         ):
             add_shortcut(self, keys, words, do)
@@ -388,6 +407,8 @@ class ChatView(Page):
         self.presenter.flush()
         self.room.close()
         self.attaching.close()
+        if "transfer" in vars(self):
+            self.transfer.close()
         self._thumbnails.close()
         self._importing.close()
 
@@ -441,9 +462,13 @@ class ChatView(Page):
             self.composer.set_text("")
             self.transcript.jump_to_end()
 
-    def _once_agreed(self, do: Callable[[], object]) -> None:
-        """Does it at once, or, where text would leave this PC for the first time to there, when people agree."""
-        remote = self.presenter.remote
+    def _once_agreed(self, do: Callable[[], object], to: RemoteModel | None = None) -> None:
+        """Does it at once, or, where text would leave this PC for the first time to there, when people agree.
+
+        Args:
+            to: who is asked, if that is not who answers in this chat.
+        """
+        remote = to or self.presenter.remote
         if remote is None or self._endpoints.is_agreed(remote.endpoint):
             do()
             return
@@ -537,14 +562,53 @@ class ChatView(Page):
             self.panel.set_nothing_found(False)
             self.presenter.list_model.show_hits(None)
 
-    def _export(self, conversation_ids: list[str] | None) -> None:
-        entries = self.presenter.list_model.entries
-        ids = conversation_ids or [entry.conversation.id for entry in entries if entry.conversation is not None]
-        first = self.presenter.list_model.conversation(ids[0]) if len(ids) == 1 else None
-        ask_export_path(self, first, lambda path: self.presenter.export_chats(ids, path))
+    @cached_property
+    def transfer(self) -> ChatTransfer:
+        """Chats to files and in from them."""
+        from app.views.chat.chat_transfer import ChatTransfer  # imported late: the window opens sooner
 
-    def _import(self) -> None:
-        ask_import_path(self, self.presenter.import_chats)
+        return ChatTransfer(self.presenter, self._store, self.files_banner, self.toast, self)
+
+    def compare(self, text: str) -> None:
+        """Opens two answers side by side."""
+        from app.views.chat.side_by_side import SideBySide  # imported late: few open it
+
+        dialog = SideBySide(
+            self.presenter,
+            self._client,
+            self._library,
+            self._endpoints,
+            self._presets,
+            lambda remote, do: self._once_agreed(do, remote),
+            self,
+        )
+        dialog.load_wanted.connect(self.picker.load_wanted)
+        dialog.restart_wanted.connect(self.restart_wanted)
+        dialog.comparison.answered.connect(lambda _number, _message: self.composer.set_text(self.presenter.draft))
+        dialog.open_for(text)
+        self.side_by_side = dialog
+
+    def take_chat(self, chat: Conversation) -> None:
+        """Lists a chat that was begun elsewhere."""
+        self.presenter.list_model.put(chat)
+
+    def open_chat(self, chat_id: str) -> None:
+        """Shows a chat."""
+        self._open(chat_id, "")
+
+    side_by_side: SideBySide | None = None
+    """The last that was opened."""
+
+    def _set_default_sampling(self, sampling: SamplingParams | None) -> None:
+        self._settings.default_sampling = sampling
+        self.composer.sampling_popover.set_default(sampling)
+
+    def _print(self) -> None:
+        if self.presenter.is_scratch:
+            self.toast.show_text(self.tr("A scratch chat is never stored: to print it, keep it first."))
+        elif self.presenter.model.rowCount():
+            self.presenter.flush()
+            self.transfer.print_chat(self.presenter.conversation.id)
 
     def _open_source(self, source: Source) -> None:
         PassageDialog(source, self.documents.surroundings, self).open()
@@ -561,6 +625,10 @@ class ChatView(Page):
             QDesktopServices.openUrl(url)
 
     # --- reacting to signals ---
+
+    def _say(self, sentence: str) -> None:
+        """A notice that is about no chat."""
+        self.notice_banner.show_text(sentence)
 
     def _tell(self, sentence: str) -> None:
         """A notice about the chat on screen."""

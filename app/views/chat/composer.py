@@ -9,6 +9,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QMenu, QPushButton, QVBoxLayo
 
 from app.models.context_use import ContextUse
 from app.services.chat_store import Attachment, Conversation
+from app.services.kept import SavedPresets
 from app.services.thumbnails import Thumbnails
 from app.theme import set_look
 from app.views.chat.attachment_row import AttachmentRow, AttachmentShelf
@@ -21,7 +22,8 @@ from app.widgets.sampling_popover import SamplingPopover
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 
-SPACING_PX = 10
+SPACING_PX = 8
+TOOL_SPACING_PX = 2
 LEAST_CHIP_PX = 60
 BESIDE_CHIPS_SHARE = 0.15
 """Of the window's height, for the box below documents."""
@@ -43,7 +45,13 @@ class Composer(QFrame):
     system_prompt_changed = Signal(str)
     sampling_changed = Signal(object)
 
-    def __init__(self, thumbnails: Thumbnails, share: Callable[[str], float | None], page: QWidget) -> None:
+    def __init__(
+        self,
+        thumbnails: Thumbnails,
+        share: Callable[[str], float | None],
+        page: QWidget,
+        presets: SavedPresets | None = None,
+    ) -> None:
         """`page` is the widget that popovers open over."""
         super().__init__(page)
         self.setObjectName("composer")
@@ -77,11 +85,17 @@ class Composer(QFrame):
         self.send_button.clicked.connect(self._on_button)
         self._system = SystemPromptPopover(page)
         self._system.changed.connect(self.system_prompt_changed)
-        self._sampling = SamplingPopover(page)
+        self._sampling = SamplingPopover(page, presets)
         self._sampling.changed.connect(self.sampling_changed)
+        if presets is not None:
+            presets.changed.connect(self._on_presets)
         self._row = row = QHBoxLayout()
         row.setSpacing(SPACING_PX)
-        row.addWidget(self.attach_button)
+        self._tools: list[IconButton] = [self.attach_button]
+        self._tool_row = QHBoxLayout()
+        self._tool_row.setSpacing(TOOL_SPACING_PX)
+        self._tool_row.addWidget(self.attach_button)
+        row.addLayout(self._tool_row)
         row.addWidget(self.system_button)
         row.addWidget(self.sampling_button)
         row.addStretch(1)
@@ -96,6 +110,12 @@ class Composer(QFrame):
         column.addLayout(row)
         self.setFocusProxy(self.box)
         self._show_button()
+
+    def add_tool(self, button: IconButton) -> None:
+        """A button beside those that are there; where there is too little room, the last but one makes some."""
+        self._tool_row.addWidget(button)
+        self.setTabOrder(self._tools[-1], button)
+        self._tools.append(button)
 
     @property
     def text(self) -> str:
@@ -122,6 +142,10 @@ class Composer(QFrame):
     def set_model(self, model: ModelInfo | None) -> None:
         """The loaded model, whose own settings hold where a chat has none."""
         self._sampling.set_model(model)
+        if self._conversation is not None:
+            self._show_sampling(self._conversation)
+
+    def _on_presets(self) -> None:
         if self._conversation is not None:
             self._show_sampling(self._conversation)
 
@@ -179,21 +203,27 @@ class Composer(QFrame):
         return handled
 
     def _fit_meter(self) -> None:
-        """Shows the longest form of the meter that fits beside the buttons."""
+        """Shows the longest form of the meter that fits beside the buttons; what is worth less makes room for it."""
         margins = self._column.contentsMargins()
-        buttons = (self.attach_button, self.system_button, self.sampling_button, self.send_button)
-        hints = (button.sizeHint().expandedTo(button.minimumSize()).width() for button in buttons)
-        taken = sum(hint + SPACING_PX for hint in hints) + SPACING_PX
+        buttons = (self.sampling_button, self.send_button)
+        taken = sum(_width(button) + SPACING_PX for button in buttons) + 3 * SPACING_PX
         room = self.width() - margins.left() - margins.right() - taken
-        if self.system_button.text() != self._system_name(is_short=True) and self.meter.least_width > room:
-            self._name_system(is_short=True)  # the name is worth less than the count
-            return  # which is fitted again
-        full = self.system_button.fontMetrics().horizontalAdvance(self._system_name(is_short=False))
-        more = full - self.system_button.fontMetrics().horizontalAdvance(self.system_button.text())
-        if more > 0 and self.meter.least_width + more <= room:
-            self._name_system(is_short=False)
-            return
-        self.meter.fit(room)
+        metrics = self.system_button.fontMetrics()
+        frame = self.system_button.sizeHint().width() - metrics.horizontalAdvance(self.system_button.text())
+        all_tools = sum(_width(tool) + TOOL_SPACING_PX for tool in self._tools)
+        extra = self._tools[-2] if len(self._tools) > 2 else None
+        fewer_tools = all_tools - (_width(extra) + TOOL_SPACING_PX if extra is not None else 0)
+        left, is_short, tools = 0, False, all_tools
+        for is_short, tools in ((False, all_tools), (True, all_tools), (True, fewer_tools)):
+            name = metrics.horizontalAdvance(self._system_name(is_short=is_short))
+            left = room - tools - max(frame + name, LEAST_CHIP_PX)
+            if left >= self.meter.least_width:
+                break
+        if extra is not None:
+            extra.setVisible(tools == all_tools)
+        if self.system_button.text() != self._system_name(is_short=is_short):
+            self._name_system(is_short=is_short)
+        self.meter.fit(left)
 
     def _system_name(self, *, is_short: bool) -> str:
         is_set = self._conversation is not None and bool(self._conversation.system_prompt.strip())
@@ -248,3 +278,7 @@ class Composer(QFrame):
 
     def _show_focus(self, focused: bool) -> None:
         set_look(self, "active", "true" if focused else "false")
+
+
+def _width(button: QPushButton | IconButton) -> int:
+    return button.sizeHint().expandedTo(button.minimumSize()).width()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,34 +13,42 @@ from app.services.pictures import SUFFIXES
 from app.views.chat.phrases import translate
 
 
+def _formats(conversation: Conversation | None) -> dict[str, str]:
+    """What a chat, or all of them, can be written as: the words of a filter, and the suffix."""
+    if conversation is None:
+        return {translate("Chat", "Markdown and JSON of every chat (*.zip)"): "zip"}
+    return {
+        translate("Chat", "Markdown, as shown (*.md)"): "md",
+        translate("Chat", "PDF, as shown (*.pdf)"): "pdf",
+        translate("Chat", "Web page, as shown (*.html)"): "html",
+        translate("Chat", "JSON, with all versions and branches (*.json)"): "json",
+    }
+
+
 def ask_export_path(parent: QWidget, conversation: Conversation | None, then: Callable[[Path], None]) -> None:
-    """Ask for a file to write; one chat can be Markdown, several only JSON."""
-    filters = [translate("Chat", "All versions and branches (*.json)")]
-    if conversation is not None:
-        filters.insert(0, translate("Chat", "Markdown, as shown (*.md)"))
+    """Ask for a file to write: of one chat, or of all of them (None)."""
+    from app.services.chat_files import file_name  # imported late: the window opens sooner
+
+    suffixes = _formats(conversation)
+    filters = list(suffixes)
     dialog = QFileDialog(parent, translate("Chat", "Export"), QDir.homePath(), ";;".join(filters))
     dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
     dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
-    name = "Switchyard chats" if conversation is None else conversation.title or translate("Chat", "Chat")
-    dialog.selectFile(re.sub(r'[\\/:*?"<>|\x00-\x1f]', "-", name).strip(". ")[:80])
-
-    def set_suffix(chosen: str) -> None:
-        dialog.setDefaultSuffix("md" if "*.md" in chosen else "json")
-
-    dialog.filterSelected.connect(set_suffix)
-    set_suffix(filters[0])
+    name = translate("Chat", "Switchyard chats") if conversation is None else file_name(conversation)
+    dialog.selectFile(name)
+    dialog.filterSelected.connect(lambda chosen: dialog.setDefaultSuffix(suffixes.get(chosen, "json")))
+    dialog.setDefaultSuffix(suffixes[filters[0]])
     dialog.fileSelected.connect(lambda path: then(Path(path)))
     dialog.open()
 
 
-def ask_import_path(parent: QWidget, then: Callable[[Path], None]) -> None:
-    """Ask for a file to read."""
-    dialog = QFileDialog(
-        parent, translate("Chat", "Import chats"), QDir.homePath(), translate("Chat", "Chats (*.json *.md *.markdown)")
-    )
+def ask_import_paths(parent: QWidget, then: Callable[[list[Path]], None]) -> None:
+    """Ask for files to read."""
+    words = translate("Chat", "Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)")
+    dialog = QFileDialog(parent, translate("Chat", "Import chats"), QDir.homePath(), words)
     dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-    dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
-    dialog.fileSelected.connect(lambda path: then(Path(path)))
+    dialog.setFileMode(QFileDialog.FileMode.ExistingFiles)
+    dialog.filesSelected.connect(lambda paths: then([Path(path) for path in paths]))
     dialog.open()
 
 

@@ -14,9 +14,12 @@ LARGEST_SHARE = 0.25
 
 
 class GrowingEdit(TextBox):
-    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus)."""
+    """Signals: `entered` (Enter without Shift), `focused` (True when it gains the focus), `slashed` (a slash was typed
+    into the empty box, where that `opens_prompts`)."""
 
     entered = Signal()
+    slashed = Signal()
+    opens_prompts = False
     focused = Signal(bool)
 
     most_lines = MOST_LINES
@@ -50,6 +53,9 @@ class GrowingEdit(TextBox):
         enter = event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter)
         if enter and not event.modifiers() & (Qt.KeyboardModifier.ShiftModifier | Qt.KeyboardModifier.AltModifier):
             self.entered.emit()
+            return
+        if self.opens_prompts and event.text() == "/" and self.document().isEmpty():
+            self.slashed.emit()
             return
         super().keyPressEvent(event)
 

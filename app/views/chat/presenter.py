@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 from PySide6.QtCore import QObject, QTimer, Signal
@@ -31,6 +30,14 @@ DRAFT_MS = 400
 ROOM_UNKNOWN = 2500
 """Tokens for documents where nobody knows the model's context."""
 LAST_CHAT = "last_chat"
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How a question is answered: by whom, as `Conversation.model` says, and how tokens are sampled."""
+
+    model: str = ""
+    sampling: SamplingParams | None = None
 
 
 class ChatPresenter(QObject):
@@ -101,7 +108,6 @@ class ChatPresenter(QObject):
         store.foldered.connect(list_model.set_folders)
         store.listed.connect(self._on_listed)
         store.loaded.connect(self._on_loaded)
-        store.imported.connect(self._on_imported)
 
     # --- which conversation ---
 
@@ -234,7 +240,13 @@ class ChatPresenter(QObject):
         self._settings.last_model = conversation.model if is_remote(conversation.model) else ""
 
     def _new_conversation(self) -> Conversation:
-        return replace(new_conversation(), model=self._settings.chat_model)
+        default = self._settings.default_sampling
+        return replace(new_conversation(), model=self._settings.chat_model, sampling=default)
+
+    @property
+    def draft(self) -> str:
+        """The text that is not sent yet."""
+        return self._draft
 
     def set_draft(self, text: str) -> None:
         """The composer's text; saved after a short delay."""
@@ -335,9 +347,16 @@ class ChatPresenter(QObject):
 
     def send(self, text: str) -> bool:
         """Send a message; False if it is empty or an answer is still being written."""
+        question = self.put_question(text)
+        if question:
+            self._answer(question)
+        return bool(question)
+
+    def put_question(self, text: str) -> str:
+        """Put a message and what goes with it at the end of the chat, unanswered; its id, or nothing as for `send`."""
         pictures, attachments = self.pictures, self.attachments
         if not (text.strip() or pictures or attachments) or self.answering_id is not None:
-            return False
+            return ""
         self._draft_timer.stop()
         self._draft = ""
         self._store_if_new()
@@ -347,22 +366,33 @@ class ChatPresenter(QObject):
         if not self._conversation.title:
             changes["title"] = title_from(text) or _title_without_text(attachments)
         # The message first: a window that is killed in between still has it as a draft, too, and never lost it.
-        self._ask(text, self.model.tree.leaf_id(), pictures, attachments)
+        question = self._say(text, self.model.tree.leaf_id(), pictures, attachments)
         self._change(self._conversation.id, **changes)
         self.attach(())
         self.attach_documents(())
-        return True
+        return question
+
+    def answer_with(self, question_id: str, way: Way) -> str:
+        """Have a question answered in a way of its own, as another version; the answer's id."""
+        return self._answer(question_id, way)
+
+    def choose(self, message_id: str) -> None:
+        """Go on with this version of a turn."""
+        if message_id in self.model.tree:
+            self._choose(message_id)
 
     def resend(self, message_id: str, text: str) -> None:
         """Send an edited message as another version; what followed the first one is kept."""
         edited = self.model.tree[message_id]
         if (text.strip() or edited.pictures or edited.attachments) and self.answering_id is None:
-            self._ask(text, edited.parent_id, edited.pictures, edited.attachments)
+            self._answer(self._say(text, edited.parent_id, edited.pictures, edited.attachments))
 
     def regenerate(self, message_id: str) -> None:
         """Answer again, as another version."""
         if self.answering_id is None and message_id in self.model.tree:
-            self._answer(self.model.tree[message_id].parent_id)
+            parent = self.model.tree[message_id].parent_id
+            if parent is not None:
+                self._answer(parent)
 
     def said(self, message_id: str | None = None) -> list[str]:
         """What is sent of the path to a message, of the visible one (None), or of none (""): first the instructions."""
@@ -373,7 +403,7 @@ class ChatPresenter(QObject):
     def continue_answer(self, message_id: str) -> None:
         """Ask the model to continue an incomplete answer."""
         if self.answering_id is None and message_id in self.model.tree:
-            self._ask(translate("Chat", "Please continue."), message_id)
+            self._answer(self._say(translate("Chat", "Please continue."), message_id))
 
     def branch(self, message_id: str) -> None:
         """Continue in a new chat that holds everything up to this message."""
@@ -406,16 +436,16 @@ class ChatPresenter(QObject):
             self.queue.stop(answering)
         return answering is not None
 
-    # --- files ---
-
-    def export_chats(self, conversation_ids: Sequence[str], path: Path) -> None:
-        """Write chats to a file."""
-        self.flush()
-        self._store.export_chats(conversation_ids, path)
-
-    def import_chats(self, path: Path) -> None:
-        """Read chats from a file."""
-        self._store.import_chats(path)
+    def add_imported(self, conversations: Sequence[Conversation]) -> None:
+        """Lists chats that an import wrote; what was read of them before is read again."""
+        for conversation in conversations:
+            is_shown = conversation.id == self._conversation.id
+            if not is_shown or self.answering_id is None:
+                self._trees.pop(conversation.id, None)
+                if is_shown:
+                    self._wanted = conversation.id
+                    self._store.load(conversation.id)
+        self.list_model.put_all(conversations)
 
     # --- inside ---
 
@@ -479,13 +509,13 @@ class ChatPresenter(QObject):
             self._store_if_new()
             self._change(self._conversation.id, draft=self._draft)
 
-    def _ask(
+    def _say(
         self,
         text: str,
         parent_id: str | None,
         pictures: tuple[Picture, ...] = (),
         attachments: tuple[Attachment, ...] = (),
-    ) -> None:
+    ) -> str:
         question = Message(
             new_id(),
             self._conversation.id,
@@ -498,11 +528,12 @@ class ChatPresenter(QObject):
         )
         self.model.add(question)
         self._store.add_message(question)
-        self._answer(question.id)
+        return question.id
 
-    def _answer(self, parent_id: str | None) -> None:
-        if parent_id is None:
-            return
+    def _answer(self, parent_id: str, way: Way | None = None) -> str:
+        """Asks as the chat does, or in a way of its own."""
+        way = way or Way(self._conversation.model, self._conversation.sampling)
+        remote = self._endpoints.find(way.model)
         answer = Message(
             new_id(), self._conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
         )
@@ -510,17 +541,26 @@ class ChatPresenter(QObject):
         instructions = instructions_with(self._conversation.system_prompt, at.fold if at is not None else None)
         self.model.add(answer)
         self._store.add_message(answer)
-        if self.is_elsewhere and self.remote is None:
-            self.queue.refuse(answer, gone_text(self._conversation.model))
+        if is_remote(way.model) and remote is None:
+            self.queue.refuse(answer, gone_text(way.model))
         elif any(message.attachments for message in lineage):
-            self._ask_with_documents(answer, instructions, lineage)
+            self._ask_with_documents(answer, instructions, lineage, way.sampling, remote)
         else:
-            messages = prompt_of(instructions, lineage, sees=self.reads_pictures)
-            self.queue.ask(answer, messages, self._conversation.sampling, self.remote)
+            sees = remote is not None and not remote.is_blind
+            messages = prompt_of(instructions, lineage, sees=sees)
+            self.queue.ask(answer, messages, way.sampling, remote)
+        return answer.id
 
-    def _ask_with_documents(self, answer: Message, instructions: str, lineage: Sequence[Message]) -> None:
+    def _ask_with_documents(
+        self,
+        answer: Message,
+        instructions: str,
+        lineage: Sequence[Message],
+        sampling: SamplingParams | None,
+        remote: RemoteModel | None,
+    ) -> None:
         """Asks once it has been found out what the model is given to read of them."""
-        chat, remote, sees = self._conversation, self.remote, self.reads_pictures
+        sees = remote is not None and not remote.is_blind
         asked = asked_of(lineage, self.document_room([instructions, *(each.content for each in lineage)]))
 
         def ask(given: Given) -> None:
@@ -533,7 +573,7 @@ class ChatPresenter(QObject):
             if given.left_out:
                 self.told.emit(left_out_text(given.left_out))
             messages = prompt_of(instructions, lineage, sees=sees, given=given.before)
-            self.queue.ask(told, messages, chat.sampling, remote)
+            self.queue.ask(told, messages, sampling, remote)
 
         def ask_without(error: Exception) -> None:
             self.told.emit(not_looked_into_text(error))
@@ -613,14 +653,6 @@ class ChatPresenter(QObject):
         self._unsent.setdefault(conversation.id, attachments)
         self._show(known, tree, stored=True)
 
-    def _on_imported(self, conversations: tuple[Conversation, ...]) -> None:
-        for conversation in conversations:
-            if is_remote(conversation.model):  # a file does not say where text goes: people do
-                self._store.change(conversation.id, model="")
-            self.list_model.put(replace(conversation, model=_here(conversation.model)))
-        if conversations:
-            self.open(conversations[0].id)
-
 
 def _title_without_text(attachments: Sequence[Attachment]) -> str:
     return title_from(attachments[0].name) if attachments else translate("Chat", "Picture")
@@ -632,8 +664,3 @@ def asked_of(lineage: Sequence[Message], room: int) -> Asked:
     attached = tuple((message.id, message.attachments) for message in lineage if message.attachments)
     last, before = questions[-1], questions[-2].content if len(questions) > 1 else ""
     return Asked(attached, last.id, last.content, before, room)
-
-
-def _here(model: str) -> str:
-    """The name of a model on this PC, or nothing if it is another server's."""
-    return "" if is_remote(model) else model

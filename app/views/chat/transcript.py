@@ -39,6 +39,7 @@ class Transcript(QScrollArea):
         fold_acted: id of the last folded message, and a `FoldAction`.
         rewritten: the same, and another summary.
         version_stepped: id of a message, and -1 or 1.
+        rows_wanted: the text of a user's message, to be asked of every row of a file.
         link_activated: a link in an answer.
         source_opened: a `Source` of an answer.
         attachment_opened: an `Attachment` of a message.
@@ -50,6 +51,7 @@ class Transcript(QScrollArea):
     fold_acted = Signal(str, str)
     rewritten = Signal(str, str)
     version_stepped = Signal(str, int)
+    rows_wanted = Signal(str)
     link_activated = Signal(QUrl)
     source_opened = Signal(object)
     attachment_opened = Signal(object)
@@ -200,6 +202,7 @@ class Transcript(QScrollArea):
             turn.resent.connect(lambda text: self.resent.emit(message.id, text))
             turn.attachments.opened.connect(self.attachment_opened)
             turn.deleted.connect(lambda: self.acted.emit(message.id, "delete"))
+            turn.rows_wanted.connect(self.rows_wanted)
         else:
             turn = AnswerMessage(row, self._column)
             turn.acted.connect(lambda action: self.acted.emit(message.id, action))

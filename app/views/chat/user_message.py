@@ -29,10 +29,12 @@ EDIT_BESIDE_PX = 12
 
 
 class UserMessage(QWidget):
-    """Signals: `resent` (the edited text), `edited` (the same, not to be sent), `deleted`, `version_stepped`."""
+    """Signals: `resent` (the edited text), `edited` (the same, not to be sent), `rows_wanted` (its text), `deleted`,
+    `version_stepped` (-1 or 1)."""
 
     resent = Signal(str)
     edited = Signal(str)
+    rows_wanted = Signal(str)
     deleted = Signal()
     version_stepped = Signal(int)
 
@@ -64,8 +66,9 @@ class UserMessage(QWidget):
         self._versions.step.connect(self.version_stepped)
         copy = IconButton("copy", self.tr("Copy"), self._copy, self)
         edit = IconButton("edit", self.tr("Edit the message"), self.start_editing, self)
+        rows = IconButton("rows", self.tr("Ask this of every row of a file"), self._to_rows, self)
         delete = IconButton("trash", self.tr("Delete this message"), self.deleted.emit, self)
-        self._buttons = (copy, edit, delete)
+        self._buttons = (copy, edit, rows, delete)
         row_layout = QHBoxLayout(self)
         row_layout.setContentsMargins(0, 0, 0, 0)
         row_layout.setSpacing(2)
@@ -225,6 +228,9 @@ class UserMessage(QWidget):
             text = self._editor.toPlainText()
             self.stop_editing()
             self.edited.emit(text)
+
+    def _to_rows(self) -> None:
+        self.rows_wanted.emit(self._row.message.content)
 
     def _copy(self) -> None:
         QGuiApplication.clipboard().setText(self._row.message.content)

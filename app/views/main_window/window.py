@@ -23,7 +23,7 @@ from app.views.main_window.sidebar import Sidebar
 from app.widgets.banner import Banner, BannerStack
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
 from app.widgets.dropped_model import dropped_model, model_at
-from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, Page, PageEntry
+from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
 from app.widgets.page_header import PageHeader
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
@@ -48,10 +48,11 @@ class MainWindow(QMainWindow):
         pages: those in the sidebar.
         first_run: the one that takes the chat's place as long as there is no model.
 
-    Signals: `closing`, before the window closes.
+    Signals: `closing`, before the window closes; `quitting`, before people close it by Quit.
     """
 
     closing = Signal()
+    quitting = Signal()
 
     def __init__(
         self, services: Services, pages: Sequence[PageEntry], first_run: PageEntry, parent: QWidget | None = None
@@ -147,9 +148,14 @@ class MainWindow(QMainWindow):
         if name not in self._built:
             self._built[name] = page = self._entries[name].make(self.services)
             page.page_wanted.connect(self._leave_first_run if name == FIRST_RUN else self.show_page)
+            page.batch_wanted.connect(self._to_batch)
             self.closing.connect(page.close_down)
             self.pages.addWidget(page)
         return self._built[name]
+
+    def _to_batch(self, draft: BatchDraft) -> None:
+        self.show_page(BATCH)
+        self.page(BATCH).take_draft(draft)
 
     def begin(self) -> None:
         """Starts the engine, the default model unless another server is to answer, and the sensors, without waiting for
@@ -212,8 +218,11 @@ class MainWindow(QMainWindow):
 
     def quit_by_hand(self) -> None:
         """Closes the window as its close button does, with all confirmations."""
+        self.quitting.emit()
         frame = self.windowHandle()
         if frame is not None:
+            if self.isHidden():  # it would be closed without a question
+                self.come_forward()
             frame.close()
 
     def offer_crash_report(self, report: str, dismiss: Callable[[], None]) -> None:

@@ -19,6 +19,7 @@ from app.views.settings.model import ModelCard
 from app.views.settings.monitor import MonitorCard
 from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
+from app.views.settings.tray import TrayCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
@@ -48,6 +49,7 @@ class SettingsPage(Page):
         self.appearance = AppearanceCard(settings, theme, self)
         self.model = ModelCard(settings, self)
         self.kept = KeptCard(self)
+        self.tray = TrayCard(settings, self)
         self.others = OtherProgramsCard(settings, server, self)
         self.servers = ServersCard(endpoints, self)
         self.hub = HubCard(self)
@@ -68,6 +70,7 @@ class SettingsPage(Page):
             self.appearance,
             self.model,
             self.kept,
+            self.tray,
             self.others,
             self.servers,
             self.hub,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from PySide6.QtCore import QObject, QRect, QRectF, QSizeF, Signal
@@ -27,14 +28,14 @@ SOURCE, TEX, DISPLAY, EM = (_PROPERTY + number for number in range(4))
 class FormulaObjects(QPyTextObject):
     """Measures and draws the formulas of one document."""
 
-    def __init__(self, document: QTextDocument) -> None:
+    def __init__(self, document: QTextDocument, picture: Callable[[Formula], Picture | None]) -> None:
         super().__init__(document)
-        self._formulas = formulas()
+        self._picture = picture
         document.documentLayout().registerHandler(_KIND, self)
 
     def intrinsicSize(self, document: QTextDocument, position: int, form: QTextFormat) -> QSizeF:
         char = form.toCharFormat()
-        picture = self._formulas.picture(formula_of(char))
+        picture = self._picture(formula_of(char))
         if picture is None:
             return QSizeF(0, 0)
         scale = self._scale(picture, document, position, char)
@@ -50,7 +51,7 @@ class FormulaObjects(QPyTextObject):
         self, painter: QPainter, rect: QRectF | QRect, document: QTextDocument, position: int, form: QTextFormat
     ) -> None:
         char = form.toCharFormat()
-        picture = self._formulas.picture(formula_of(char))
+        picture = self._picture(formula_of(char))
         rect = QRectF(rect)
         if picture is not None:
             scale = self._scale(picture, document, position, char)
@@ -79,6 +80,11 @@ def formula_of(char: QTextCharFormat) -> Formula:
     return Formula(str(char.property(TEX)), bool(char.property(DISPLAY)))
 
 
+def formula_in(tex: str, source: str) -> Formula:
+    """What a part of a line is, which is written as `source`."""
+    return Formula(tex, display=source.startswith(("$$", "\\[")))
+
+
 def _middle(char: QTextCharFormat) -> float:
     """Half the height of the small letters, as Qt reckons it."""
     return QFontMetrics(char.font()).xHeight() / 4.0
@@ -96,6 +102,8 @@ class _Place:
 class FormulaWriter(QObject):
     """Writes formulas into a document, and replaces their source when the pictures come.
 
+    With `drawn` no others come: a document of another thread than the window's has pictures of its own.
+
     Signals:
         moved: what was at this place, or after it, is now so much further on.
         settled: all that were drawn by now are shown.
@@ -104,10 +112,12 @@ class FormulaWriter(QObject):
     moved = Signal(int, int)
     settled = Signal()
 
-    def __init__(self, document: QTextDocument) -> None:
+    def __init__(self, document: QTextDocument, drawn: Mapping[Formula, Picture] | None = None) -> None:
         super().__init__(document)
         self._document = document
+        self._drawn = drawn
         self._shared: Formulas | None = None
+        self._is_ready = False
         self._waiting: dict[Formula, list[_Place]] = {}
 
     @property
@@ -126,10 +136,12 @@ class FormulaWriter(QObject):
     ) -> None:
         """Writes it: as a picture in text of the format `base`, or as its source in the format `code`."""
         is_alone = formula.display and cursor.atBlockStart()
-        if self._shared is None:
-            self._shared = formulas()
-            self._shared.drawn.connect(self._on_drawn)
-            FormulaObjects(self._document)
+        if not self._is_ready:
+            self._is_ready = True
+            if self._drawn is None:
+                self._shared = formulas()
+                self._shared.drawn.connect(self._on_drawn)
+            FormulaObjects(self._document, self._picture)
         char, written = QTextCharFormat(base), QTextCharFormat(code)
         for name, value in ((SOURCE, source), (TEX, formula.tex), (DISPLAY, formula.display), (EM, em)):
             char.setProperty(name, value)
@@ -137,12 +149,12 @@ class FormulaWriter(QObject):
         if not is_alone:
             char.setVerticalAlignment(QTextCharFormat.VerticalAlignment.AlignMiddle)
         char.setObjectType(_KIND)
-        if self._shared.picture(formula) is not None:
+        if self._picture(formula) is not None:
             cursor.insertText(OBJECT, char)
             return
         start = cursor.position()
         cursor.insertText(source.replace("\n", "\u2028"), written)
-        if self._shared.ask(formula):
+        if self._shared is not None and self._shared.ask(formula):
             self._waiting.setdefault(formula, []).append(_Place(start, cursor.position() - start, char))
 
     def forget(self, position: int) -> None:
@@ -154,12 +166,17 @@ class FormulaWriter(QObject):
 
     def _on_drawn(self, formula: Formula) -> None:
         places = self._waiting.pop(formula, None)
-        if places is None or self._shared is None:
+        if places is None:
             return
-        if self._shared.picture(formula) is not None:
+        if self._picture(formula) is not None:
             for place in sorted(places, key=lambda place: -place.position):
                 self._replace(place)
         self.settled.emit()
+
+    def _picture(self, formula: Formula) -> Picture | None:
+        if self._shared is not None:
+            return self._shared.picture(formula)
+        return self._drawn.get(formula) if self._drawn is not None else None
 
     def _replace(self, place: _Place) -> None:
         # Written before the source goes: so a selection that ends with the source ends with the picture.

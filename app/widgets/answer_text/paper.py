@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from PySide6.QtCore import QPointF, QRectF, QSizeF, Qt
 from PySide6.QtGui import (
@@ -17,7 +17,9 @@ from PySide6.QtGui import (
     QTextLine,
 )
 
-from app.widgets.answer_text.maths import OBJECT, SOURCE
+from app.services.formulas import Formula, Picture
+from app.widgets.answer_text.blocks import MathsBlock, Segment, TableBlock, TextBlock, TextSpan
+from app.widgets.answer_text.maths import OBJECT, SOURCE, formula_in
 from app.widgets.answer_text.parser import StreamParser
 from app.widgets.answer_text.style import MAX_VISIBLE_DEPTH, Style
 from app.widgets.answer_text.writer import (
@@ -38,29 +40,40 @@ _FAR = 40
 """Beyond what is visible: a card or bar that goes on there is drawn so far."""
 
 
-def write_markdown(document: QTextDocument, text: str, style: Style, when_drawn: Callable[[], None]) -> None:
-    """Writes a Markdown text at the end of a document, for paper or a file.
-
-    Its formulas show their source until they are drawn: `when_drawn` is called once they are, or at once if there are
-    none.  `print_document` draws what stands behind the text too.
-    """
+def read_markdown(text: str) -> list[Segment]:
+    """What a whole Markdown text consists of."""
     parser = StreamParser()
     parser.append(text)
     parser.finish()
-    writer = DocumentWriter(document, style)
-    while not writer.update(parser.finished, [], float("inf")):
+    return parser.finished
+
+
+def formulas_in(segments: Iterable[Segment]) -> set[Formula]:
+    """What is to be drawn of a text."""
+    found: set[Formula] = set()
+    for segment in segments:
+        spans: Iterable[TextSpan] = ()
+        if isinstance(segment, MathsBlock):
+            found.add(Formula(segment.tex, display=True))
+        elif isinstance(segment, TextBlock):
+            spans = segment.spans
+        elif isinstance(segment, TableBlock):
+            spans = (span for row in segment.rows for cell in row for span in cell)
+        found.update(formula_in(span.tex, span.text) for span in spans if span.tex)
+    return found
+
+
+def write_markdown(
+    document: QTextDocument, segments: Sequence[Segment], style: Style, drawn: Mapping[Formula, Picture]
+) -> None:
+    """Writes a text at the end of a document, for paper or a file, on any thread.
+
+    Formulas that are not `drawn` show their source.  `print_document` draws what stands behind the text too.
+    """
+    writer = DocumentWriter(document, style, drawn)
+    while not writer.update(segments, [], float("inf")):
         pass
     writer.highlighter.finish()
-    if not writer.formulas.is_waiting:
-        when_drawn()
-        return
-
-    def look() -> None:
-        if not writer.formulas.is_waiting:
-            writer.formulas.settled.disconnect(look)
-            when_drawn()
-
-    writer.formulas.settled.connect(look)
 
 
 def print_document(document: QTextDocument, device: QPagedPaintDevice, style: Style) -> None:

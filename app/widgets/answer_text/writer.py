@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from PySide6.QtCore import QObject, Qt
@@ -30,7 +30,7 @@ from PySide6.QtGui import (
     QTextTableFormat,
 )
 
-from app.services.formulas import Formula
+from app.services.formulas import Formula, Picture
 from app.theme import tabular
 from app.widgets.answer_text.blocks import (
     Alignment,
@@ -46,7 +46,7 @@ from app.widgets.answer_text.blocks import (
     spans_text,
 )
 from app.widgets.answer_text.highlighting import Highlighter
-from app.widgets.answer_text.maths import OBJECT, FormulaWriter
+from app.widgets.answer_text.maths import OBJECT, FormulaWriter, formula_in
 from app.widgets.answer_text.style import Style
 from engine.common.plain_text import few_marks
 
@@ -95,7 +95,8 @@ class _Mark:
 class DocumentWriter(QObject):
     """Writes one text at the end of a document, in one style; a document may get several, one after the other."""
 
-    def __init__(self, document: QTextDocument, style: Style) -> None:
+    def __init__(self, document: QTextDocument, style: Style, drawn: Mapping[Formula, Picture] | None = None) -> None:
+        """`drawn`: as for `FormulaWriter`."""
         super().__init__(document)
         self._document = document
         self._style = style
@@ -108,7 +109,7 @@ class DocumentWriter(QObject):
         """Which of the segments that are shown are code."""
         self.changed_from = 0
         """Where the document differs from what it was before the last update."""
-        self.formulas = FormulaWriter(document)
+        self.formulas = FormulaWriter(document, drawn)
         self.formulas.moved.connect(self._on_moved)
         self.highlighter = Highlighter(document, style)
         document.setDefaultFont(style.font)
@@ -376,7 +377,7 @@ class DocumentWriter(QObject):
         for span in spans:
             if span.tex:
                 code = self._char(TextSpan("", code=True), base, look)
-                formula = Formula(span.tex, display=span.text.startswith(("$$", "\\[")))
+                formula = formula_in(span.tex, span.text)
                 em = self._style.maths_px * base.font().pixelSize() / self._style.body_px
                 self.formulas.write(cursor, formula, span.text, em, base, code)
             else:

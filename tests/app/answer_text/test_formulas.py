@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+
 import pytest
+from PySide6.QtCore import QEventLoop
 from PySide6.QtGui import QImage, QTextCursor
 from pytestqt.qtbot import QtBot
 
 from app.services.formula_process import draw
-from app.services.formulas import Formula, Formulas, nesting
+from app.services.formulas import Formula, Formulas, Picture, nesting
 from app.theme import LIGHT, ThemeController
-from app.widgets.answer_text import AnswerView, Style, write_markdown
+from app.widgets.answer_text import AnswerView, InertDocument, Style, formulas_in, read_markdown, write_markdown
 from app.widgets.answer_text.maths import OBJECT
-from app.widgets.answer_text.writer import InertDocument
+from engine.common.errors import RequestCancelled
 from tests.app.answer_text.looks import ViewMaker
 
 
@@ -124,18 +128,47 @@ def test_wide_formulas_are_scaled_to_the_width(make_view: ViewMaker, drawn: Form
     assert view.document().size().width() <= 300
 
 
-def test_any_document_is_written_with_its_formulas(drawn: Formulas, qtbot: QtBot) -> None:
-    document = InertDocument()
-    document.setTextWidth(500)
-    done: list[bool] = []
-    style = Style(LIGHT, document.defaultFont())
-    write_markdown(document, "# One\n\n$x$\n\n```py\nx = 1\n```", style, lambda: done.append(True))
-    assert not done
-    qtbot.waitUntil(lambda: done == [True], timeout=60_000)
-    assert document.toPlainText() == f"One\n{OBJECT}\nx = 1"
-    write_markdown(document, "- two $x$", style, lambda: done.append(True))
-    assert done == [True, True]
-    assert document.toPlainText().endswith(f"\n\t•\ttwo {OBJECT}")
+def test_any_document_is_written_with_its_formulas_on_any_thread(drawn: Formulas, qtbot: QtBot) -> None:
+    texts = [read_markdown("# One\n\n$x$\n\n```py\nx = 1\n```"), read_markdown("- two $x$ and $\\undefined{$")]
+    written: list[str] = []
+
+    def write() -> None:
+        wanted = {formula for segments in texts for formula in formulas_in(segments)}
+        pictures = {formula: Picture(svg) for formula, svg in drawn.draw_all(wanted, lambda: False).items()}
+        dispatcher = QEventLoop()
+        document = InertDocument()
+        document.setTextWidth(500)
+        for segments in texts:
+            write_markdown(document, segments, Style(LIGHT, document.defaultFont()), pictures)
+            written.append(document.toPlainText())
+        del document, dispatcher
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    qtbot.waitUntil(lambda: not thread.is_alive(), timeout=60_000)
+    assert written[0] == f"One\n{OBJECT}\nx = 1"
+    assert written[1].endswith(f"\n\t•\ttwo {OBJECT} and $\\undefined{{$")
+
+
+def test_who_waits_for_formulas_stops_when_it_is_cancelled_or_they_are_given_up(drawn: Formulas, qtbot: QtBot) -> None:
+    ended: list[object] = []
+
+    def wait_for(cancelled: Callable[[], bool]) -> None:
+        try:
+            ended.append(drawn.draw_all([Formula("x"), Formula("y", display=True)], cancelled))
+        except RequestCancelled:
+            ended.append("cancelled")
+
+    thread = threading.Thread(target=wait_for, args=(lambda: True,))
+    thread.start()
+    thread.join(60)  # nothing is drawn meanwhile: that is done here
+    assert ended == ["cancelled"]
+    thread = threading.Thread(target=wait_for, args=(lambda: False,))
+    thread.start()
+    qtbot.waitUntil(lambda: drawn.is_busy)
+    drawn.close()
+    qtbot.waitUntil(lambda: not thread.is_alive(), timeout=60_000)
+    assert len(ended) == 2
 
 
 @pytest.mark.parametrize(

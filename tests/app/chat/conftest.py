@@ -11,6 +11,7 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
 from app.services.documents import Documents
 from app.services.endpoints import Endpoints
+from app.services.kept import SavedPresets, SavedPrompts
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.model_start import ModelStart
@@ -38,10 +39,23 @@ def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callabl
         settings, library = Settings(), Library()
         speeds = ModelSpeeds(settings)
         answers, counter = AnswerQueue(engine, store), TokenCounter()  # type: ignore[arg-type]
-        endpoints, documents = Endpoints(settings), Documents(store)
-        page = ChatView(engine, store, settings, answers, counter, library, speeds, endpoints, documents)  # type: ignore[arg-type]
+        documents, prompts, presets = Documents(store), SavedPrompts(), SavedPresets()
+        page = ChatView(
+            engine,  # type: ignore[arg-type]
+            store,
+            settings,
+            answers,
+            counter,
+            library,
+            speeds,
+            Endpoints(settings),
+            documents,
+            prompts,
+            presets,
+        )
         page.restart_wanted.connect(ModelStart(engine, settings, page).restart)  # type: ignore[arg-type]
-        closing = (page.close_down, counter.close, library.close, speeds.close, documents.close)
+        kept = (documents.close, prompts.close, presets.close)
+        closing = (page.close_down, counter.close, library.close, speeds.close, *kept)
         qtbot.addWidget(page, before_close_func=lambda _page: [one() for one in closing])
         page.resize(1072, 800)
         with qtbot.waitSignal(store.listed):

@@ -16,6 +16,7 @@ from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
 from tests.app.chat.chat_page import answered, last_answer, shown, titles, type_and_send
 from tests.app.scripted_engine import ScriptedEngine
+from tests.unit.test_chats_of_other_programs import conversation
 
 
 def test_everything_is_there_after_a_restart(
@@ -114,19 +115,41 @@ def test_searching_finds_an_answer_and_shows_it(
     assert page.panel.nothing.isHidden()
 
 
-def test_exporting_and_importing(
-    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, tmp_path: Path
-) -> None:
+def test_exporting_and_importing(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path) -> None:
     answered(qtbot, page, engine, "q", "a")
-    file = tmp_path / "chat.json"
-    with qtbot.waitSignal(store.exported):
-        page.presenter.export_chats([page.presenter.conversation.id], file)
-    assert str(file) in page.toast.text
-    assert json.loads(file.read_text(encoding="utf-8"))["conversations"][0]["title"] == "q"
-    with qtbot.waitSignal(store.imported):
-        page.presenter.import_chats(file)
-    qtbot.waitUntil(lambda: len(titles(page)) == 2)
+    chat, files = page.presenter.conversation.id, page.transfer.files
+    for suffix in ("json", "md", "html", "pdf", "zip"):
+        with qtbot.waitSignal(files.exported):
+            page.transfer.export([chat], tmp_path / f"chat.{suffix}")
+        assert f"chat.{suffix}" in page.toast.text
+    assert json.loads((tmp_path / "chat.json").read_text(encoding="utf-8"))["conversations"][0]["title"] == "q"
+    assert (tmp_path / "chat.pdf").read_bytes().startswith(b"%PDF")
+    for suffix in ("json", "zip"):
+        with qtbot.waitSignal(files.imported):
+            page.transfer.import_files([tmp_path / f"chat.{suffix}"])
+        assert "1 was here already" in page.transfer.banner.text
+    assert titles(page) == ["q"]
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
-    with qtbot.waitSignal(store.failed):
-        page.presenter.import_chats(tmp_path / "bad.json")
-    assert "bad.json was not imported" in page.notice_banner.text
+    with qtbot.waitSignal(files.imported):
+        page.transfer.import_files([tmp_path / "bad.json"])
+    assert "bad.json was not imported" in page.transfer.banner.text
+    page.transfer.export([chat], tmp_path / "bad.json" / "below.pdf")
+    qtbot.waitUntil(lambda: "could not be written" in page.transfer.banner.text)
+
+
+def test_what_chatgpt_said_is_found_after_an_import(
+    page: ChatView, store: ChatStore, qtbot: QtBot, tmp_path: Path
+) -> None:
+    file = tmp_path / "conversations.json"
+    file.write_text(json.dumps([conversation(n) for n in range(3)]), encoding="utf-8")
+    page.composer.box.setPlainText("being written")
+    with qtbot.waitSignal(page.transfer.files.imported):
+        page.transfer.import_files([file])
+    assert "Imported: 3 chats. Left out: calls of tools (6)." in page.transfer.banner.text
+    assert page.composer.text == "being written"  # many chats take nobody away from what they do
+    assert len(titles(page)) == 3
+    with qtbot.waitSignal(store.found):
+        page.panel.search.setText("three")
+    assert len(titles(page)) == 3
+    qtbot.keyClick(page.panel.search, Qt.Key.Key_Return)
+    qtbot.waitUntil(lambda: shown(page)[-1:] == [("assistant", "Three.")])  # the version that is not the chosen one

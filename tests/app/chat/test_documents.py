@@ -464,14 +464,16 @@ def test_an_import_brings_texts_but_names_no_place_to_read(
     attach(page, qtbot, tmp_path / "a.txt")
     ask(page, engine, qtbot, "Who?")
     answer(engine, "Ingrid [1].")
-    with qtbot.waitSignal(store.exported):
-        page.presenter.export_chats([page.presenter.conversation.id], tmp_path / "out.json")
+    chat, files = page.presenter.conversation.id, page.transfer.files
+    with qtbot.waitSignal(files.exported):
+        page.transfer.export([chat], tmp_path / "out.json")
     text = (tmp_path / "out.json").read_text()
     assert "called Ingrid" in text
     assert str(tmp_path) not in text
     (tmp_path / "out.json").write_text(text.replace('"path": ""', '"path": "/etc"'))
-    with qtbot.waitSignal(page.presenter.shown), qtbot.waitSignal(store.imported):
-        page.presenter.import_chats(tmp_path / "out.json")
+    page.presenter.delete(chat)
+    with qtbot.waitSignal(files.imported):
+        page.transfer.import_files([tmp_path / "out.json"])
     qtbot.waitUntil(lambda: len(page.presenter.model.rows) == 2)
     (one,) = page.presenter.model.rows[0].message.attachments
     assert (one.name, one.path, one.is_read) == ("a.txt", "", True)

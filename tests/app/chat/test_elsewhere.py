@@ -167,14 +167,14 @@ def test_a_chat_from_a_file_goes_nowhere_by_itself(
     write(page, "Go there")
     engine.finish()
     chat = page.presenter.conversation
-    with qtbot.waitSignal(page._store.exported):
-        page.presenter.export_chats([chat.id], tmp_path / "chats.json")
-    with qtbot.waitSignal(page._store.imported):
-        page.presenter.import_chats(tmp_path / "chats.json")
-    qtbot.waitUntil(lambda: page.presenter.conversation.id != chat.id)
+    files = page.transfer.files
+    with qtbot.waitSignal(files.exported):
+        page.transfer.export([chat.id], tmp_path / "chats.json")
+    page.presenter.delete(chat.id)
+    with qtbot.waitSignal(files.imported):
+        page.transfer.import_files([tmp_path / "chats.json"])
+    qtbot.waitUntil(lambda: page.presenter.conversation.id == chat.id)
     assert not page.presenter.is_elsewhere
-    page.presenter.open(chat.id)
-    assert page.presenter.is_elsewhere
 
 
 def test_nothing_else_answers_when_the_server_is_gone(page: ChatView, engine: ScriptedEngine) -> None:

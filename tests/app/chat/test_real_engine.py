@@ -16,6 +16,7 @@ from app.services.chat_store import ChatStore, Message, MessageState
 from app.services.documents import Documents
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
+from app.services.kept import SavedPresets, SavedPrompts
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.model_start import ModelStart
@@ -40,14 +41,16 @@ def client(qtbot: QtBot) -> Iterator[EngineClient]:
 def page(qtbot: QtBot, client: EngineClient, settings: Settings) -> Iterator[ChatView]:
     store, counter = ChatStore(), TokenCounter()
     library, speeds = Library(), ModelSpeeds(settings)
-    documents, answers = Documents(store), AnswerQueue(client, store)
-    page = ChatView(client, store, settings, answers, counter, library, speeds, Endpoints(settings), documents)
+    documents, prompts, presets = Documents(store), SavedPrompts(), SavedPresets()
+    answers, places = AnswerQueue(client, store), Endpoints(settings)
+    more = (documents, prompts, presets)
+    page = ChatView(client, store, settings, answers, counter, library, speeds, places, *more)
     page.restart_wanted.connect(ModelStart(client, settings, page).restart)
     qtbot.addWidget(page, before_close_func=lambda page: page.close_down())
     page.show()
     yield page
     page.close_down()
-    for service in (counter, library, speeds, documents):
+    for service in (counter, library, speeds, documents, prompts, presets):
         service.close()
     assert store.close() == 0
 

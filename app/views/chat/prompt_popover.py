@@ -1,0 +1,341 @@
+"""Saved prompts: found by typing, filled in where they have variables, kept, changed and removed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtGui import QKeyEvent
+from PySide6.QtWidgets import (
+    QFormLayout,
+    QHBoxLayout,
+    QLabel,
+    QLineEdit,
+    QListWidget,
+    QListWidgetItem,
+    QPushButton,
+    QVBoxLayout,
+    QWidget,
+)
+
+from app.services.kept import Named, SavedPrompts, fill, name_for, variables
+from app.theme import scaled
+from app.widgets.popover import Popover
+from app.widgets.shortcuts import note_keys
+from app.widgets.text_box import TextBox
+from app.widgets.wrapped_label import WrappedLabel
+
+WIDTH_PX = 440
+MOST_ROWS = 6
+_PREVIEW_CHARACTERS = 240
+
+
+class PromptPopover(Popover):
+    """One of three: the list, the form for a prompt's variables, or the editor.
+
+    Signals:
+        chosen: a text for the message.
+        typed: what was typed to find a prompt and is to be a message after all.
+    """
+
+    chosen = Signal(str)
+    typed = Signal(str)
+
+    _by_slash = False
+
+    def __init__(self, prompts: SavedPrompts, page: QWidget) -> None:
+        super().__init__(self.tr("Saved prompts"), page)
+        self._prompts = prompts
+        self._message = ""
+        self._editing = ""
+        self._filling: Named[str] | None = None
+        self._removed: Named[str] | None = None
+        self.least_width = scaled(WIDTH_PX)
+        self._make_list()
+        self._make_form()
+        self._make_editor()
+        for part in (self._list_part, self._form_part, self._edit_part):
+            self.column.addWidget(part)
+        prompts.changed.connect(self._show_found)
+        self._show(self._list_part)
+
+    # --- opening ---
+
+    def open_list(self, button: QWidget, message: str, *, by_slash: bool = False) -> None:
+        """Opens with all prompts; `message` is what could be kept as another."""
+        self._message, self._by_slash, self._removed = message, by_slash, None
+        self.save_button.setEnabled(bool(message.strip()))
+        self.filter.clear()
+        self._show_found()
+        self._show(self._list_part)
+        self.open_at(button)
+        self.filter.setFocus()
+
+    def open_editor(self, button: QWidget, text: str, name: str = "") -> None:
+        """Opens the editor for a new prompt, or for the one of this name."""
+        self._by_slash = False
+        self._editing = name
+        self.name.setText(name or name_for(text))
+        self.text.setPlainText(text)
+        self._show(self._edit_part)
+        if not self.isVisible():
+            self.open_at(button)
+        self.name.setFocus()
+        self.name.selectAll()
+
+    def hideEvent(self, event: QEvent) -> None:
+        super().hideEvent(event)
+        if self._by_slash:
+            self._by_slash = False
+            if self.filter.text():  # it began with a slash, and was no name of a prompt
+                self.typed.emit(f"/{self.filter.text()}")
+
+    # --- the list ---
+
+    def _make_list(self) -> None:
+        self._list_part, column = self._part()
+        self.filter = QLineEdit(self)
+        self.filter.setPlaceholderText(self.tr("Find a prompt"))
+        self.filter.setAccessibleName(self.tr("Find a prompt"))
+        self.filter.setClearButtonEnabled(True)
+        self.filter.textChanged.connect(self._show_found)
+        self.filter.installEventFilter(self)
+        self.list = QListWidget(self)
+        self.list.setAccessibleName(self.tr("Saved prompts"))
+        self.list.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.list.setTextElideMode(Qt.TextElideMode.ElideRight)
+        self.list.currentItemChanged.connect(self._show_preview)
+        self.list.itemActivated.connect(self._choose)
+        self.list.itemClicked.connect(self._choose)
+        note_keys(self.list, ((self.tr("/"), self.tr("Saved prompts, in an empty message")),))
+        self.preview = WrappedLabel("", self)
+        self.preview.setProperty("role", "secondary")
+        self.save_button = self._action(self.tr("Save this message…"), self._save_message)
+        self.new_button = self._action(self.tr("New…"), lambda: self.open_editor(self, ""))
+        self.edit_button = self._action(self.tr("Edit…"), self._edit)
+        self.remove_button = self._action(self.tr("Delete"), self._remove)
+        self.undo_button = self._action(self.tr("Undo"), self._undo)
+        column.addWidget(self.filter)
+        column.addWidget(self.list)
+        column.addWidget(self.preview)
+        column.addLayout(
+            _row(self.save_button, self.new_button, None, self.undo_button, self.edit_button, self.remove_button)
+        )
+
+    def _show_found(self) -> None:
+        current = self._current
+        words = self.filter.text().casefold().split()
+        found = [
+            entry
+            for entry in self._prompts.entries
+            if all(word in f"{entry.name}\n{entry.value}".casefold() for word in words)
+        ]
+        self.list.clear()
+        for entry in found:
+            item = QListWidgetItem(entry.name, self.list)
+            item.setData(Qt.ItemDataRole.UserRole, entry.name)
+        again = next((n for n, entry in enumerate(found) if current is not None and entry.name == current.name), 0)
+        self.list.setCurrentRow(again if found else -1)
+        rows = max(1, min(len(found), MOST_ROWS))
+        self.list.setFixedHeight(rows * max(self.list.sizeHintForRow(0), 32) + 8)
+        self.list.setVisible(bool(found))
+        self._show_preview()
+
+    @property
+    def _current(self) -> Named[str] | None:
+        item = self.list.currentItem()
+        return None if item is None else self._prompts.find(item.data(Qt.ItemDataRole.UserRole))
+
+    def _show_preview(self) -> None:
+        entry = self._current
+        if entry is not None:
+            text = " ".join(entry.value.split())
+            words = text if len(text) <= _PREVIEW_CHARACTERS else f"{text[: _PREVIEW_CHARACTERS - 1]}…"
+        elif self._prompts.entries:
+            words = self.tr("No saved prompt has these words.")
+        else:
+            words = self.tr(
+                "Nothing is saved yet. A saved prompt is a message to use again; where it says {{topic}}, you are "
+                "asked for the topic each time."
+            )
+        self.preview.setText(words)
+        for button in (self.edit_button, self.remove_button):
+            button.setVisible(entry is not None)
+        self.undo_button.setVisible(self._removed is not None)
+
+    def _choose(self, item: QListWidgetItem | None = None) -> None:
+        entry = self._current if item is None else self._prompts.find(item.data(Qt.ItemDataRole.UserRole))
+        if entry is None:
+            return
+        if variables(entry.value):
+            self._open_form(entry)
+        else:
+            self._give(entry.value)
+
+    def _give(self, text: str) -> None:
+        self._by_slash = False
+        self.hide()
+        self.chosen.emit(text)
+
+    def _save_message(self) -> None:
+        self.open_editor(self, self._message)
+
+    def _edit(self) -> None:
+        entry = self._current
+        if entry is not None:
+            self.open_editor(self, entry.value, entry.name)
+
+    def _remove(self) -> None:
+        entry = self._current
+        if entry is not None:
+            self._removed = entry
+            self._prompts.remove(entry.name)
+            self.undo_button.setFocus()
+
+    def _undo(self) -> None:
+        removed, self._removed = self._removed, None
+        if removed is not None:
+            self._prompts.put(removed.name, removed.value)
+            self.filter.setFocus()
+
+    # --- variables ---
+
+    def _make_form(self) -> None:
+        self._form_part, column = self._part()
+        self._form_name = QLabel(self)
+        self._form_name.setProperty("tone", "head")
+        self._form_name.setWordWrap(True)
+        self._fields_holder = QWidget(self)
+        self.fields: dict[str, TextBox] = {}
+        self.insert_button = self._action(self.tr("Insert"), self._insert, kind="primary")
+        back = self._action(self.tr("Back"), self._back)
+        column.addWidget(self._form_name)
+        column.addWidget(self._fields_holder)
+        column.addLayout(_row(None, back, self.insert_button))
+
+    def _open_form(self, entry: Named[str]) -> None:
+        self._filling, self._by_slash = entry, False
+        self._form_name.setText(entry.name)
+        old, self._fields_holder = self._fields_holder, QWidget(self)
+        form = QFormLayout(self._fields_holder)
+        form.setContentsMargins(0, 0, 0, 0)
+        form.setRowWrapPolicy(QFormLayout.RowWrapPolicy.WrapAllRows)
+        self.fields = {}
+        for name in variables(entry.value):
+            field = TextBox(self._fields_holder)
+            field.setTabChangesFocus(True)
+            field.setAccessibleName(name)
+            field.setFixedHeight(2 * field.fontMetrics().lineSpacing() + 20)
+            field.installEventFilter(self)
+            label = QLabel(name, self._fields_holder)
+            label.setProperty("role", "secondary")
+            form.addRow(label, field)
+            self.fields[name] = field
+        layout = self._form_part.layout()
+        assert layout is not None
+        layout.replaceWidget(old, self._fields_holder)
+        old.deleteLater()
+        old.hide()
+        order: list[QWidget] = [self.list, *self.fields.values(), self.insert_button]
+        for before, after in pairwise(order):
+            self.setTabOrder(before, after)
+        self._show(self._form_part)
+        next(iter(self.fields.values())).setFocus()
+
+    def _insert(self) -> None:
+        if self._filling is not None:
+            given = {name: field.toPlainText() for name, field in self.fields.items() if field.toPlainText()}
+            self._give(fill(self._filling.value, given))
+
+    def _back(self) -> None:
+        self._show_found()
+        self._show(self._list_part)
+        self.filter.setFocus()
+
+    # --- the editor ---
+
+    def _make_editor(self) -> None:
+        self._edit_part, column = self._part()
+        self.name = QLineEdit(self)
+        self.name.setPlaceholderText(self.tr("Name"))
+        self.name.setAccessibleName(self.tr("Name of the prompt"))
+        self.text = TextBox(self)
+        self.text.setAccessibleName(self.tr("Prompt"))
+        self.text.setTabChangesFocus(True)
+        self.text.setMinimumHeight(8 * self.text.fontMetrics().lineSpacing())
+        self.text.setPlaceholderText(self.tr("Summarise {{text}} in {{number}} sentences."))
+        hint = WrappedLabel(self.tr("A name between double braces, such as {{topic}}, is asked for each time."), self)
+        hint.setProperty("role", "secondary")
+        self.keep_button = self._action(self.tr("Save"), self._keep, kind="primary")
+        back = self._action(self.tr("Back"), self._back)
+        self.name.textChanged.connect(self._on_edited)
+        self.name.returnPressed.connect(self._keep)
+        self.text.textChanged.connect(self._on_edited)
+        self._taken = WrappedLabel("", self)
+        self._taken.setProperty("role", "secondary")
+        for widget in (self.name, self.text, hint, self._taken):
+            column.addWidget(widget)
+        column.addLayout(_row(None, back, self.keep_button))
+        self._on_edited()
+
+    def _on_edited(self) -> None:
+        name = self._prompts.clean_name(self.name.text())
+        self.keep_button.setEnabled(bool(name and self.text.toPlainText().strip()))
+        is_taken = self._prompts.find(name) is not None and name.casefold() != self._editing.casefold()
+        self._taken.setText(self.tr("Another prompt has this name: saving replaces it.") if is_taken else "")
+        self._taken.setVisible(is_taken)
+
+    def _keep(self) -> None:
+        if self.keep_button.isEnabled():
+            self._prompts.put(self.name.text(), self.text.toPlainText(), instead_of=self._editing)
+            self._back()
+
+    # --- all ---
+
+    def eventFilter(self, watched: object, event: QEvent) -> bool:
+        if isinstance(event, QKeyEvent) and event.type() == QEvent.Type.KeyPress:
+            enter = event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter)
+            if watched is self.filter and event.key() in (Qt.Key.Key_Up, Qt.Key.Key_Down):
+                step = 1 if event.key() == Qt.Key.Key_Down else -1
+                self.list.setCurrentRow(max(0, min(self.list.currentRow() + step, self.list.count() - 1)))
+                return True
+            if watched is self.filter and enter:
+                if self._current is not None:
+                    self._choose()
+                else:
+                    self.close_and_return()
+                return True
+            if watched in self.fields.values() and enter and not event.modifiers() & Qt.KeyboardModifier.ShiftModifier:
+                self._insert()
+                return True
+        return super().eventFilter(watched, event)  # type: ignore[arg-type]
+
+    def _show(self, part: QWidget) -> None:
+        for one in (self._list_part, self._form_part, self._edit_part):
+            one.setVisible(one is part)
+
+    def _part(self) -> tuple[QWidget, QVBoxLayout]:
+        part = QWidget(self)
+        column = QVBoxLayout(part)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(10)
+        return part, column
+
+    def _action(self, text: str, do: object, *, kind: str = "") -> QPushButton:
+        button = QPushButton(text, self)
+        button.setProperty("kind", kind)
+        button.setProperty("compact", True)
+        button.clicked.connect(do)
+        return button
+
+
+def _row(*widgets: QWidget | None) -> QHBoxLayout:
+    """Buttons in a line; None is where it stretches."""
+    row = QHBoxLayout()
+    row.setSpacing(8)
+    for widget in widgets:
+        if widget is None:
+            row.addStretch(1)
+        else:
+            row.addWidget(widget)
+    return row
