@@ -183,7 +183,7 @@ class Composer(QFrame):
         margins = self._column.contentsMargins()
         buttons = (self.attach_button, self.system_button, self.sampling_button, self.send_button)
         hints = (button.sizeHint().expandedTo(button.minimumSize()).width() for button in buttons)
-        taken = sum(hint + SPACING_PX for hint in hints) + SPACING_PX
+        taken = sum(hint + SPACING_PX for hint in hints)
         room = self.width() - margins.left() - margins.right() - taken
         if self.system_button.text() != self._system_name(is_short=True) and self.meter.least_width > room:
             self._name_system(is_short=True)  # the name is worth less than the count
