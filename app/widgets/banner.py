@@ -7,7 +7,7 @@ from typing import Literal
 
 from PySide6.QtCore import QEvent, QObject, Qt
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
 from app.icons import IconMark
 from app.theme import ColourName
@@ -20,6 +20,9 @@ _MARKS: dict[Kind, tuple[str, ColourName]] = {
     "danger": ("warning", "danger"),
 }
 ICON_PX = 20
+SPACING_PX = 12
+LEAST_TEXT_EMS = 20
+"""Where the sentence would have less beside the buttons, they go below it."""
 LARGEST_SHARE = 0.36
 """Share of the window's height: more banners than fit scroll, so that the page below stays usable."""
 
@@ -33,11 +36,19 @@ class Banner(QFrame):
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         name, colour = _MARKS[kind]
         self._text = WrappedLabel("", self)
+        self._mark = IconMark(name, colour, ICON_PX, self)
+        self._actions = QHBoxLayout()
+        self._actions.setSpacing(SPACING_PX)
+        self._body = QBoxLayout(QBoxLayout.Direction.LeftToRight)
+        self._body.setSpacing(SPACING_PX)
+        self._body.addWidget(self._text, 1)
+        self._body.addLayout(self._actions)
+        self._body.setAlignment(self._actions, Qt.AlignmentFlag.AlignLeft)
         self._row = QHBoxLayout(self)
         self._row.setContentsMargins(16, 10, 16, 10)
-        self._row.setSpacing(12)
-        self._row.addWidget(IconMark(name, colour, ICON_PX, self))
-        self._row.addWidget(self._text, 1)
+        self._row.setSpacing(SPACING_PX)
+        self._row.addWidget(self._mark)
+        self._row.addLayout(self._body, 1)
         self.hide()
 
     @property
@@ -50,7 +61,7 @@ class Banner(QFrame):
         button = QPushButton(label, self)
         button.setProperty("kind", kind)
         button.clicked.connect(lambda: do())
-        self._row.addWidget(button)
+        self._actions.addWidget(button)
         return button
 
     def show_text(self, text: str) -> None:
@@ -58,6 +69,22 @@ class Banner(QFrame):
         self._text.setText(text)
         self.setAccessibleName(text)
         self.show()
+
+    def event(self, event: QEvent) -> bool:
+        if event.type() in (QEvent.Type.Resize, QEvent.Type.LayoutRequest):
+            self._place_actions()
+        return super().event(event)
+
+    def _place_actions(self) -> None:
+        margins, actions = self._row.contentsMargins(), self._actions.sizeHint().width()
+        room = self.width() - margins.left() - margins.right() - ICON_PX - 2 * SPACING_PX - actions
+        metrics = self._text.fontMetrics()
+        least = min(LEAST_TEXT_EMS * metrics.height(), metrics.horizontalAdvance(self.text))
+        is_below = actions > 0 and room < least
+        way = QBoxLayout.Direction.TopToBottom if is_below else QBoxLayout.Direction.LeftToRight
+        if way != self._body.direction():
+            self._body.setDirection(way)
+            self._row.setAlignment(self._mark, Qt.AlignmentFlag.AlignTop if is_below else Qt.AlignmentFlag.AlignVCenter)
 
 
 class BannerStack(QScrollArea):

@@ -179,7 +179,7 @@ class MissRatioPlot(Chart):
         left = self.view.mapFromView(QPointF(self._room, 0)).x()
         has_place = left + self._no_room_words.boundingRect().width() + 8 < self.view.width()
         self._no_room_words.setPos(self._room, 0)
-        self._no_room_words.setVisible(has_place)  # else only the tooltip has it
+        self._no_room_words.setVisible(has_place and not self.is_moved)  # else only the tooltip has it
 
     def _draw(self) -> None:
         """Everything but the handle, and then that."""
@@ -192,7 +192,6 @@ class MissRatioPlot(Chart):
         self._sizes.set_title(self.tr("experts kept, of {0}").format(number(self._most, 0)))
         self._no_room.setRegion((min(self._room, self._most), self._most))
         self._no_room.setVisible(self._room < self._most)
-        self._hatch()
         self._now.setPos(tier.slots)
         self._hits.setData(
             [tier.slots] * (self._measured is not None), [self._measured or 0] * (self._measured is not None)
@@ -221,6 +220,8 @@ class MissRatioPlot(Chart):
         self._label.border = self.pen(themed("accent" if self.is_moved else "border"))
         self._label.setColor(themed("text"))
         self._label.setFormat("\n".join(filter(None, self.texts())))
+        self._label.setVisible(self.is_moved)  # where it rests, what is beside the chart says it
+        self._hatch()
 
     # --- mouse and keys ---------------------------------------------------------------------------
 

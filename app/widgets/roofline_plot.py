@@ -154,7 +154,7 @@ class RooflinePlot(Chart):
         )
         spot = pg.ScatterPlotItem([x], [y], size=_POINT_PX, pen=self.pen(themed("text"), 1.5), brush=themed(colour))
         is_far_right = x > right - 0.25 * (right - self.view.viewRange()[0][0])
-        name = pg.TextItem(self._point_name(point), themed("text"), anchor=(1.1, 0.9) if is_far_right else (-0.1, 0.1))
+        name = pg.TextItem(self._point_name(point), themed("text"), anchor=(1.1, 0.9) if is_far_right else (-0.1, -0.2))
         name.fill = pg.mkBrush(faded(themed("surface"), 200))
         name.setFont(small_font(self.font(), 11.5))
         name.setPos(x, y)

@@ -64,6 +64,14 @@ def _delete_what_was_closed() -> None:
         QCoreApplication.sendPostedEvents(None, QEvent.Type.DeferredDelete)
 
 
+@pytest.fixture(autouse=True)
+def clipboard_is_left_empty() -> Iterator[None]:
+    """Offscreen, Qt deletes what is in the clipboard after Python has ended; what Python made crashes then."""
+    yield
+    if QApplication.instance() is not None:
+        QApplication.clipboard().clear()
+
+
 @pytest.fixture(scope="session")
 def qapp(qapp: QApplication) -> QApplication:
     """The application in the light theme at 14 px, once for all tests: to dress it means to style every widget."""

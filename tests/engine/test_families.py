@@ -24,7 +24,7 @@ MAY_NAME_FAMILIES = (
     "engine/bench",  # makes models up, and writes GGUF files for a peer
     "engine/checkpoint/starter",  # writes the starter's config.json
 )
-ENGLISH = {"beam", "git"}
+ENGLISH = {"align", "beam", "git"}
 """Words, and names of other things, that are also the `model_type` of a family."""
 _QUOTED = re.compile(r"""(["'])([\w.-]+)\1""")
 _IMPORTED = re.compile(r"^\s*(from|import)\s+transformers\.models\.(?!auto\.)", re.MULTILINE)

@@ -104,7 +104,8 @@ class ContextMeter(QPushButton):
         return self._use is not None and self._use.level is not Level.FREE
 
     def _width_of(self, form: str) -> int:
-        return self.fontMetrics().horizontalAdvance(form) + FRAME_PX + (ICON_PX + 4 if self._has_icon else 0)
+        words = self.fontMetrics().size(Qt.TextFlag.TextShowMnemonic, form).width()  # as a button measures it
+        return words + FRAME_PX + (ICON_PX + 4 if self._has_icon else 0)
 
     def fit(self, room: int) -> None:
         """Takes the longest form of its words that needs no more than `room`."""

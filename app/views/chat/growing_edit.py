@@ -27,7 +27,6 @@ class GrowingEdit(TextBox):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self.largest_share = LARGEST_SHARE
         self.setProperty("bare", True)
         self.setTabChangesFocus(True)
         self.setVerticalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
@@ -86,4 +85,5 @@ class GrowingEdit(TextBox):
         most = max(2, min(self.most_lines, int(self.largest_share * self.window().height() / line)))
         policy = Qt.ScrollBarPolicy.ScrollBarAsNeeded if lines > most else Qt.ScrollBarPolicy.ScrollBarAlwaysOff
         self.setVerticalScrollBarPolicy(policy)
-        self.setFixedHeight(min(lines, most) * line + 4)
+        # What is scrolled ends at the foot of a line.
+        self.setFixedHeight(most * line if lines > most else lines * line + 4)

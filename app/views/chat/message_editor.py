@@ -14,7 +14,7 @@ class _LongEdit(GrowingEdit):
     """Enter starts a new line, and Ctrl+Enter submits."""
 
     most_lines = 24
-    largest_share = 0.5
+    largest_share = 0.4
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
         enter = event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter)

@@ -158,6 +158,12 @@ def first_block(document: QTextDocument, y: float) -> QTextBlock:
     return document.findBlock(max(0, position))
 
 
+def card_bottom(block: QTextBlock, box: QRectF, style: Style) -> float:
+    """Where a card of code has to end for this line of it.  Its box ends above the foot of the line, which is higher
+    than its letters."""
+    return box.top() + block.layout().lineCount() * style.code_line_height + block.blockFormat().bottomMargin()
+
+
 def paint_behind(painter: QPainter, document: QTextDocument, exposed: QRectF, style: Style) -> None:
     """Draws what stands behind the text: the cards of code, the bars of quotes, rules, and boxes of code in lines."""
     theme, width = style.theme, document.textWidth()
@@ -185,13 +191,13 @@ def paint_behind(painter: QPainter, document: QTextDocument, exposed: QRectF, st
             if (language := form.property(LANGUAGE)) is not None:
                 languages[number] = str(language)
                 top = box.top() - style.card_top
-                cards[number] = QRectF(left, top, width - left, box.bottom() + form.bottomMargin() - top)
+                cards[number] = QRectF(left, top, width - left, card_bottom(block, box, style) - top)
                 box = cards[number]
             elif number in cards:
-                cards[number].setBottom(box.bottom() + form.bottomMargin())
+                cards[number].setBottom(card_bottom(block, box, style))
             else:
                 top = box.top() - _FAR
-                cards[number] = QRectF(left, top, width - left, box.bottom() + form.bottomMargin() - top)
+                cards[number] = QRectF(left, top, width - left, card_bottom(block, box, style) - top)
             box = box.united(cards[number])
         if form.property(RULE):
             rules.append(QRectF(left, box.center().y(), width - left, 1))

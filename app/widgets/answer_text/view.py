@@ -38,10 +38,10 @@ from PySide6.QtWidgets import (
 from app.theme import Theme, colours
 from app.widgets.answer_text.blocks import CodeBlock, allowed_link
 from app.widgets.answer_text.maths import OBJECT, SOURCE
-from app.widgets.answer_text.paper import paint_behind, plain_text
+from app.widgets.answer_text.paper import card_bottom, paint_behind, plain_text
 from app.widgets.answer_text.parser import StreamParser
 from app.widgets.answer_text.style import Style
-from app.widgets.answer_text.writer import DocumentWriter, InertDocument
+from app.widgets.answer_text.writer import CODE, DocumentWriter, InertDocument
 from app.widgets.text_marks import mark_format
 
 _SLICE_S = 0.012  # of work before other events are processed
@@ -312,6 +312,10 @@ class AnswerView(QTextBrowser):
             self.setLineWrapColumnOrWidth(width)
         size = self.document().size()
         height = math.ceil(size.height())
+        last = self.document().lastBlock()
+        if last.blockFormat().property(CODE) is not None:  # Qt leaves out the last block's margin
+            box = self.document().documentLayout().blockBoundingRect(last)
+            height = max(height, math.ceil(card_bottom(last, box, self._style)))
         if size.width() > width + 1:  # a table of very many columns
             height += self.horizontalScrollBar().sizeHint().height()
         return max(height, self._line_height(), self._least_height)

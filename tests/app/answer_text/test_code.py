@@ -142,3 +142,23 @@ def test_text_can_be_read(theme: Theme) -> None:
     assert contrast(theme.text, style.inline_code_background.name()) >= 4.5
     for text in (theme.text, theme.muted, theme.accent_text):
         assert contrast(text, theme.background) >= 4.5
+
+
+@pytest.mark.parametrize("is_streaming", [True, False])
+def test_code_at_the_end_has_its_whole_card(make_view: ViewMaker, is_streaming: bool) -> None:
+    view = make_view("")
+    view.append_markdown("Text\n```python\nM|\n")
+    if not is_streaming:
+        view.append_markdown("```\n")
+        view.finish()
+    view.flush()
+    view.resize(640, view.heightForWidth(640))
+    picture = view.grab().toImage()
+    left = Style(LIGHT, view.font()).card_padding
+    rows = [{picture.pixelColor(x, y).name() for x in range(left, left + 12)} for y in range(view.height())]
+    inside = QColor(LIGHT.sunken).name()
+    lines = [y for y, colours in enumerate(rows) if len(colours) == 1 and colours != {inside}]
+    letters = [y for y, colours in enumerate(rows) if len(colours) > 1 and y > 0.6 * view.height()]
+    header = max(y for y in lines if y < min(letters))
+    assert max(lines) >= view.height() - 2
+    assert abs((min(letters) - header) - (max(lines) - max(letters))) <= 4
