@@ -344,7 +344,7 @@ class GraphedSteps:
         logits = self._model(self._token, cache, held)[0]
         if found is not None:
             likeness = torch.cosine_similarity(found.float(), logits.float()).item()
-            if not likeness > 1 - _UNLIKE[logits.dtype == torch.float32]:
+            if not likeness > 1 - _UNLIKE[self._model.dtype == torch.float32]:
                 self._doubt("its steps come out differently when keys lie in a fixed place")
         return logits
 

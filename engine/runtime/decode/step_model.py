@@ -92,6 +92,12 @@ class StepModel:
         self._angles_grow = "dynamic" in kinds_by_length(model) and context_tokens > trained
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the model's own operators compute in; logits may be in float32 all the same."""
+        dtype: torch.dtype = self._model.dtype
+        return dtype
+
+    @property
     def attends_in_chunks(self) -> bool:
         """Whether some layers attend to the tokens since the last multiple of a length (Llama 4)."""
         config = self._model.config.get_text_config(decoder=True)
