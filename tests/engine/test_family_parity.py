@@ -18,6 +18,8 @@ from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9, 300, 12, 44, 55, 66]])
 NEW_TOKENS = 16
+_ROUNDED = 4e-3
+"""Between two results in bf16, each of which may be half as far from float32."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -31,7 +33,11 @@ def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) 
     with loaded(folder, "fp32") as ours, torch.no_grad():
         reference = library_class.from_pretrained(folder, dtype=torch.float32).eval()
         assert_is_out_of_the_module(ours, moe)
-        torch.testing.assert_close(logits(ours.model), logits(reference), rtol=0, atol=1e-5)
+        with routed(reference) as exact_routes:
+            exact = logits(reference)
+        with routed(reference) as exact_routes_of_steps:
+            exact_steps = decoded_logits(reference)
+        torch.testing.assert_close(logits(ours.model), exact, rtol=0, atol=1e-5)
         assert greedy(ours.model).tolist() == greedy(reference).tolist()
         if type(ours.model) is library_class:
             assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
@@ -41,17 +47,25 @@ def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) 
             assert_buffers_equal(ours.model, reference)
         with routed(ours.model) as our_routes, routed(reference) as their_routes:
             mine, theirs = logits(ours.model), logits(reference)
-        # In bf16 a near tie in a router may fall either way; what comes before it must agree all the same.
-        agreed = first_difference(our_routes, their_routes)
-        assert agreed >= PROMPT.shape[1] // 2
-        torch.testing.assert_close(mine[:, :agreed].float(), theirs[:, :agreed].float(), rtol=0, atol=2e-3)
+        # In bf16 a near tie in a router may fall either way; what comes before it must agree all the same.  Where we
+        # keep hidden states in float32, it falls as it does there.
+        half = PROMPT.shape[1] // 2
+        agreed, wanted = first_difference(our_routes, their_routes), theirs
+        if agreed < half:
+            agreed, wanted = first_difference(our_routes, exact_routes), exact
+        assert agreed >= half
+        torch.testing.assert_close(mine[:, :agreed].float(), wanted[:, :agreed].float(), rtol=0, atol=_ROUNDED)
         with routed(ours.model) as our_routes, routed(reference) as their_routes:
-            mine, theirs = decoded_logits(ours.model), decoded_logits(reference)
-        for step, (my_step, their_step) in enumerate(zip(mine, theirs, strict=True)):
-            layers = len(our_routes) // len(mine)
-            if first_difference(our_routes[: layers * (step + 1)], their_routes[: layers * (step + 1)]) < 1:
+            steps, their_steps = decoded_logits(ours.model), decoded_logits(reference)
+        layers = len(our_routes) // len(steps)
+        for step, mine in enumerate(steps):
+            far = layers * (step + 1)
+            for routes, wanted in ((their_routes, their_steps[step]), (exact_routes_of_steps, exact_steps[step])):
+                if first_difference(our_routes[:far], routes[:far]) >= 1:
+                    torch.testing.assert_close(mine.float(), wanted.float(), rtol=0, atol=_ROUNDED)
+                    break
+            else:
                 break
-            torch.testing.assert_close(my_step.float(), their_step.float(), rtol=0, atol=2e-3)
 
 
 @contextmanager
