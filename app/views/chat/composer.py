@@ -206,7 +206,7 @@ class Composer(QFrame):
         """Shows the longest form of the meter that fits beside the buttons; what is worth less makes room for it."""
         margins = self._column.contentsMargins()
         buttons = (self.sampling_button, self.send_button)
-        taken = sum(_width(button) + SPACING_PX for button in buttons) + 3 * SPACING_PX
+        taken = sum(_width(button) + SPACING_PX for button in buttons) + 2 * SPACING_PX
         room = self.width() - margins.left() - margins.right() - taken
         metrics = self.system_button.fontMetrics()
         frame = self.system_button.sizeHint().width() - metrics.horizontalAdvance(self.system_button.text())
