@@ -21,8 +21,6 @@ _MARKS: dict[Kind, tuple[str, ColourName]] = {
 }
 ICON_PX = 20
 SPACING_PX = 12
-LEAST_TEXT_EMS = 20
-"""Where the sentence would have less beside the buttons, they go below it."""
 LARGEST_SHARE = 0.36
 """Share of the window's height: more banners than fit scroll, so that the page below stays usable."""
 
@@ -76,11 +74,12 @@ class Banner(QFrame):
         return super().event(event)
 
     def _place_actions(self) -> None:
-        margins, actions = self._row.contentsMargins(), self._actions.sizeHint().width()
-        room = self.width() - margins.left() - margins.right() - ICON_PX - 2 * SPACING_PX - actions
-        metrics = self._text.fontMetrics()
-        least = min(LEAST_TEXT_EMS * metrics.height(), metrics.horizontalAdvance(self.text))
-        is_below = actions > 0 and room < least
+        """Puts the buttons below the sentence where that takes less height than beside it."""
+        margins, actions = self._row.contentsMargins(), self._actions.sizeHint()
+        room = self.width() - margins.left() - margins.right() - ICON_PX - SPACING_PX
+        beside = max(self._text.heightForWidth(max(1, room - SPACING_PX - actions.width())), actions.height())
+        below = self._text.heightForWidth(max(1, room)) + SPACING_PX + actions.height()
+        is_below = actions.width() > 0 and below < beside
         way = QBoxLayout.Direction.TopToBottom if is_below else QBoxLayout.Direction.LeftToRight
         if way != self._body.direction():
             self._body.setDirection(way)

@@ -13,6 +13,7 @@ from PySide6.QtCore import QCoreApplication, QEvent
 from PySide6.QtWidgets import QApplication
 
 import app.widgets.chart  # noqa: F401  # as in a window that has been open for a second
+from app.services.formulas import formulas
 from app.services.garbage import collect_if_due
 from app.services.settings import Settings
 from app.theme import BODY_PX, ThemeController
@@ -73,10 +74,11 @@ def clipboard_is_left_empty() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def qapp(qapp: QApplication) -> QApplication:
+def qapp(qapp: QApplication) -> Iterator[QApplication]:
     """The application in the light theme at 14 px, once for all tests: to dress it means to style every widget."""
     ThemeController("light", parent=qapp)
-    return qapp
+    yield qapp
+    formulas().close()  # pytest never quits it
 
 
 @pytest.fixture

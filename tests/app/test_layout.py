@@ -62,6 +62,11 @@ def test_the_end_of_a_job_on_another_day_has_room(stage: Stage, theme: ThemeCont
     assert _check(stage, theme, ((2, 2),)) == []
 
 
+def test_the_composer_has_room_when_larger_text_makes_it_narrower(stage: Stage, theme: ThemeController) -> None:
+    SCENES["chat-context-full"](stage)
+    assert _check(stage, theme, ((0, 0), (0, 1))) == []
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("choice", ["light", "dark"])
 @pytest.mark.parametrize("name", SCENES)

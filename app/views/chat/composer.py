@@ -25,6 +25,8 @@ from engine.common.model_info import ModelInfo
 SPACING_PX = 8
 TOOL_SPACING_PX = 2
 LEAST_CHIP_PX = 60
+_MOST_FITS = 4
+"""In a row; more would be two sizes that lead to each other."""
 BESIDE_CHIPS_SHARE = 0.15
 """Of the window's height, for the box below documents."""
 
@@ -58,6 +60,7 @@ class Composer(QFrame):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)  # beside the box, which then gets it
         self._conversation: Conversation | None = None
         self._answering = False
+        self._is_fitting = self._must_fit = False
         self.box = GrowingEdit(self)
         self.box.setPlaceholderText(self.tr("Message Switchyard…"))
         self.box.setAccessibleName(self.tr("Message"))
@@ -203,10 +206,26 @@ class Composer(QFrame):
         return handled
 
     def _fit_meter(self) -> None:
+        """Fits what is in the row of buttons to its width.
+
+        To show a widget lays out all that is around it, at once: the composer may become narrower meanwhile.
+        """
+        self._must_fit = True
+        if self._is_fitting:
+            return
+        self._is_fitting = True
+        for _ in range(_MOST_FITS):
+            if not self._must_fit:
+                break
+            self._must_fit = False
+            self._fit_to_width()
+        self._is_fitting = False
+
+    def _fit_to_width(self) -> None:
         """Shows the longest form of the meter that fits beside the buttons; what is worth less makes room for it."""
         margins = self._column.contentsMargins()
         buttons = (self.sampling_button, self.send_button)
-        taken = sum(_width(button) + SPACING_PX for button in buttons) + 3 * SPACING_PX
+        taken = sum(_width(button) + SPACING_PX for button in buttons) + 2 * SPACING_PX
         room = self.width() - margins.left() - margins.right() - taken
         metrics = self.system_button.fontMetrics()
         frame = self.system_button.sizeHint().width() - metrics.horizontalAdvance(self.system_button.text())

@@ -57,6 +57,7 @@ class ContextMeter(QPushButton):
         use_tabular_figures(self)
         self._forms: tuple[str, ...] = ("",)
         self._use: ContextUse | None = None
+        self._mark = QIcon()
         self.setAccessibleName(self.tr("Context"))
         self.setMinimumWidth(LEAST_PX)
         self.hide()
@@ -81,7 +82,8 @@ class ContextMeter(QPushButton):
             self.setToolTip(f"{whole}\n{estimate if use.is_about else exact}\n{more}")
         level = use.level if use is not None else Level.FREE
         colour = {Level.NEAR: "cpu", Level.FULL: "danger", Level.OVER: "danger"}.get(level)
-        self.setIcon(icon("warning", colour) if colour is not None else QIcon())  # type: ignore[arg-type]
+        self._mark = icon("warning", colour) if colour is not None else QIcon()  # type: ignore[arg-type]
+        self.setIcon(self._mark)
         set_look(self, "level", level.value)
         self.setAccessibleName(self._forms[0] or self.tr("Context"))
 
@@ -103,17 +105,22 @@ class ContextMeter(QPushButton):
     def _has_icon(self) -> bool:
         return self._use is not None and self._use.level is not Level.FREE
 
-    def _width_of(self, form: str) -> int:
+    def _width_of(self, form: str, *, has_icon: bool = True) -> int:
         words = self.fontMetrics().size(Qt.TextFlag.TextShowMnemonic, form).width()  # as a button measures it
-        return words + FRAME_PX + (ICON_PX + 4 if self._has_icon else 0)
+        return words + FRAME_PX + (ICON_PX + 4 if self._has_icon and has_icon else 0)
 
     def fit(self, room: int) -> None:
-        """Takes the longest form of its words that needs no more than `room`."""
-        fits = (form for form in self._forms if self._width_of(form) <= room)
-        form = next(fits, "")
+        """Takes the longest form of its words that needs no more than `room`; the share is worth more than the icon."""
+        share = self._forms[-2] if len(self._forms) > 1 else ""
+        form = next((form for form in self._forms if form and self._width_of(form) <= room), "")
+        shows_icon = self._has_icon
+        if not form and self._width_of(share, has_icon=False) <= room:
+            form, shows_icon = share, False
+        if self.icon().isNull() == shows_icon:
+            self.setIcon(self._mark if shows_icon else QIcon())
         if form != self.text():
             self.setText(form)
-        shown = bool(form) or (self._has_icon and self._width_of("") <= room)
+        shown = bool(form) or (shows_icon and self._width_of("") <= room)
         if shown == self.isHidden():
             self.setVisible(shown)
 
