@@ -22,6 +22,7 @@ from PySide6.QtGui import (
     QMouseEvent,
     QPainter,
     QPen,
+    QResizeEvent,
     QTransform,
 )
 from PySide6.QtSvg import QSvgGenerator
@@ -214,6 +215,16 @@ class Chart(_GraphicsView):
             QToolTip.showText(event.globalPos(), self.text_at(QPointF(event.pos())), self)  # none hides the last
             return True
         return bool(super().viewportEvent(event))
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        # pyqtgraph counts the frame in, and so what is at the edge was cut off.
+        inside = QRectF(self.viewport().rect())
+        if self.autoPixelRange and inside != self.range:
+            pg.GraphicsView.setRange(self, inside, padding=0, disableAutoPixel=False)
+
+    autoPixelRange: bool
+    range: QRectF
 
     def event(self, event: QEvent) -> bool:
         handled = bool(super().event(event))

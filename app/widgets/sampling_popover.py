@@ -335,10 +335,10 @@ class SamplingPopover(Popover):
 
     def set_own(self, own: SamplingParams) -> None:
         """What a model's own settings are; they are shown if the former ones were."""
-        showed_own = _drawn(self.sampling()) == self.own
+        showed_own, is_new = _drawn(self.sampling()) == self.own, own != self.own
         self.own = own
         self._describe_own()
-        if showed_own:
+        if showed_own and is_new:  # or typing 0.35 past the model's own 0.3 would end there
             self.fill(replace(own, thinking=self._thinking))
 
     def _describe_own(self) -> None:

@@ -183,6 +183,16 @@ def test_it_can_be_drawn_in_every_theme(
     assert not page.grab().isNull()
 
 
+def test_the_strip_ends_where_its_frame_begins(qtbot: QtBot, hub: TelemetryHub) -> None:
+    strip = TimelineStrip(hub)
+    qtbot.addWidget(strip)
+    strip.resize(600, strip.height())
+    strip.show()
+    assert strip.viewport().width() < 600, "there is no frame"
+    assert strip.view.width() == strip.viewport().width()
+    assert strip.view.height() == strip.viewport().height()
+
+
 def test_the_strip_opens_the_monitor(qtbot: QtBot, hub: TelemetryHub, page: MonitorPage) -> None:
     strip = TimelineStrip(hub)
     qtbot.addWidget(strip)

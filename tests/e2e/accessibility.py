@@ -91,6 +91,15 @@ class AccessibleWindow:
         (text,) = self._call(application, widget.path, "org.a11y.atspi.Text", "GetText", "ii", (0, -1))
         return str(text)
 
+    def description(self, widget: Widget) -> str:
+        """What a screen reader says of a widget beside its name."""
+        accessible = "org.a11y.atspi.Accessible"
+        body = (accessible, "Description")
+        ((_, said),) = self._call(
+            self._application(), widget.path, "org.freedesktop.DBus.Properties", "Get", "ss", body
+        )
+        return str(said)
+
     def describe(self) -> str:
         """Every widget that shows, a line each, for the message of a failed test."""
         return "\n".join(f"{w.role} {w.name!r} at {w.x},{w.y} {w.width}x{w.height}" for w in self.showing())

@@ -83,6 +83,7 @@ class Transcript(QScrollArea):
         bar = self.verticalScrollBar()
         bar.rangeChanged.connect(self._on_range)
         bar.valueChanged.connect(self._on_scrolled)
+        bar.actionTriggered.connect(lambda _action: self._release())  # by people, in whatever way
         model.modelReset.connect(self._on_reset)
         model.rowsInserted.connect(self._on_inserted)
         model.rowsRemoved.connect(self._on_removed)
@@ -115,7 +116,7 @@ class Transcript(QScrollArea):
 
     def jump_to_end(self) -> None:
         """Scroll to the latest text, and follow it."""
-        self._at_end = True
+        self._at_end, self._held = True, None
         bar = self.verticalScrollBar()
         bar.setValue(bar.maximum())
         self._show_jump()
@@ -135,12 +136,24 @@ class Transcript(QScrollArea):
         return self.turn(message_id)
 
     def show_place(self, turn: Turn, place: QRect) -> None:
-        """Scroll to a place in a turn, unless it is on screen."""
-        self._at_end = False
+        """Scroll to a place in a turn, unless it is on screen, and stay there until people scroll."""
+        self._at_end, self._held = False, (turn, place)
         self._column.place()
+        self._show_held()
+        self._show_jump()
+
+    def _show_held(self) -> None:
+        """Above what is shown, long answers are still being laid out, and move it."""
+        if self._held is None:
+            return
+        turn, place = self._held
         at = turn.mapTo(self._column, place.center())
         self.ensureVisible(at.x(), at.y(), 0, min(120, self.viewport().height() // 3))
-        self._show_jump()
+
+    def _release(self) -> None:
+        self._held = None
+
+    _held: tuple[Turn, QRect] | None = None
 
     def build_all(self) -> None:
         """Create all widgets now."""
@@ -222,13 +235,17 @@ class Transcript(QScrollArea):
         self._column.insert(number, turn)
 
     def _discard(self, turn: Turn) -> None:
+        if self._held is not None and self._held[0] is turn:
+            self._held = None
         self._column.remove(turn)
         turn.deleteLater()
 
     # --- scrolling ---
 
     def _on_range(self, _least: int, most: int) -> None:
-        if self._at_end:
+        if self._held is not None:
+            self._show_held()
+        elif self._at_end:
             self.verticalScrollBar().setValue(most)
         self._show_jump()
 

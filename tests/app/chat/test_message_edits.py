@@ -6,9 +6,9 @@ import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 
-from PySide6.QtCore import QModelIndex, QPointF, Qt
+from PySide6.QtCore import QModelIndex, QPoint, QPointF, Qt
 from PySide6.QtGui import QDropEvent
-from PySide6.QtWidgets import QLineEdit
+from PySide6.QtWidgets import QAbstractSlider, QLineEdit
 from pytestqt.qtbot import QtBot
 
 from app.services.chat_store import ChatStore
@@ -159,6 +159,41 @@ def test_a_search_opens_at_its_hit_with_it_marked(page: ChatView, engine: Script
     qtbot.waitUntil(lambda: page.find_bar.count.text() == "1 of 1")
     assert page.find_bar.field.text() == "Second answer"
     assert page.finding._found[0][0] == before[3]
+
+
+def test_a_hit_below_long_answers_is_in_sight_and_stays_so_until_people_scroll(
+    page: ChatView, engine: ScriptedEngine, store: ChatStore, qtbot: QtBot, open_page: Callable[[], ChatView]
+) -> None:
+    for number in range(8):
+        answered(qtbot, page, engine, f"Question {number}?", "Vermilion secateurs." if number == 5 else "Short.")
+    for number in (7, 6, 4, 3, 2, 1, 0):
+        long = "\n\n".join([f"Answer {number}. " + "Water the roses in the evening. " * 30] * 30)
+        page.edits.edit(ids(page)[2 * number + 1], long)
+    assert store.flush()
+    page = open_page()
+    page.new_chat()
+    page.panel.search.setText("vermilion secateurs")
+    qtbot.waitUntil(lambda: page.presenter.list_model.rowCount() == 1)
+    page.panel._open_index(page.presenter.list_model.index(0))
+    qtbot.waitUntil(lambda: page.find_bar.count.text() == "1 of 1")
+
+    def is_in_sight() -> bool:
+        turn = page.transcript.turn(page.finding._found[0][0])
+        assert turn is not None
+        top = turn.mapTo(page.transcript.viewport(), QPoint(0, 0)).y()
+        return 0 <= top < page.transcript.viewport().height()
+
+    def is_laid_out() -> bool:
+        turns = [turn for turn in page.transcript.turns if isinstance(turn, AnswerMessage)]
+        return all(turn.height() > 2000 or len(turn.row.message.content) < 100 for turn in turns)
+
+    qtbot.waitUntil(is_laid_out, timeout=20_000)
+    qtbot.waitUntil(is_in_sight)
+    bar = page.transcript.verticalScrollBar()
+    bar.triggerAction(QAbstractSlider.SliderAction.SliderToMinimum)
+    page.resize(page.width() - 40, page.height())
+    qtbot.wait(50)
+    assert bar.value() == 0
 
 
 def test_nothing_of_a_scratch_chat_is_stored(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from PySide6.QtCore import Qt
@@ -111,6 +113,21 @@ def test_presets_are_saved_renamed_used_and_deleted(page: ChatView, qtbot: QtBot
     page.presenter.keep()
     page.new_chat()
     assert page.presenter.conversation.sampling == sampling
+
+
+def test_a_number_is_typed_past_the_models_own(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.3}))
+    assert engine.model is not None
+    engine.model = replace(engine.model, path=str(tmp_path))
+    engine.model_loaded.emit(engine.model)
+    page.composer.edit_sampling()
+    field = page.composer.sampling_popover.temperature
+    assert field.value() == 0.3
+    field.selectAll()
+    qtbot.keyClicks(field, "0.35")
+    assert field.value() == 0.35
 
 
 def test_every_field_is_explained_with_the_models_own(page: ChatView, qtbot: QtBot) -> None:
