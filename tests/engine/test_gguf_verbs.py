@@ -83,7 +83,7 @@ def test_experts_from_disk(run: Any, file: Path) -> None:
     expected = run("chat", "--model", file, *CHAT, "--precision", "bf16")[1]["text"]
     code, answer = run("chat", "--model", file, *CHAT, "--precision", "bf16", "--ram", "400KB")
     assert (code, answer["text"]) == (0, expected)
-    assert [bank.name.startswith(file.name) for bank in (data_dir() / "banks").glob("*.bank")] == [True]
+    assert [made.name.startswith(file.name) for made in (data_dir() / "converted").glob("*.gguf")] == [True]
 
 
 def test_the_library(run: Any, file: Path) -> None:

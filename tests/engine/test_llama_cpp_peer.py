@@ -245,8 +245,8 @@ def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
 
     died: list[int] = []
     report = Report({})
-    rates = _rates({"ours": lambda: 2.0, "llama.cpp": dies_at_last}, 4, report, lambda _text: None)
-    assert rates == {"ours": [2.0] * 4}
+    rates = _rates([{"ours": lambda: 2.0, "llama.cpp": dies_at_last}], 4, report, lambda _text: None)
+    assert rates == [{"ours": [2.0] * 4}]
     (missing,) = report.peers_not_run
     assert (missing["peer"], "SIGILL" in missing["reason"]) == ("llama.cpp", True)
 
