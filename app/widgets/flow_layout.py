@@ -129,6 +129,10 @@ class Flow(QWidget):
                 widget.deleteLater()
         self.updateGeometry()
 
+    def widest(self, room: int) -> int:
+        """How wide it would like to be, at most `room`."""
+        return min(self._lines.sizeHint().width(), room)
+
     def sizeHint(self) -> QSize:
         return self._lines.sizeHint()
 

@@ -14,7 +14,7 @@ from app.theme import scaled, set_look
 from app.views.chat.icon_button import SIDE_PX, IconButton
 from app.views.chat.phrases import attachment_text
 from app.widgets.chip import ElidedLabel
-from app.widgets.flow_layout import FlowLayout
+from app.widgets.flow_layout import Flow
 
 WIDEST_PX, LEAST_PX = 300, 150
 GAP_PX = 8
@@ -25,7 +25,7 @@ BESIDE_PX = 10 + ICON_PX + GAP_PX + 8 + 2
 """The icon, margins and frame."""
 
 
-class AttachmentRow(QWidget):
+class AttachmentRow(Flow):
     """Wraps into lines.
 
     Args:
@@ -41,13 +41,9 @@ class AttachmentRow(QWidget):
     def __init__(
         self, parent: QWidget, share: Callable[[str], float | None] = lambda _id: None, *, removable: bool = False
     ) -> None:
-        super().__init__(parent)
+        super().__init__(parent=parent, gap=GAP_PX)
         self._share, self._removable = share, removable
         self._where = ""
-        self._flow = FlowLayout(self, GAP_PX)
-        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
-        policy.setHeightForWidth(True)
-        self.setSizePolicy(policy)
         self.chips: list[AttachmentChip] = []
         self.hide()
 
@@ -63,7 +59,7 @@ class AttachmentRow(QWidget):
         for chip, one in zip(self.chips, attachments, strict=True):
             chip.show_attachment(one, self._share(one.id), where)
         self.setVisible(bool(attachments))
-        self._flow.invalidate()
+        self._lines.invalidate()
         self.updateGeometry()
 
     def update_one(self, attachment_id: str) -> None:
@@ -72,33 +68,16 @@ class AttachmentRow(QWidget):
             if chip.attachment.id == attachment_id:
                 chip.show_attachment(chip.attachment, self._share(attachment_id), self._where)
 
-    def widest(self, room: int) -> int:
-        """How wide it would like to be, at most `room`."""
-        return min(self._flow.sizeHint().width(), room) if self.chips else 0
-
-    def heightForWidth(self, width: int) -> int:
-        return self._flow.heightForWidth(width)
-
-    def hasHeightForWidth(self) -> bool:
-        return True
-
-    def sizeHint(self) -> QSize:
-        return self._flow.sizeHint()
-
     def minimumSizeHint(self) -> QSize:
-        return QSize(0, self._flow.minimumSize().height())
+        return QSize(0, super().minimumSizeHint().height())
 
     def _make(self, attachments: Sequence[Attachment]) -> None:
-        while (item := self._flow.takeAt(0)) is not None:
-            widget = item.widget()
-            if widget is not None:
-                widget.hide()
-                widget.deleteLater()
+        self.clear()
         self.chips = [AttachmentChip(one, self, removable=self._removable) for one in attachments]
         for chip in self.chips:
             chip.removed.connect(self.removed)
             chip.opened.connect(self.opened)
-            self._flow.addWidget(chip)
+            self.add(chip)
             chip.show()
 
 

@@ -13,14 +13,14 @@ from app.services.pictures import fitting
 from app.services.thumbnails import Thumbnail, Thumbnails, size_of
 from app.theme import scaled, set_look
 from app.views.chat.icon_button import IconButton
-from app.widgets.flow_layout import FlowLayout
+from app.widgets.flow_layout import Flow
 from engine.common.chat import Picture
 
 HEIGHT_PX, WIDEST_PX = 88, 176
 GAP_PX = 8
 
 
-class PictureRow(QWidget):
+class PictureRow(Flow):
     """Wraps into lines.
 
     Each takes its place at once, and is shown there when it is decoded.
@@ -35,11 +35,10 @@ class PictureRow(QWidget):
     resized = Signal()
 
     def __init__(self, thumbnails: Thumbnails, parent: QWidget, *, removable: bool = False) -> None:
-        super().__init__(parent)
+        super().__init__(parent=parent, gap=GAP_PX)
         self._thumbnails = thumbnails
         self._removable = removable
         self._pictures: tuple[Picture, ...] = ()
-        self._flow = FlowLayout(self, GAP_PX)
         policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
@@ -51,33 +50,16 @@ class PictureRow(QWidget):
         if tuple(pictures) == self._pictures:
             return
         self._pictures = tuple(pictures)
-        while (item := self._flow.takeAt(0)) is not None:
-            widget = item.widget()
-            if widget is not None:
-                widget.hide()
-                widget.deleteLater()
+        self.clear()
         self.buttons.clear()
         for number, picture in enumerate(self._pictures):
-            self._flow.addWidget(self._framed(number, picture))
+            self.add(self._framed(number, picture))
         self.setVisible(bool(self._pictures))
-        self._flow.invalidate()
+        self._lines.invalidate()
         self.updateGeometry()
 
-    def widest(self, room: int) -> int:
-        """How wide it would like to be, at most `room`."""
-        return min(self._flow.sizeHint().width(), room) if self._pictures else 0
-
-    def heightForWidth(self, width: int) -> int:
-        return self._flow.heightForWidth(width)
-
-    def hasHeightForWidth(self) -> bool:
-        return True
-
-    def sizeHint(self) -> QSize:
-        return self._flow.sizeHint()
-
     def minimumSizeHint(self) -> QSize:
-        return QSize(0, self._flow.minimumSize().height())
+        return QSize(0, super().minimumSizeHint().height())
 
     def _framed(self, number: int, picture: Picture) -> QWidget:
         shown = self._place_of(number, picture)
@@ -122,7 +104,7 @@ class PictureRow(QWidget):
         self._name(place, number, made.pixels)
         if size != place.size():
             place.setFixedSize(size)
-            self._flow.invalidate()
+            self._lines.invalidate()
             self.updateGeometry()
             self.resized.emit()
 
