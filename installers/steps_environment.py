@@ -150,7 +150,8 @@ class Environment:
             code, output = self._pip_install(step, source)
             if code == 0:
                 return self._installed_version("torch")
-            if not is_unavailable(output):
+            # With a file of constraints in the user's configuration pip calls a missing version a conflict.
+            if not is_unavailable(output) and "ResolutionImpossible" not in output:
                 break
         raise SetupError(
             explain_pip_failure(output, "PyTorch", platform.python_version()) + "  " + tail(output, self.log)
