@@ -87,8 +87,8 @@ def decoded_logits(model: Any) -> list[torch.Tensor]:
     """Logits of a few tokens computed one by one, as decoding does, from the first on."""
     cache, steps = None, []
     for place in range(4):
-        output = model(input_ids=PROMPT[:, place : place + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=PROMPT[:, place : place + 1], cache=cache, use_cache=True)
+        cache = output.cache
         steps.append(output.logits)
     return steps
 

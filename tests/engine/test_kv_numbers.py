@@ -41,7 +41,7 @@ def test_what_a_cache_is_expected_to_take_is_never_less_than_it_takes(family: st
         cost = measure_kv(model, torch.device("cpu"))
         for tokens in (1, 2, 17, 120, 250):
             cache = new_cache(model, 256)
-            held = model(input_ids=torch.ones(1, tokens, dtype=torch.long), past_key_values=cache).past_key_values
+            held = model(input_ids=torch.ones(1, tokens, dtype=torch.long), cache=cache).cache
             assert sum(cache_layer_bytes(held)) <= cost.fixed + 256 * cost.per_token
 
 

@@ -68,7 +68,7 @@ def test_logits_of_every_token_are_those_of_the_library(
         with torch.inference_mode():
             for start, end in [(0, 7), *((at, at + 1) for at in range(7, 300))]:
                 got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0, -1]
+                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
                     for loaded, cache in zip((native, library), caches, strict=True)
                 )
                 assert {type(layer) for layer in caches[0].layers} <= {GrowingLayer, GrowingWindowLayer}
@@ -95,7 +95,7 @@ def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
         with torch.inference_mode():
             for start, end in [(0, 4), *((at, at + 1) for at in range(4, 14))]:
                 got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0, -1]
+                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
                     for cache in caches
                 )
                 far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))

@@ -101,11 +101,11 @@ class CardLatents:
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **more: Any,
     ) -> Any:
         """As the library's; a single token over tables is the kernels'."""
-        latents = getattr(past_key_values, "latents", None)
+        latents = getattr(cache, "latents", None)
         if latents is not None and hidden_states.shape[:2] == (1, 1) and hidden_states.dtype in STATES:
             context = latents(self._module.layer_idx, attention_mask)
             if self._kernel.keeps(context.table):
@@ -114,7 +114,7 @@ class CardLatents:
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **more,
         )
 
@@ -262,7 +262,7 @@ def _is_right(
     held = latents.shape[2]
     cache = _TriedCache(latents, keys)
     wanted = module.forward(
-        hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=cache
+        hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, cache=cache
     )[0]
     rows = [torch.cat([part[0], part.new_zeros(1, 1, part.shape[-1])], dim=1) for part in context]
     kv_type = next(each for each in KvType if each.dtype == hidden.dtype)

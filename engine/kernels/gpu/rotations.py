@@ -294,7 +294,7 @@ def _attended(
     """Queries and keys that a module gives its attention function, if it rotates them so."""
     forward = forward_with(module, {_NAME: rotation, _ATTENTION: _Watched()})
     try:
-        forward(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=None)
+        forward(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, cache=None)
     except _SeenError as seen:
         return seen.states
     raise LookupError("it does not call the library's attention functions")
