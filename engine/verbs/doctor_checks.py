@@ -83,8 +83,8 @@ def software_findings() -> list[Finding]:
         found = _installed(distribution)
         if found is None:
             findings.append(Finding(name, Status.PROBLEM, f"{name} is not installed.", reinstall()))
-        elif name == "transformers" and not found.startswith("5.23."):
-            detail = f"{found}, but Switchyard needs 5.23 for its model loading."
+        elif name == "transformers" and not found.startswith("5.24."):
+            detail = f"{found}, but Switchyard needs 5.24 for its model loading."
             findings.append(Finding(name, Status.PROBLEM, detail, reinstall()))
         else:
             findings.append(Finding(name, Status.OK, found))
