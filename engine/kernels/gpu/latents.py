@@ -22,6 +22,7 @@ from engine.kernels.cuda.norm import STATES
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.norms import CardNorm
 from engine.kernels.gpu.pages import PageTable
+from engine.kernels.gpu.rotations import library_code
 from engine.kernels.native.paged_attention import KvType
 
 _log = logging.getLogger(__name__)
@@ -190,8 +191,8 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
 
 def _norm_of(module: Any) -> CardNorm | None:
     """That of the latents of a module which is nothing but latent attention, and a kernel's."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or "forward" in module.__dict__:
+    forward = library_code(module)
+    if forward is None or "forward" in module.__dict__:
         return None
     children = {name for name, child in module.named_children() if child is not None}
     called = {name for name in forward.__code__.co_names if isinstance(forward.__globals__.get(name), FunctionType)}
