@@ -219,7 +219,7 @@ class _TriedCache:
         self._before = latents, keys
         self.own: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def update(self, latents: torch.Tensor, keys: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    def update(self, latents: torch.Tensor, keys: torch.Tensor, *_: Any, **_more: Any) -> tuple[torch.Tensor, ...]:
         """[1, 1, 1, n] -> [1, 1, tokens, n] of both."""
         self.own = latents, keys
         pairs = zip(self._before, (latents, keys), strict=True)
