@@ -56,14 +56,14 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
             return None
         held = self._buffers[part].narrow(-2, 0, self._length)
         if len(self._buffers) == 2:
-            return held.to(self._wide_type)
+            return held.to(self.dtype)
         scales = self._buffers[2 + part].narrow(-1, 0, self._length)
-        return (held.float() * scales[..., None]).to(self._wide_type)
+        return (held.float() * scales[..., None]).to(self.dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Remembers the model's type."""
         super().lazy_initialization(key_states, value_states)
-        self._wide_type = key_states.dtype
+        self.dtype = key_states.dtype
 
     def update(
         self,
