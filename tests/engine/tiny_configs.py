@@ -254,12 +254,17 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "vision_config": {"projection_intermediate_size": 32},
     },
     "inkling2": {"vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 4}},
-    "inkling2_loop": {"text_config": _LOOPED, "vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 4}},
+    "inkling2_loop": {
+        "text_config": _LOOPED,
+        "vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 4},
+    },
     "inkling_mm_model": {
         "vision_config": {"patch_size": 2, "n_layers": 4},
         "audio_config": {"n_mel_bins": 8, "mel_vocab_size": 16},
     },
-    "hy_v4_vl": {"text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}},
+    "hy_v4_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}
+    },
     "kimi_k25": {
         "text_config": _LATENT,
         "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4},

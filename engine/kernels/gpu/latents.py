@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.families.library import code_of
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
@@ -22,7 +23,6 @@ from engine.kernels.cuda.norm import STATES
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.norms import CardNorm
 from engine.kernels.gpu.pages import PageTable
-from engine.kernels.gpu.rotations import library_code
 from engine.kernels.native.paged_attention import KvType
 
 _log = logging.getLogger(__name__)
@@ -191,7 +191,7 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
 
 def _norm_of(module: Any) -> CardNorm | None:
     """That of the latents of a module which is nothing but latent attention, and a kernel's."""
-    forward = library_code(module)
+    forward = code_of(module)
     if forward is None or "forward" in module.__dict__:
         return None
     children = {name for name, child in module.named_children() if child is not None}
@@ -262,9 +262,7 @@ def _is_right(
     latents, keys = context
     held = latents.shape[2]
     cache = _TriedCache(latents, keys)
-    wanted = module.forward(
-        hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, cache=cache
-    )[0]
+    wanted = module.forward(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, cache=cache)[0]
     rows = [torch.cat([part[0], part.new_zeros(1, 1, part.shape[-1])], dim=1) for part in context]
     kv_type = next(each for each in KvType if each.dtype == hidden.dtype)
     table = PageTable(kv_type, 1, 1 + held // 32, hidden.device)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engine.families.library import code_of
 from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
@@ -25,8 +26,6 @@ _NAME = "apply_rotary_pos_emb"
 """Of the function in the library's files of nearly all families."""
 _ATTENTION = "ALL_ATTENTION_FUNCTIONS"
 """Of the registry there that attention functions are taken from."""
-_RENAMES = "transformers.utils.deprecation"
-"""Where the library's wrapper lies that takes an argument by its former name, too."""
 _FEW_ROWS = 16
 TRIED_POSITIONS = (3, 77, 1003)
 _TRIED_HEADS = (4, 2)
@@ -190,19 +189,11 @@ def speed_up_rotations(model: Any, angles: Callable[[torch.Tensor], Any]) -> int
 
 def _rotation_in_library(module: Any) -> Callable[..., Any] | None:
     """The function by which an attention module of the library rotates, as long as its code is called as it is."""
-    forward = library_code(module)
+    forward = code_of(module)
     if forward is None or "forward" in module.__dict__:
         return None
     found = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
     return found if callable(found) else None
-
-
-def library_code(module: Any) -> FunctionType | None:
-    """The library's `forward` of a module's class beneath what renames arguments there; None if it is wrapped more."""
-    forward = type(module).forward
-    if isinstance(forward, FunctionType) and forward.__globals__.get("__name__") == _RENAMES:
-        forward = forward.__wrapped__  # type: ignore[attr-defined]  # functools.wraps
-    return forward if isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") else None
 
 
 @torch.inference_mode()
@@ -259,7 +250,7 @@ def _can_wait(module: Any, norms: list[CardNorm]) -> bool:
 
 def forward_with(module: Any, names: dict[str, Any]) -> Any:
     """A module's `forward`: the same code, but for what these names mean in it."""
-    code = library_code(module)
+    code = code_of(module)
     assert code is not None  # what the names mean in it was found
     made = FunctionType(
         code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__, code.__closure__

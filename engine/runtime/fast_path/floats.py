@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from engine.families import fast_path_of
-from engine.kernels.gpu.rotations import forward_with, library_code
+from engine.families.library import code_of
+from engine.kernels.gpu.rotations import forward_with
 from engine.kernels.native.linear import BlockEmbedding
 
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
@@ -71,7 +72,7 @@ class _FloatRows:
 
 def _rotating_in_floats(attention: Any) -> Any:
     """Its `forward`, with queries and keys rounded only once they are rotated; `None` if it rotates in another way."""
-    code = library_code(attention)
+    code = code_of(attention)
     if code is None or "forward" in attention.__dict__:
         return None
     names = {name: code.__globals__.get(name) for name in _ROTATIONS if name in code.__code__.co_names}
