@@ -37,6 +37,7 @@ def kv_elements_per_token(text: dict[str, Any]) -> int:
     layers = number_of(text, (*DECODER_LAYERS, *LAYERS))
     kinds = _kinds(text, layers)
     kinds = kinds[: len(kinds) - number_of(text, ("num_kv_shared_layers",))]
+    kinds += _looped(text, kinds)
     growing = [(index, kind) for index, kind in enumerate(kinds) if _grows(kind)] or list(enumerate(kinds))
     by_layer = text.get("per_layer_config")
     own = {key: of for key, of in by_layer.items() if isinstance(of, dict)} if isinstance(by_layer, dict) else {}
@@ -68,6 +69,14 @@ def _kinds(text: dict[str, Any], layers: int) -> list[str]:
         offset = number_of(text, ("attn_layer_offset",))
         return ["attention" if layer % period == offset else "state" for layer in range(layers)]
     return ["attention"] * layers
+
+
+def _looped(text: dict[str, Any], kinds: list[str]) -> list[str]:
+    """Layers that a token goes through again, each time with keys and values of their own."""
+    start, end, passes = (
+        number_of(text, (f"loop_{name}",)) for name in ("layer_index_start", "layer_index_end", "num_passes")
+    )
+    return kinds[start:end] * (passes - 1)
 
 
 def _grows(kind: str) -> bool:

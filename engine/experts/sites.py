@@ -12,13 +12,13 @@ from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout
+from engine.families.library import CHOSEN_EXPERTS, EXPERTS_INTERFACE
 from engine.formats import WeightFormat, careful, format_of
 from engine.formats.tiles import Pairing
 from engine.kernels import choose_kernel
 from engine.kernels.activation import activation_of
 from engine.kernels.native.library import NativeKernels
 
-_INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
 _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
 
 
@@ -70,7 +70,7 @@ def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
         own = dict(module.named_parameters(recurse=False))
         names = getattr(module, "expert_parts", None)
         if names is None:
-            if not all(hasattr(module, attribute) for attribute in _INTERFACE):
+            if not all(hasattr(module, attribute) for attribute in EXPERTS_INTERFACE):
                 continue
             names = tuple(part for part in _STANDARD_PARTS if part in own)
         if not names or set(names) != own.keys() or len({own[part].shape[0] for part in names}) != 1:
@@ -146,7 +146,7 @@ def verify(model: Any, sites: list[ExpertsSite]) -> None:
     """
     for site in sites:
         config = getattr(site.module, "config", None)
-        if config is not None and getattr(config, "_experts_implementation", IMPLEMENTATION) != IMPLEMENTATION:
+        if config is not None and getattr(config, CHOSEN_EXPERTS, IMPLEMENTATION) != IMPLEMENTATION:
             raise _fault(f"{site.name} would not be computed by Switchyard")
         if getattr(site.module, BANK_LAYER, None) is None:
             raise _fault(f"{site.name} has no experts")

@@ -85,7 +85,8 @@ class FastPath:
     """The library's classes that the native kernels implement: a single token through a layer in two calls.
 
     Attributes:
-        model: an embedding, the layers, a norm and a head, in this order, with the same rotary angles for all layers.
+        model: an embedding, the layers, a norm and a head, in this order, with the same rotary angles for all layers;
+            empty if it is of another kind, so that only layers are native calls.
         layer: two norms, attention and an MLP, each added to its input.
         attention: grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
             2024, "DeepSeek-V2", section 2.1).
@@ -97,7 +98,7 @@ class FastPath:
             section 2).
     """
 
-    model: str
+    model: str = ""
     layer: str
     attention: str
     block: str = ""
@@ -105,6 +106,17 @@ class FastPath:
     is_latent: bool = False
     angles: Literal["twice", "once", "complex"] = "twice"
     norms_all_heads: bool = False
+
+
+def fast_path(prefix: str, block: str = "", router: Router = Router(), **more: Any) -> FastPath:
+    """That of a family whose classes have the usual names behind a `prefix`.
+
+    Args:
+        block: the sparse block's name behind it; empty for dense families.
+        more: fields of `FastPath`, which win.
+    """
+    usual = {"model": f"{prefix}ForCausalLM", "layer": f"{prefix}DecoderLayer", "attention": f"{prefix}Attention"}
+    return FastPath(**{**usual, "block": f"{prefix}{block}" if block else "", "router": router, **more})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +158,7 @@ class Family:
     """A model family; the defaults hold for families without special needs.
 
     Attributes:
+        types: its `model_type`s; empty: the name of the library's package.
         refused: why its models cannot run, completing "it ..."; empty if they can.
         adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface.
         with_layer_types: the `model_type` whose code the library uses for configurations that have `layer_types`, if it
@@ -171,6 +184,7 @@ class Family:
             differs; `None` if its models are not read as MLX stores them.
     """
 
+    types: tuple[str, ...] = ()
     refused: str = ""
     adapter: str = ""
     with_layer_types: str = ""

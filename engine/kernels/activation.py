@@ -9,6 +9,7 @@ from typing import Any
 
 from engine.families import family_at
 from engine.families.family import ClampedGate
+from engine.families.library import gate_of, gates_as_usual
 from engine.formats.tiles import Pairing
 
 
@@ -54,11 +55,10 @@ def activation_of(module: Any) -> Activation | None:
     if not module.has_gate:
         kind = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
         return None if kind is None else Activation(kind, Pairing.PLAIN)
-    gate = getattr(type(module), "_apply_gate", None)
-    if getattr(gate, "__name__", "") == "_default_apply_gate":
+    if gates_as_usual(module):
         kind = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
         return None if kind is None else Activation(kind, Pairing.HALVES)
-    own = family_at(str(getattr(gate, "__module__", ""))).gate
+    own = family_at(str(getattr(gate_of(module), "__module__", ""))).gate
     return None if own is None else _clamped(module, own)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import torch
 
 from engine.checkpoint.gguf.types import BlockType
+from engine.families.library import gates_as_usual
 from engine.formats.tiles import Pairing, TiledMatrix, TiledShape
 from engine.kernels.activation import Activation, activation_of
 
@@ -161,10 +162,9 @@ class ExpertMath:
         """Reads the attributes of the library's experts interface."""
         first = "gate_up_proj" if module.has_gate else "up_proj"
         gate = module._apply_gate if module.has_gate else module.act_fn
-        default_gate = getattr(type(module), "_apply_gate", None)
         is_silu = (
             module.has_gate
-            and getattr(default_gate, "__name__", "") == "_default_apply_gate"
+            and gates_as_usual(module)
             and type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")
         )
         return cls(

@@ -71,9 +71,7 @@ class DraftHead(torch.nn.Module):
         mask = None
         if tokens > 1:
             mask = torch.ones(tokens, held + tokens, dtype=torch.bool, device=joined.device).tril(held)[None, None]
-        out = self.block(
-            joined, attention_mask=mask, position_ids=positions, past_key_values=cache, position_embeddings=angles
-        )
+        out = self.block(joined, attention_mask=mask, position_ids=positions, cache=cache, position_embeddings=angles)
         normed: torch.Tensor = self.norm(out[0] if isinstance(out, tuple) else out)
         return normed
 

@@ -19,6 +19,7 @@ from engine.common.intact import give_up_damaged
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 from engine.common.sizes import about
 from engine.devices.card_proof import prove_cards
+from engine.families.library import RELEASE
 from engine.hardware import torch_builds
 from engine.hardware.disk import DiskKind
 from engine.hardware.gpu_info import HIDING
@@ -83,8 +84,8 @@ def software_findings() -> list[Finding]:
         found = _installed(distribution)
         if found is None:
             findings.append(Finding(name, Status.PROBLEM, f"{name} is not installed.", reinstall()))
-        elif name == "transformers" and not found.startswith("5.23."):
-            detail = f"{found}, but Switchyard needs 5.23 for its model loading."
+        elif name == "transformers" and not found.startswith(f"{RELEASE}."):
+            detail = f"{found}, but Switchyard needs {RELEASE} for its model loading."
             findings.append(Finding(name, Status.PROBLEM, detail, reinstall()))
         else:
             findings.append(Finding(name, Status.OK, found))

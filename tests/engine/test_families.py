@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+import tomllib
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, model_type_to_module_name
 
 import engine.families
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
-from engine.families import FILES, GGUF, family_at, family_of, fast_path_of
+from engine.families import FILES, GGUF, PACKAGES, family_at, family_of, fast_path_of, library
 from engine.families.family import Family
 from engine.families.gguf import Made
+from engine.families.table import TABLE
 from engine.runtime.adapters import adapter_for
+from tests.engine.tiny_families import tiny_model
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAY_NAME_FAMILIES = (
@@ -30,45 +36,84 @@ _QUOTED = re.compile(r"""(["'])([\w.-]+)\1""")
 _IMPORTED = re.compile(r"^\s*(from|import)\s+transformers\.models\.(?!auto\.)", re.MULTILINE)
 
 
-def test_every_file_is_listed_and_needed() -> None:
+PACKAGE_NAMES = sorted({*FILES, *TABLE})
+
+
+def first_of(package: str) -> Family:
+    """The family of the first of a package's `model_type`s."""
+    return family_of(next(model_type for model_type, place in PACKAGES.items() if place == package))
+
+
+def test_every_file_and_row_is_listed_and_needed() -> None:
     folder = Path(engine.families.__file__).parent
-    assert {file.stem for file in folder.glob("*.py")} - {"__init__", "family", "gguf"} == FILES.keys()
-    assert [file for file in FILES if Family() == import_module(f"engine.families.{file}").FAMILY] == []
+    assert {file.stem for file in folder.glob("*.py")} - {
+        "__init__",
+        "family",
+        "known",
+        "library",
+        "table",
+    } == FILES.keys()
+    assert [package for package in PACKAGE_NAMES if first_of(package) == Family()] == []
+    assert not FILES.keys() & TABLE.keys()
     assert list(FILES) == sorted(FILES)
+    assert list(TABLE) == sorted(TABLE)
 
 
 def test_each_family_is_named_like_the_package_that_has_its_model_types() -> None:
-    packages = {model_type: model_type_to_module_name(model_type) for types in FILES.values() for model_type in types}
-    assert packages == {model_type: file for file, types in FILES.items() for model_type in types}
-    assert packages.keys() <= CONFIG_MAPPING_NAMES.keys()
-    assert len(packages) == sum(map(len, FILES.values()))
+    modules = {model_type: model_type_to_module_name(model_type) for model_type in PACKAGES}
+    with_classes = {name for name in modules.values() if find_spec(f"transformers.models.{name}.modeling_{name}")}
+    assert {name: module for name, module in modules.items() if module != PACKAGES[name]}.keys() == {
+        name for name, module in modules.items() if module not in with_classes
+    }
+    assert PACKAGES.keys() <= CONFIG_MAPPING_NAMES.keys()
+    listed = [*FILES.values(), *(row.types or (package,) for package, row in TABLE.items())]
+    assert len(PACKAGES) == sum(map(len, listed))
 
 
-@pytest.mark.parametrize("file", [file for file, types in FILES.items() if family_of(types[0]).fast_path is not None])
-def test_the_library_has_the_classes_that_the_kernels_know(file: str) -> None:
-    module = import_module(f"transformers.models.{file}.modeling_{file}")
+@pytest.mark.parametrize("package", [package for package in PACKAGE_NAMES if first_of(package).fast_path is not None])
+def test_the_library_has_the_classes_that_the_kernels_know(package: str) -> None:
+    module = import_module(f"transformers.models.{package}.modeling_{package}")
     path = family_at(module.__name__).fast_path
     assert path is not None
-    for part in ("model", "layer", "attention", *(["block"] if path.block else [])):
+    for part in ("model", "layer", "attention", "block"):
+        if not getattr(path, part):
+            continue
         kind = getattr(module, getattr(path, part))
         assert fast_path_of(kind.__new__(kind), part) is path  # type: ignore[arg-type]
         heir = type(kind.__name__, (kind,), {})  # may compute something else
         assert fast_path_of(heir.__new__(heir), part) is None  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("file", [file for file, types in FILES.items() if family_of(types[0]).gate is not None])
-def test_the_library_has_the_gates_that_the_kernels_know(file: str) -> None:
-    module = import_module(f"transformers.models.{file}.modeling_{file}")
+@pytest.mark.parametrize("package", [package for package in PACKAGE_NAMES if first_of(package).gate is not None])
+def test_the_library_has_the_gates_that_the_kernels_know(package: str) -> None:
+    module = import_module(f"transformers.models.{package}.modeling_{package}")
     gates = [kind._apply_gate for kind in vars(module).values() if "_apply_gate" in getattr(kind, "__dict__", {})]
-    assert any(family_at(gate.__module__).gate is family_of(FILES[file][0]).gate for gate in gates)
+    assert any(family_at(gate.__module__).gate is first_of(package).gate for gate in gates)
+
+
+def test_the_library_is_the_one_that_is_pinned_and_has_what_we_recognise_in_it() -> None:
+    assert transformers.__version__.startswith(f"{library.RELEASE}.")
+    pins = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"transformers=={library.RELEASE}.*" in pins
+    model = tiny_model("deepseek_v3")
+    experts = model.get_submodule("model.layers.1.mlp.experts")
+    assert all(hasattr(experts, name) for name in library.EXPERTS_INTERFACE)
+    assert hasattr(model.config, library.CHOSEN_EXPERTS)
+    assert library.gates_as_usual(experts)
+    attention = model.get_submodule("model.layers.1.self_attn")
+    code = library.code_of(attention)
+    assert code is not None
+    assert code is not type(attention).forward  # which renames arguments
+    assert "cache" in inspect.signature(code).parameters
 
 
 def test_every_adapter_can_be_imported_and_belongs_to_a_family() -> None:
-    named = {family_of(types[0]).adapter: types for types in FILES.values() if family_of(types[0]).adapter}
-    for types in named.values():
-        assert all(adapter_for(model_type) is not None for model_type in types)
+    adapted = [model_type for model_type in PACKAGES if family_of(model_type).adapter]
+    assert all(adapter_for(model_type) is not None for model_type in adapted)
     folder = CHECKOUT / "engine/runtime/adapters"
-    assert {file.stem for file in folder.glob("*.py")} - {"__init__", "encoder_decoder"} == named.keys()
+    assert {file.stem for file in folder.glob("*.py")} - {"__init__", "encoder_decoder"} == {
+        family_of(model_type).adapter for model_type in adapted
+    }
 
 
 def test_a_family_that_is_not_listed_needs_nothing() -> None:

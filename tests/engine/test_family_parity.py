@@ -17,7 +17,7 @@ from tests.engine.tiny_configs import DENSE, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9, 300, 12, 44, 55, 66]])
-NEW_TOKENS = 16
+NEW_TOKENS = 64
 _ROUNDED = 4e-3
 """Between two results in bf16, each of which may be half as far from float32."""
 
@@ -62,7 +62,9 @@ def compare_with_library(folder: Path, library_class: Any, *, moe: bool = True) 
             far = layers * (step + 1)
             for routes, wanted in ((their_routes, their_steps[step]), (exact_routes_of_steps, exact_steps[step])):
                 if first_difference(our_routes[:far], routes[:far]) >= 1:
-                    torch.testing.assert_close(mine.float(), wanted.float(), rtol=0, atol=_ROUNDED)
+                    # Layers that loop add their rounding up: as far off as the library's own step may ours be, too.
+                    rounding = float((their_steps[step].float() - exact_steps[step]).abs().max())
+                    torch.testing.assert_close(mine.float(), wanted.float(), rtol=0, atol=max(_ROUNDED, rounding))
                     break
             else:
                 break
@@ -87,8 +89,8 @@ def decoded_logits(model: Any) -> list[torch.Tensor]:
     """Logits of a few tokens computed one by one, as decoding does, from the first on."""
     cache, steps = None, []
     for place in range(4):
-        output = model(input_ids=PROMPT[:, place : place + 1], past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
+        output = model(input_ids=PROMPT[:, place : place + 1], cache=cache, use_cache=True)
+        cache = output.cache
         steps.append(output.logits)
     return steps
 

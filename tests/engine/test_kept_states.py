@@ -211,7 +211,7 @@ def test_blocks_of_all_layers_serve_a_window_too(tokens: int) -> None:
     assert cache is not None
     with torch.inference_mode():
         for token in prompt:
-            loaded.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            loaded.model(torch.tensor([[token]]), cache=cache, use_cache=True)
             for all_rows, states in zip(whole, cache.layers, strict=True):
                 all_rows.update(states.keys[:, :, -1:], states.values[:, :, -1:])
         everything = Cache(layers=whole)

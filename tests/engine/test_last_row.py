@@ -41,7 +41,7 @@ def test_a_prompt_is_read_as_by_a_whole_last_layer(
         with torch.inference_mode():
             for start, end in [(0, 20), (20, 40), *((at, at + 1) for at in range(40, 45))]:
                 got, _ = step(tokens[:, start:end], caches[0], start)
-                whole = model(input_ids=tokens[:, start:end], past_key_values=caches[1], use_cache=True).logits[:, -1]
+                whole = model(input_ids=tokens[:, start:end], cache=caches[1], use_cache=True).logits[:, -1]
                 far.append(float((got.float() - whole.float()).norm() / whole.float().norm()))
         assert rows == [1, 20, 1, 20, *([1, 1] * 5)]
         assert sorted(far)[len(far) // 2] < (0.02 if precision == "bf16" else 0.05)

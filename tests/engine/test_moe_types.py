@@ -17,7 +17,9 @@ from engine import families
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import resources_dir
+from engine.families.known import known_families
 from engine.runtime.load.checkpoint import open_checkpoint
+from engine.verbs.models.families import row_of
 from tests.engine.test_family_parity import greedy, loaded, logits
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
@@ -97,4 +99,21 @@ def test_the_kinds_that_are_known_without_the_library_are_those_it_knows() -> No
     """Before a download nothing asks the library. To renew: write this, sorted, a name a line."""
     tasks = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
     theirs = {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
-    assert (resources_dir() / "model_types.txt").read_text().split() == sorted(theirs | families._FILE_OF.keys())
+    experts = set(moe_types())
+    lines = [f"{name} experts" if name in experts else name for name in sorted(theirs | families.PACKAGES.keys())]
+    assert (resources_dir() / "model_types.txt").read_text().splitlines() == lines
+
+
+def test_the_list_of_architectures_is_what_the_table_says() -> None:
+    """To renew: write these lines."""
+    rows = [row_of(one) for one in known_families() if one.has_experts and not one.refused]
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8").splitlines()
+    assert [line for line in page if line.startswith("| ")][1:] == lines
+
+
+def test_a_newer_kind_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen9_moe"}))
+    with pytest.raises(EngineError, match=r"'qwen9_moe', .*\(the nearest that it reads is 'qwen\d_moe'\)") as refusal:
+        open_checkpoint(EngineConfig(str(tmp_path), device="cpu"))
+    assert refusal.value.code is ErrorCode.MODEL_UNSUPPORTED

@@ -71,7 +71,7 @@ def test_logits_lose_little(family: str, kv_precision: KvPrecision, most: float,
         with torch.inference_mode():
             for start, end in [(0, 7), *((at, at + 1) for at in range(7, 120))]:
                 got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0, -1]
+                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
                     for cache in caches
                 )
                 far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))

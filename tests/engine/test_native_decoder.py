@@ -26,7 +26,7 @@ _TOLERANCE = 0.006
 """Of logits of about 0.3 after bf16 layers: five of its steps."""
 
 FAMILIES = ["mixtral", "qwen3_moe", "llama", "qwen3", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
-FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open", "glm4_moe_lite"]
+FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open", "glm4_moe_lite", "mellum", "qwen3_vl_moe"]
 
 
 _LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
@@ -60,15 +60,15 @@ def test_logits_of_every_token_are_those_of_the_library(
     library = _load(path)
     try:
         short = [m for m in native.model.modules() if isinstance(getattr(m, "forward", None), SingleTokenLayer)]
-        assert len(short) == native.model.config.num_hidden_layers
+        assert len(short) == native.model.config.get_text_config().num_hidden_layers
         torch.manual_seed(5)
-        tokens = torch.randint(3, library.model.config.vocab_size, (1, 300))
+        tokens = torch.randint(3, library.model.config.get_text_config().vocab_size, (1, 300))
         caches = [new_cache(loaded.model) for loaded in (native, library)]
         astray = 0
         with torch.inference_mode():
             for start, end in [(0, 7), *((at, at + 1) for at in range(7, 300))]:
                 got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0, -1]
+                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
                     for loaded, cache in zip((native, library), caches, strict=True)
                 )
                 assert {type(layer) for layer in caches[0].layers} <= {GrowingLayer, GrowingWindowLayer}
@@ -95,7 +95,7 @@ def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
         with torch.inference_mode():
             for start, end in [(0, 4), *((at, at + 1) for at in range(4, 14))]:
                 got, wanted = (
-                    loaded.model(input_ids=tokens[:, start:end], past_key_values=cache, use_cache=True).logits[0, -1]
+                    loaded.model(input_ids=tokens[:, start:end], cache=cache, use_cache=True).logits[0, -1]
                     for cache in caches
                 )
                 far.append(float((got.float() - wanted.float()).norm() / wanted.float().norm()))

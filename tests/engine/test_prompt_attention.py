@@ -145,7 +145,7 @@ def test_a_model_reads_its_prompt_as_before(kernels: NativeKernels, window: int 
         assert model.config._attn_implementation == "sdpa"
         whole = model(input_ids=ids).logits.float()
         first = model(input_ids=ids[:, :70], use_cache=True)
-        second = model(input_ids=ids[:, 70:], past_key_values=first.past_key_values, use_cache=True)
+        second = model(input_ids=ids[:, 70:], cache=first.cache, use_cache=True)
         pieces = torch.cat([first.logits, second.logits], 1).float()
     torch.testing.assert_close(whole, wanted, atol=3e-2, rtol=3e-2)
     torch.testing.assert_close(pieces, wanted, atol=3e-2, rtol=3e-2)

@@ -68,8 +68,8 @@ def _greedy(model: Any, ids: torch.Tensor, tokens: int = GREEDY_TOKENS) -> list[
     cache = None
     with torch.inference_mode():
         for _ in range(tokens):
-            output = model(ids, past_key_values=cache, use_cache=True)
-            cache, ids = output.past_key_values, output.logits[:, -1].argmax(-1, keepdim=True)
+            output = model(ids, cache=cache, use_cache=True)
+            cache, ids = output.cache, output.logits[:, -1].argmax(-1, keepdim=True)
             chosen.append(int(ids))
     return chosen
 

@@ -51,7 +51,7 @@ def _steps(loaded: LoadedModel, kind_of_cache: Any) -> tuple[list[torch.Tensor],
     with torch.inference_mode():
         for start, end in [(0, PROMPT), *((at, at + 1) for at in range(PROMPT, END))]:
             ours.append(step(tokens[:, start:end], caches[0], start)[0][0])
-            output = loaded.model(input_ids=tokens[:, start:end], past_key_values=caches[1], use_cache=True)
+            output = loaded.model(input_ids=tokens[:, start:end], cache=caches[1], use_cache=True)
             librarys.append(output.logits[0, -1])
     assert caches[0].get_seq_length() == caches[1].get_seq_length()
     for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):

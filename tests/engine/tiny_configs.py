@@ -10,6 +10,7 @@ from typing import Any
 
 COMMON: dict[str, Any] = {
     "vocab_size": 320,
+    "unpadded_vocab_size": 320,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
@@ -48,6 +49,12 @@ COMMON: dict[str, Any] = {
     "swa_num_attention_heads": 4,
     "swa_num_key_value_heads": 2,
     "swa_head_dim": 8,
+}
+_LOOPED = {
+    "num_hidden_layers": 4,
+    "n_layers_per_attn_res_block": 1,
+    "loop_layer_index_start": 1,
+    "loop_layer_index_end": 3,
 }
 _LATENT = {"num_key_value_heads": 4}
 _LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
@@ -136,6 +143,10 @@ MOE: dict[str, dict[str, Any]] = {
     "hy_v4": {"num_key_value_heads": 4},
     "inkling_text": {},
     "inkling2_text": {},
+    "inkling2_loop_text": _LOOPED,
+    "lara_mini": _DELTA,
+    "sarvam_mla": _LATENT,
+    "sarvam_moe": {},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4},
     "kimi_linear": {
         **_LATENT,
@@ -243,9 +254,16 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "vision_config": {"projection_intermediate_size": 32},
     },
     "inkling2": {"vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 4}},
+    "inkling2_loop": {
+        "text_config": _LOOPED,
+        "vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 4},
+    },
     "inkling_mm_model": {
         "vision_config": {"patch_size": 2, "n_layers": 4},
         "audio_config": {"n_mel_bins": 8, "mel_vocab_size": 16},
+    },
+    "hy_v4_vl": {
+        "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]}}
     },
     "kimi_k25": {
         "text_config": _LATENT,

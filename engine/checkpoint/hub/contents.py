@@ -57,8 +57,9 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_canc
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
-from engine.common.paths import cache_dir, resources_dir
+from engine.common.paths import cache_dir
 from engine.common.plain_text import quoted
+from engine.families.known import known_types
 
 _WANTED = ("good", "near", "original", "fair", "poor")
 """The order in which one is taken for people who named none."""
@@ -243,15 +244,9 @@ def _label_of_folder(folder: Path, config: Mapping[str, Any]) -> str:
     return f"{name} {bits}-bit" if type(bits) is int and method in ("gptq", "awq", MLX, "compressed-tensors") else name
 
 
-@functools.cache
-def _kinds() -> frozenset[str]:
-    """The `model_type`s that the library has a class for that writes text, listed so that it need not be asked."""
-    return frozenset((resources_dir() / "model_types.txt").read_text(encoding="utf-8").split())
-
-
 def _writes_no_text(config: Mapping[str, Any]) -> str:
     kind = str(config["model_type"])
-    if kind not in _kinds():
+    if kind not in known_types():
         return (
             f"It is a model of the kind {quoted(kind[:60])}, which Switchyard does not know: a newer version of "
             "Switchyard may, or there may be a GGUF version of it."

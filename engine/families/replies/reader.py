@@ -14,6 +14,7 @@ from typing import Protocol
 from engine.common.chat import Tool, ToolCall
 from engine.common.foreign import json_text
 from engine.families import family_of
+from engine.families.known import text_family
 from engine.families.replies import COMMON, HARMONY_MARKS, ReadCalls, ReplyForm
 from engine.families.replies.calls import (
     Arriving,
@@ -79,7 +80,8 @@ def reply_reader(
 
 def form_of(family: str) -> ReplyForm:
     """The form in which this `model_type` answers; one that also sees pictures has its text part's."""
-    return family_of(family).replies or family_of(f"{family}_text").replies or COMMON
+    candidates = (family, f"{family}_text", text_family(family))
+    return next((form for name in candidates if (form := family_of(name).replies)), COMMON)
 
 
 class _FirstCall:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
+from engine.families.library import code_of
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.latent import CudaLatents, LatentForm, LatentNorm, LatentShape
@@ -101,11 +102,11 @@ class CardLatents:
         hidden_states: torch.Tensor,
         position_embeddings: Any = None,
         attention_mask: torch.Tensor | None = None,
-        past_key_values: Any = None,
+        cache: Any = None,
         **more: Any,
     ) -> Any:
         """As the library's; a single token over tables is the kernels'."""
-        latents = getattr(past_key_values, "latents", None)
+        latents = getattr(cache, "latents", None)
         if latents is not None and hidden_states.shape[:2] == (1, 1) and hidden_states.dtype in STATES:
             context = latents(self._module.layer_idx, attention_mask)
             if self._kernel.keeps(context.table):
@@ -114,7 +115,7 @@ class CardLatents:
             hidden_states=hidden_states,
             position_embeddings=position_embeddings,
             attention_mask=attention_mask,
-            past_key_values=past_key_values,
+            cache=cache,
             **more,
         )
 
@@ -190,8 +191,8 @@ def speed_up_latents(model: Any, angles: Callable[[torch.Tensor], Any]) -> int:
 
 def _norm_of(module: Any) -> CardNorm | None:
     """That of the latents of a module which is nothing but latent attention, and a kernel's."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or "forward" in module.__dict__:
+    forward = code_of(module)
+    if forward is None or "forward" in module.__dict__:
         return None
     children = {name for name, child in module.named_children() if child is not None}
     called = {name for name in forward.__code__.co_names if isinstance(forward.__globals__.get(name), FunctionType)}
@@ -218,7 +219,7 @@ class _TriedCache:
         self._before = latents, keys
         self.own: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def update(self, latents: torch.Tensor, keys: torch.Tensor, *_: Any) -> tuple[torch.Tensor, ...]:
+    def update(self, latents: torch.Tensor, keys: torch.Tensor, *_: Any, **_more: Any) -> tuple[torch.Tensor, ...]:
         """[1, 1, 1, n] -> [1, 1, tokens, n] of both."""
         self.own = latents, keys
         pairs = zip(self._before, (latents, keys), strict=True)
@@ -261,9 +262,7 @@ def _is_right(
     latents, keys = context
     held = latents.shape[2]
     cache = _TriedCache(latents, keys)
-    wanted = module.forward(
-        hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=cache
-    )[0]
+    wanted = module.forward(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, cache=cache)[0]
     rows = [torch.cat([part[0], part.new_zeros(1, 1, part.shape[-1])], dim=1) for part in context]
     kv_type = next(each for each in KvType if each.dtype == hidden.dtype)
     table = PageTable(kv_type, 1, 1 + held // 32, hidden.device)

@@ -106,7 +106,7 @@ def _made(layer: Any, following: CardNorm | None) -> CardLayer | None:
     x = torch.randn(1, 3, weight.numel(), generator=generator).to(weight.device, weight.dtype)
     made = CardLayer(layer, following)
     for is_tuple in (False, True):
-        given = dict.fromkeys(("attention_mask", "position_embeddings", "past_key_values", "position_ids"))
+        given = dict.fromkeys(("attention_mask", "position_embeddings", "cache", "position_ids"))
         attended, computed = _Stub(0.75, is_tuple=True), _Stub(1.25, is_tuple=is_tuple)
         try:
             with _instead(layer.self_attn, attended), _instead(mlp_of(layer), computed):

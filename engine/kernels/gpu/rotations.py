@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from engine.families.library import code_of
 from engine.kernels.cuda.driver import card_of
 from engine.kernels.cuda.norm import STATES
 from engine.kernels.cuda.rotary import CudaRotary, HeadNorms, RotaryForm
@@ -188,8 +189,8 @@ def speed_up_rotations(model: Any, angles: Callable[[torch.Tensor], Any]) -> int
 
 def _rotation_in_library(module: Any) -> Callable[..., Any] | None:
     """The function by which an attention module of the library rotates, as long as its code is called as it is."""
-    forward = type(module).forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__") or "forward" in module.__dict__:
+    forward = code_of(module)
+    if forward is None or "forward" in module.__dict__:
         return None
     found = forward.__globals__.get(_NAME) if _NAME in forward.__code__.co_names else None
     return found if callable(found) else None
@@ -249,7 +250,8 @@ def _can_wait(module: Any, norms: list[CardNorm]) -> bool:
 
 def forward_with(module: Any, names: dict[str, Any]) -> Any:
     """A module's `forward`: the same code, but for what these names mean in it."""
-    code = type(module).forward
+    code = code_of(module)
+    assert code is not None  # what the names mean in it was found
     made = FunctionType(
         code.__code__, {**code.__globals__, **names}, code.__name__, code.__defaults__, code.__closure__
     )
@@ -294,7 +296,7 @@ def _attended(
     """Queries and keys that a module gives its attention function, if it rotates them so."""
     forward = forward_with(module, {_NAME: rotation, _ATTENTION: _Watched()})
     try:
-        forward(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, past_key_values=None)
+        forward(hidden_states=hidden, position_embeddings=embeddings, attention_mask=None, cache=None)
     except _SeenError as seen:
         return seen.states
     raise LookupError("it does not call the library's attention functions")

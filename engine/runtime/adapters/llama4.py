@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from engine.experts.standard_module import StandardExperts
 from engine.runtime.adapters import Adapter
+
+if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+    # transformers 5.24 reads this of what the text model returns, and it has none.
+    MoeCausalLMOutputWithPast.image_outputs = None
 
 
 class Llama4Moe(Llama4TextMoe):  # type: ignore[misc]  # the library is untyped

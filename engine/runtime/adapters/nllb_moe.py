@@ -14,7 +14,7 @@ from engine.runtime.adapters.encoder_decoder import EncoderDecoderAdapter
 class NllbExperts(StandardExperts):
     """Takes the router's choice as the family's block hands it over, and reads it as the library does.
 
-    The library (5.23, checked by running it) takes the entries of the 0/1 mask for ids of experts: whatever was chosen,
+    The library (5.24, checked by running it) takes the entries of the 0/1 mask for ids of experts: whatever was chosen,
     expert 1 computes the first choice and expert 0 the second.  A model trained as published wants
     `router_probs.topk(2)` instead; as long as ours are to be the library's answers, this is what they are.
     """

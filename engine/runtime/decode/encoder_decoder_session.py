@@ -152,7 +152,7 @@ def decode_step(model: Any, tokens: torch.Tensor, source: Any, mask: torch.Tenso
         encoder_outputs=source,
         attention_mask=mask,
         decoder_input_ids=tokens,
-        past_key_values=cache,
+        cache=cache,
         use_cache=True,
         return_dict=True,
     )

@@ -136,7 +136,7 @@ class StepModel:
         extra: dict[str, Any] = {"logits_to_keep": count} if self._last_only else {}
         if self._wants_positions:
             extra["position_ids"] = self._positions[:, start:end]
-        output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
+        output = self._model(input_ids=tokens, cache=cache, use_cache=True, return_dict=True, **extra)
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -171,8 +171,8 @@ class StepModel:
         """The same at positions [B, q] that are in a tensor."""
         extra = {**self._last_only, "position_ids": positions} if self._wants_positions else self._last_only
         with self._last_row_only():
-            output = self._model(input_ids=tokens, past_key_values=cache, use_cache=True, return_dict=True, **extra)
-        return output.logits[:, -1], output.past_key_values
+            output = self._model(input_ids=tokens, cache=cache, use_cache=True, return_dict=True, **extra)
+        return output.logits[:, -1], output.cache
 
     @contextmanager
     def _last_row_only(self) -> Iterator[None]:
@@ -275,7 +275,7 @@ class TokenStep:
                     hidden,
                     attention_mask=None,
                     position_ids=position_ids,
-                    past_key_values=cache,
+                    cache=cache,
                     use_cache=True,
                     position_embeddings=angles,
                 )

@@ -96,7 +96,7 @@ class SingleTokenLayer:
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         out = None
-        cache: Any = kwargs.get("past_key_values")
+        cache: Any = kwargs.get("cache")
         positions: Any = kwargs.get("position_embeddings")
         if hidden_states.dtype == torch.bfloat16:
             hidden_states = hidden_states.float()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.families import fast_path_of
+from engine.families.library import code_of
 from engine.kernels.gpu.rotations import forward_with
 from engine.kernels.native.linear import BlockEmbedding
 
@@ -71,9 +72,9 @@ class _FloatRows:
 
 def _rotating_in_floats(attention: Any) -> Any:
     """Its `forward`, with queries and keys rounded only once they are rotated; `None` if it rotates in another way."""
-    if "forward" in attention.__dict__:
+    code = code_of(attention)
+    if code is None or "forward" in attention.__dict__:
         return None
-    code = type(attention).forward
     names = {name: code.__globals__.get(name) for name in _ROTATIONS if name in code.__code__.co_names}
     if not names and "apply_rotary_emb" in code.__code__.co_names:
         return attention.forward

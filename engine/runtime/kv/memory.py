@@ -39,11 +39,11 @@ def measure_kv(model: Any, device: torch.device) -> KvCost:
         source = model.get_encoder()(input_ids=token, return_dict=True)
         inputs = {"encoder_outputs": source, "decoder_input_ids": token, "use_cache": True}
     first = model(**inputs)
-    cache = getattr(first, "past_key_values", None)
+    cache = getattr(first, "cache", None)
     if cache is None:
         return KvCost()
     kept, all_kept = _kept_bytes(cache), cache_bytes(_of_decoder(cache))
-    grown = model(**inputs, past_key_values=cache).past_key_values
+    grown = model(**inputs, cache=cache).cache
     per_token = max(0, _kept_bytes(grown) - kept)
     growth = max(per_token, cache_bytes(_of_decoder(grown)) - all_kept)
     return KvCost(per_token, max(0, all_kept - growth) + _BUFFERED_TOKENS * (growth - per_token))

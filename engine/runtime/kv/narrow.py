@@ -60,6 +60,11 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         scales = self._buffers[2 + part].narrow(-1, 0, self._length)
         return (held.float() * scales[..., None]).to(self.dtype)
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Remembers the model's type."""
+        super().lazy_initialization(key_states, value_states)
+        self.dtype = key_states.dtype
+
     def update(
         self,
         key_states: torch.Tensor,

@@ -1,5 +1,5 @@
-"""transformers' side of a model, part one: its configuration, class and skeleton.  Semi-private names stay in
-`library_*.py`; a test per family keeps them honest.
+"""transformers' side of a model, part one: its configuration, class and skeleton.  What the library does not
+promise to keep is used in `library_*.py` and `engine.families.library` alone; a test per family keeps it honest.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ from engine.checkpoint.quantised.declared import LIBRARY_METHODS
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.families import family_of
+from engine.families.known import known_types, nearest
+from engine.families.library import CHOSEN_EXPERTS
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.later_modules import with_all_meta_operators
 
@@ -75,8 +77,8 @@ def read_library_config(directory: Path, raw: dict[str, Any]) -> Any:
     if model_type not in CONFIG_MAPPING_NAMES:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{directory.name} is of the kind {model_type!r}, which Switchyard does not know: "
-            "a newer version of Switchyard may.",
+            f"{directory.name} is of the kind {model_type!r}, which Switchyard does not know"
+            f"{nearest(model_type, known_types())}: a newer version of Switchyard may.",
         )
     try:
         config_class = CONFIG_MAPPING[model_type]
@@ -302,7 +304,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
     for part in (config, *(getattr(config, key, None) for key in config.sub_configs)):
         if part is not None:
             part.dtype = dtype
-    config._experts_implementation = IMPLEMENTATION
+    setattr(config, CHOSEN_EXPERTS, IMPLEMENTATION)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is built holds plain weights
     try:
@@ -321,7 +323,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
     for module in model.modules():
         inner = getattr(module, "config", None)
         if isinstance(inner, transformers.PreTrainedConfig):
-            inner._experts_implementation_internal = IMPLEMENTATION
+            setattr(inner, f"{CHOSEN_EXPERTS}_internal", IMPLEMENTATION)
     return model
 
 

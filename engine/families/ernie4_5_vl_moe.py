@@ -1,7 +1,0 @@
-"""ERNIE 4.5 VL: its language model."""
-
-from __future__ import annotations
-
-from engine.families.family import Family
-
-FAMILY = Family(packs_rows=True)

@@ -1,7 +1,0 @@
-"""GLM-5 Next: a SwiGLU that clamps."""
-
-from __future__ import annotations
-
-from engine.families.family import ClampedGate, Family
-
-FAMILY = Family(gate=ClampedGate("halves", "swiglu_limit"))

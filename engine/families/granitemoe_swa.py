@@ -1,8 +1,0 @@
-"""Granite, MoE with windows."""
-
-from __future__ import annotations
-
-from engine.families.family import Family
-from engine.families.replies import GRANITE
-
-FAMILY = Family(replies=GRANITE, packs_rows=True)

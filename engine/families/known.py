@@ -1,0 +1,84 @@
+"""The library's model types that write text, without asking the library, and what we make of each."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from engine.common.paths import resources_dir
+from engine.families import GGUF, PACKAGES, family_of
+
+_EXPERTS = "experts"
+_TEXT_PARTS = {"kimi_k25": "deepseek_v3", "nemotron_h_omni": "nemotron_h", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
+"""Of models that also see or hear: the family of what writes text in them, where it has another name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """One of them.
+
+    Attributes:
+        model_type: as transformers calls it; of a model that also sees, the whole model's.
+        has_experts: whether it is a Mixture of Experts.
+        refused: why it does not run, completing "it ..."; empty if it does.
+        architectures: of the GGUF files that are read, as llama.cpp calls it.
+        is_native: whether native kernels compute whole steps of it on a CPU; else the library's layers are used, and
+            the kernels for their experts and matrices.
+        packs_rows: whether several rows share each reading of a layer.
+        has_draft_head: whether its own layer for drafting is used, where its checkpoint has one.
+    """
+
+    model_type: str
+    has_experts: bool
+    refused: str
+    architectures: tuple[str, ...]
+    is_native: bool
+    packs_rows: bool
+    has_draft_head: bool
+
+
+@functools.cache
+def known_types() -> dict[str, bool]:
+    """Their names, and whether they have experts."""
+    lines = (resources_dir() / "model_types.txt").read_text(encoding="utf-8").splitlines()
+    return {line.split()[0]: line.endswith(f" {_EXPERTS}") for line in lines}
+
+
+def known_families() -> list[Known]:
+    """All of them; the parts of one model that write text count once."""
+    parts: dict[str, list[str]] = {}
+    for name in known_types():
+        parts.setdefault(_whole(name), []).append(name)
+    return [_known(whole, names) for whole, names in sorted(parts.items())]
+
+
+def text_family(model_type: str) -> str:
+    """The `model_type` whose family a whole model's text part is of."""
+    return _TEXT_PARTS.get(model_type, model_type)
+
+
+def _known(whole: str, parts: list[str]) -> Known:
+    families = [family_of(name) for part in parts for name in (part, text_family(part))]
+    return Known(
+        model_type=whole,
+        has_experts=any(known_types()[part] for part in parts),
+        refused=next((family.refused for family in families if family.refused), ""),
+        architectures=tuple(sorted(one for one, types in GGUF.items() if {*types} & {*parts})),
+        is_native=any(family.fast_path is not None for family in families),
+        packs_rows=any(family.packs_rows for family in families),
+        has_draft_head=any(family.draft_head is not None for family in families),
+    )
+
+
+def _whole(model_type: str) -> str:
+    """The model that a part belongs to: `qwen3_5_moe` of `qwen3_5_moe_text`."""
+    whole = model_type.removesuffix("_text").removesuffix("_thinker")
+    return whole if whole == PACKAGES.get(model_type) or whole in known_types() else model_type
+
+
+def nearest(name: str, names: Collection[str]) -> str:
+    """Says of an unknown name which one is most like it: ` (the nearest that it reads is 'llama')`, or nothing."""
+    found = difflib.get_close_matches(name, names, n=1)
+    return f" (the nearest that it reads is {found[0]!r})" if found else ""

@@ -1,7 +1,0 @@
-"""Phi-4 Multimodal."""
-
-from __future__ import annotations
-
-from engine.families.family import Family
-
-FAMILY = Family(rotates_again=True)

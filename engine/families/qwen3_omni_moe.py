@@ -1,8 +1,0 @@
-"""Qwen3-Omni: its thinker."""
-
-from __future__ import annotations
-
-from engine.families.family import Family
-from engine.families.replies import HERMES
-
-FAMILY = Family(replies=HERMES, adapter="qwen3_omni_moe")

@@ -1,7 +1,0 @@
-"""Unlimited-OCR."""
-
-from __future__ import annotations
-
-from engine.families.family import READS_PICTURES, Family
-
-FAMILY = Family(refused=READS_PICTURES)
