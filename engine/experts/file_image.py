@@ -23,6 +23,8 @@ _PIECE = 8 * 2**20
 _READERS = 2
 """Reads in flight.  A fresh page costs as much time of a core as reading it: more readers slow the imports down that
 they run beside, and gain nothing later."""
+_AT_ONCE = threading.BoundedSemaphore(16)
+"""Reads in flight of all files: a disk without a head to move takes as many."""
 _LESS_URGENT = 10
 """Added to the readers' niceness: the imports take longer than reading does."""
 
@@ -108,14 +110,9 @@ class FileImage:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LESS_URGENT)
         while (piece := self._next()) is not None:
             begin = piece * _PIECE
-            target = self.bytes[begin : begin + _PIECE]
             try:
-                if self._mapped is not None:
-                    self._mapped.read(begin, len(target))
-                else:
-                    cached = self._file.read_cached(begin, target)
-                    if cached < len(target):
-                        self._file.read_into(begin + cached, target[cached:])
+                with _AT_ONCE:
+                    self._read_piece(begin, self.bytes[begin : begin + _PIECE])
             except EOFError:
                 self._fail(OSError(0, "the file is cut short"))
             except OSError as error:
@@ -124,6 +121,14 @@ class FileImage:
                 self._fail(OSError(0, f"reading it failed ({type(error).__name__})"))
             else:
                 self._there(piece)
+
+    def _read_piece(self, begin: int, target: memoryview) -> None:
+        if self._mapped is not None:
+            self._mapped.read(begin, len(target))
+            return
+        cached = self._file.read_cached(begin, target)
+        if cached < len(target):
+            self._file.read_into(begin + cached, target[cached:])
 
     def _next(self) -> int | None:
         with self._changed:

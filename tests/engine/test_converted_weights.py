@@ -63,7 +63,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A small model whose weights have to be converted."""
     family, _, precision = request.param.partition(" ")
     if family == "gguf":
-        monkeypatch.setattr("engine.runtime.load.model.lies_in_place", lambda opened: False)  # as of irregular files
+        monkeypatch.setattr("engine.runtime.load.model.lies_in_place", lambda *_: False)  # as of irregular files
         return EngineConfig(str(_gguf(tmp_path, tied=precision == "tied")), device="cpu")
     folder = tiny_checkpoint(family, tmp_path / "model", dtype=torch.bfloat16)
     return EngineConfig(str(folder), device="cpu", precision=precision)
@@ -255,7 +255,7 @@ from engine.experts import container
 from engine.kernels.native import linear
 from engine.runtime.load import conversion, model, weights
 
-model.lies_in_place = lambda opened: False
+model.lies_in_place = lambda *_: False
 linear.SMALLEST, weights.WORTH_KEEPING, conversion._LEFT_FREE, container._TOGETHER = 256, 0, 0, 1
 own, before = container.ContainerWriter.write, []
 

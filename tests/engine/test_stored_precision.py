@@ -53,7 +53,7 @@ def type_of(name: str) -> str:
 @pytest.fixture(autouse=True)
 def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of files that do not lie as kernels read them."""
-    monkeypatch.setattr("engine.runtime.load.model.lies_in_place", lambda opened: False)
+    monkeypatch.setattr("engine.runtime.load.model.lies_in_place", lambda *_: False)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from engine.planner.placement import decide as decide_placement
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.fill_bank import working_bytes
-from engine.runtime.load.in_place import MatricesOnCards, matrices_in_place
+from engine.runtime.load.in_place import MatricesOnCards, matrices_in_place, types_in_place
 from engine.runtime.load.stored import StoredLinears, sites_in
 
 _CPU = torch.device("cpu")
@@ -43,8 +43,8 @@ class Decision:
         sites: its experts modules in that precision.
         dense_sizes: bytes of every tensor but experts, by name, as they will be held.
         dense_parameters: how many numbers they are.
-        in_place: whether experts, linear layers and embeddings are in the blocks of the model's files; on an emulated
-            device only experts are.
+        in_place: types of the experts, linear layers and embeddings that are used as they lie in the model's files, on
+            an emulated device experts alone; none if that is not done.
     """
 
     placement: Placement
@@ -53,7 +53,7 @@ class Decision:
     sites: list[ExpertsSite]
     dense_sizes: dict[str, int]
     dense_parameters: int
-    in_place: bool = False
+    in_place: frozenset[str] = frozenset()
 
     @property
     def precision(self) -> str:
@@ -100,12 +100,16 @@ class Decision:
 
 
 def decide(
-    opened: OpenedCheckpoint, config: EngineConfig, devices: Sequence[Device], *, in_place: bool = False
+    opened: OpenedCheckpoint,
+    config: EngineConfig,
+    devices: Sequence[Device],
+    *,
+    in_place: frozenset[str] = frozenset(),
 ) -> Decision:
     """Weighs what the model needs against what the devices and the machine have.
 
     Args:
-        in_place: whether matrices may be used as they lie in the model's files.
+        in_place: types of matrices that may be used as they lie in the model's files.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
@@ -113,7 +117,7 @@ def decide(
     layers = layer_names(opened.model)
     sizes = sizes_of(opened, config, devices, layers, in_place=in_place)
     placement = decide_placement(sizes, budgets_of(config, devices), config)
-    in_place = in_place and placement.precision == STORED
+    in_place = types_in_place(opened, placement.precision, in_place)
     used = tuple(devices) if placement.devices else ()
     return Decision(
         placement,
@@ -140,7 +144,7 @@ def sizes_of(
     devices: Sequence[Device],
     layers: LayerNames,
     *,
-    in_place: bool = False,
+    in_place: frozenset[str] = frozenset(),
 ) -> Sizes:
     """What the model takes, counted tensor by tensor."""
     precisions = candidates(opened) if config.precision == AUTO else (config.precision,)
@@ -148,7 +152,7 @@ def sizes_of(
     return Sizes(
         name=opened.name,
         weights=tuple(
-            _weights(opened, precision, devices, layers, in_place=in_place and precision == STORED)
+            _weights(opened, precision, devices, layers, in_place=types_in_place(opened, precision, in_place))
             for precision in precisions
         ),
         layers=of_layer,
@@ -171,11 +175,18 @@ def dense_on_cards(opened: OpenedCheckpoint, places: Sequence[torch.device], pre
     """The precision of linear layers on these devices, if they are to be quantised there."""
     if not format_of(precision).is_tiled or not places or not all(is_held_quantised(place) for place in places):
         return None
+    if precision == STORED and not StoredLinears(opened).formats:
+        return None  # a file of plain numbers
     return careful(precision, opened.weights)
 
 
 def _weights(
-    opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], layers: LayerNames, *, in_place: bool
+    opened: OpenedCheckpoint,
+    precision: str,
+    devices: Sequence[Device],
+    layers: LayerNames,
+    *,
+    in_place: frozenset[str],
 ) -> Weights:
     sites = sites_in(opened, precision, in_place=in_place)
     in_ram = sum(_dense_sizes(opened, precision, (), in_place=in_place).values())
@@ -203,13 +214,17 @@ def _weights(
 
 
 def _dense_sizes(
-    opened: OpenedCheckpoint, precision: str, devices: Sequence[Device], *, in_place: bool = False
+    opened: OpenedCheckpoint,
+    precision: str,
+    devices: Sequence[Device],
+    *,
+    in_place: frozenset[str] = frozenset(),
 ) -> dict[str, int]:
     """Bytes of every tensor but experts, as these devices will hold them, or RAM if there are none."""
     experts = {target for site in opened.sites for target in site.targets}
     sizes = {name: nbytes for name, nbytes in _tensor_sizes(opened.model).items() if name not in experts}
     if in_place and not devices:
-        for name, entry in matrices_in_place(opened).items():
+        for name, entry in matrices_in_place(opened, in_place).items():
             if name in sizes:  # a tied one is counted once
                 sizes[name] = entry.nbytes
         return sizes

@@ -44,7 +44,7 @@ from engine.runtime.load.conversion import made_again
 from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
-from engine.runtime.load.in_place import formats_in_place, lies_in_place
+from engine.runtime.load.in_place import ALL_TYPES, BLOCKS, formats_on_cards, lies_in_place
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import first_line, quiet_library
 from engine.runtime.load.on_cards import speed_up_on_cards
@@ -171,11 +171,12 @@ def _load_weights(
     threads = torch.get_num_threads()
     model = parts.model = opened.model
     devices = parts.devices.devices
-    lies = opened.dtype == torch.bfloat16 and lies_in_place(opened)
+    types = BLOCKS if devices else ALL_TYPES
+    lies = opened.dtype == torch.bfloat16 and lies_in_place(opened, types)
     needs_kernels = lies or (not devices and opened.dtype == torch.bfloat16)
     parts.kernels = load_kernels(threads) if needs_kernels else None
-    in_place = lies and parts.kernels is not None and _read_blocks(devices, opened)
-    decision = decide(opened, config, parts.devices.devices, in_place=in_place)
+    can_be_read = lies and parts.kernels is not None and _read_blocks(devices, opened)
+    decision = decide(opened, config, parts.devices.devices, in_place=types if can_be_read else frozenset())
     parts.place(decision.devices, decision.layers)
     if decision.uses_cpu and opened.dtype == torch.bfloat16:
         parts.kernels = parts.kernels or load_kernels(threads)
@@ -223,7 +224,7 @@ def _load_weights(
 
 def _read_blocks(devices: Sequence[Device], opened: OpenedCheckpoint) -> bool:
     """Whether all devices compute from the model's files, which can be used as they lie, as the native kernels do."""
-    formats = formats_in_place(opened) if devices else set()
+    formats = formats_on_cards(opened) if devices else set()
     return all(reads_blocks(device.torch_device, formats) for device in devices)
 
 

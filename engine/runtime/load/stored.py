@@ -25,10 +25,10 @@ from engine.runtime.load.repacking import Repacker
 from engine.runtime.load.tensor_reader import TensorReader
 
 
-def sites_in(opened: OpenedCheckpoint, precision: str, *, in_place: bool = False) -> list[ExpertsSite]:
-    """The experts modules with records in this precision, or as the model's files have them."""
+def sites_in(opened: OpenedCheckpoint, precision: str, *, in_place: frozenset[str] = frozenset()) -> list[ExpertsSite]:
+    """The experts modules with records in this precision, or as the model's files have them if in these types."""
     if in_place:
-        return [site_in_place(site, opened.plan) for site in opened.sites]
+        return [site_in_place(site, opened.plan, in_place) for site in opened.sites]
     if precision == STORED:
         return [_as_stored(site, opened.plan) for site in opened.sites]
     return quantised(opened.sites, precision, opened.weights) if format_of(precision).is_tiled else opened.sites

@@ -144,14 +144,14 @@ class TensorReader:
 
     def _unpacked(self, entry: TensorEntry, row: int | None) -> torch.Tensor:
         blocks = blocks_of(entry if row is None else ExpertSource(entry, entry.key, row))
+        dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         if blocks is not None and self._kernels is not None:
             raw = [torch.empty(blocks.source.nbytes, dtype=torch.uint8)]
             self.read_into([(blocks.source, raw[0])])
-            matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=self._dtype)
+            matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=dtype)
             unpack_into(blocks.in_memory(raw), matrix, self._kernels)
             return matrix if row is None else matrix[None]
         arrays = self.read_arrays(entry, row)
-        dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         made = torch.empty(entry.shape if row is None else (1, *entry.shape[1:]), dtype=dtype)
         at = 0
         for piece in unpacked(entry, arrays):

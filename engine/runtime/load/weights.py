@@ -60,8 +60,6 @@ from engine.runtime.loaded_model import LoadingParts
 
 OnProgress = Callable[[int, int], None]
 _POLICY = ADAPTIVE
-_MOST_FILES = 8
-"""That are read at the same time: a disk without a head to move takes as many."""
 _MOSTLY = 0.9
 """Share of a checkpoint's bytes that must be used as they lie for its files to be held as a whole."""
 
@@ -181,7 +179,10 @@ class _Source:
             else:
                 note, self.converted = made.note, made
         container = self.converted.container if self.converted is not None else None
-        whole = files_in_place(opened) if decision.in_place else [container.path] if container is not None else []
+        if decision.in_place:
+            whole = files_in_place(opened, decision.in_place)
+        else:
+            whole = [container.path] if container is not None else []
         self.files = Files([*whole, *self._of_numbers()] if self.in_whole_files else (), container)
         return note
 
@@ -197,7 +198,7 @@ class _Source:
         files = {file for entry in plan.rest.values() for file in entry.files}
         nbytes = sum(entry.nbytes for entry in used.values())
         stored = sum(file.stat().st_size for file in files)
-        return sorted(files) if nbytes >= _MOSTLY * stored and len(files) <= _MOST_FILES else []
+        return sorted(files) if nbytes >= _MOSTLY * stored else []
 
     @property
     def apart_by_conversion(self) -> set[str]:
@@ -219,7 +220,7 @@ class _Source:
         """Parameters that are not read by the library."""
         opened = self.opened
         if self.decision.in_place and not self.decision.devices:
-            return matrices_in_place(opened).keys() & opened.plan.renamed.keys()
+            return matrices_in_place(opened, self.decision.in_place).keys() & opened.plan.renamed.keys()
         if isinstance(linears, _ConvertedLinears):
             return linears.converted.conversion.apart
         if isinstance(linears, StoredLinears):
@@ -241,6 +242,8 @@ class _Source:
                 more = sum(site.nbytes for site in decision.resident if site.name in here)
                 more += sum(layout.nbytes for layout in conversion.linears.values()) if self.uses_linears else 0
         mapped = sum(entry.nbytes for entry in self.plan.rest.values()) if self._of_numbers() else 0
+        if decision.in_place and self.in_whole_files:
+            apart |= {name for name, entry in own.renamed.items() if torch_dtype(entry) == own.dtype}
         return self.plan.nbytes + more - (mapped or sum(own.renamed[name].nbytes for name in apart))
 
     @property
@@ -248,7 +251,8 @@ class _Source:
         """Of the files that arrive as a whole."""
         if not self.in_whole_files:
             return 0
-        files = files_in_place(self.opened) if self.decision.in_place else self._of_numbers()
+        types = self.decision.in_place
+        files = files_in_place(self.opened, types) if types else self._of_numbers()
         return sum(file.stat().st_size for file in files) + (
             self.conversion.contents.size if self.conversion is not None else 0
         )
@@ -347,7 +351,7 @@ def _read_rest(source: _Source, parts: LoadingParts, reader: TensorReader) -> No
     if precision is None:
         load_rest(model, source.plan, reader, layers.device_map(places), apart, source.files.numbers)
         if decision.in_place and not decision.devices and kernels is not None:
-            bind_matrices_in_place(opened, source.files, kernels, reader)
+            bind_matrices_in_place(opened, decision.in_place, source.files, kernels, reader)
         elif linears is not None and kernels is not None:
             keep_linears(model, linears, kernels)
         return
