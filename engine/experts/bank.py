@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -51,6 +52,15 @@ class BankLayer:
     def device(self) -> torch.device:
         """The device that holds the records and computes the experts."""
         return self.records.device
+
+    @contextmanager
+    def filling(self) -> Iterator[torch.Tensor]:
+        """Memory in RAM for the records, which are as the caller leaves it from then on."""
+        here = self.device.type == "cpu"
+        records = self.records if here else allocate_records(self.num_experts, self.layout, torch.device("cpu"))
+        yield records
+        if not here:
+            self.records.copy_(records)
 
     def part(self, name: str, expert: int) -> torch.Tensor:
         """One part of one expert, [out, in] (or [out] for a bias): a view, not a copy."""

@@ -159,5 +159,8 @@ class RecordRanges:
 
 def unreadable(path: Path, error: OSError | EOFError) -> EngineError:
     """The error for a file of weights."""
-    why = error.strerror if isinstance(error, OSError) and error.strerror else "it has become shorter"
-    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} cannot be read ({why}): check the disk.")
+    why = error.strerror if isinstance(error, OSError) else "it is cut short, or has become shorter"
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"{path} cannot be read ({why or type(error).__name__}): check the disk, or download the model again.",
+    )

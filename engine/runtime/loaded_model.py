@@ -151,10 +151,7 @@ def ignore_phase(_phase: LoadPhase) -> None:
 class Arriving(Protocol):
     """A file of weights that is still being read while the rest of a model is loaded; see `ArrivingFile`."""
 
-    note: str
-
     path: Path
-    serves_next: bool
 
     def wait(self, cancelled: CancelCheck) -> None: ...
 
@@ -174,7 +171,6 @@ class LoadingParts(ModelParts):
 
     devices: ModelDevices
     on_phase: OnPhase = ignore_phase
-    foresight: Foresight
     arriving: list[Arriving] = field(default_factory=list)
     prepared: tuple[Path, ...] = ()
 
@@ -183,7 +179,7 @@ class LoadingParts(ModelParts):
         for each in self.arriving:
             self.on_phase("reading")
             each.wait(cancelled)
-        self.prepared = tuple(each.path for each in self.arriving if each.serves_next)
+        self.prepared = tuple(each.path for each in self.arriving)
 
     def close(self) -> None:
         """See `ModelParts.close`."""

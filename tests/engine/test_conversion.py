@@ -31,8 +31,8 @@ from engine.kernels.native import linear
 from engine.runtime.load import conversion as conversion_module
 from engine.runtime.load.checkpoint import read_headers
 from engine.runtime.load.conversion import Conversion, Converted, convert, made_again
-from engine.runtime.load.fill_bank import fill_bank
 from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.records import RecordMaker
 from engine.runtime.load.tensor_reader import TensorReader
 from tests.engine.made_up_records import CPU
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
@@ -69,7 +69,9 @@ def _nothing(_done: int, _total: int) -> None:
 def in_memory(source: Conversion) -> ExpertBank:
     bank, plan = ExpertBank(CPU), source.opened.plan
     with torch.no_grad(), quiet_library(), TensorReader(_nothing, lambda: False, 1, dtype=plan.dtype) as reader:
-        fill_bank(source.opened.model, source.sites, plan, reader, bank)
+        maker = RecordMaker(source.opened.model, plan, reader)
+        for site in source.sites:
+            maker.fill(site, bank.add_layer(site.name, site.num_experts, site.layout).records)
     return bank
 
 

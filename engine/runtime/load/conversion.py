@@ -23,15 +23,13 @@ from typing import Any
 import torch
 import transformers
 
-from engine.checkpoint.expert_index import ExpertIndex
-from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.library import converted_path, remove_leftovers
 from engine.checkpoint.shards import fingerprint
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import new_folder
 from engine.common.sizes import about
 from engine.devices.host_memory import available_ram
-from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.bank import BankLayer
 from engine.experts.container import (
     CONVERTER,
     Container,
@@ -53,16 +51,14 @@ from engine.kernels.native.linear import formats_of_linears, keepable
 from engine.kernels.quantise import quantise_into
 from engine.planner.placement import Budgets, require_ram
 from engine.runtime.load.checkpoint import OpenedCheckpoint, read_headers
-from engine.runtime.load.fill_bank import fill_bank, working_bytes
 from engine.runtime.load.library_conversion import load_rest, parameter_dtypes
 from engine.runtime.load.library_models import quiet_library
-from engine.runtime.load.stored import StoredLinears, sites_in
+from engine.runtime.load.records import RecordMaker, repack_all, working_bytes
+from engine.runtime.load.stored import entry_of, read_apart, sites_in, stored_linears
 from engine.runtime.load.tensor_reader import TensorReader
 
 KEEP_VARIABLE = "SWITCHYARD_KEEP_PREPARED"
 """Of the environment: 0 keeps nothing for later starts, and reads nothing that was kept."""
-WORTH_KEEPING = 64 * 2**20
-"""Bytes below which converting takes no time to speak of."""
 _LEFT_FREE = 2 * 2**30
 """Bytes of the disk that are left to others: a faster start is worth less than a full disk costs."""
 _ONE_BUFFER_BELOW = 2**30
@@ -102,7 +98,7 @@ class Conversion:
     ) -> Conversion:
         """All experts that may be read from disk, and the linear layers if these are wanted."""
         sites = [site for site in sites_in(opened, precision) if can_be_disk_backed(site)]
-        return cls(opened, precision, sites, _linears_in(opened, precision) if linears else {}, kernels)
+        return cls(opened, precision, sites, linears_in(opened, precision) if linears else {}, kernels)
 
     @property
     def path(self) -> Path:
@@ -132,21 +128,9 @@ class Conversion:
         return {name: layout.tiled_shape(_WEIGHT).format for name, layout in self.linears.items()}
 
     @property
-    def index_of(self) -> Mapping[str, int]:
-        """Which tensor of the file has this name."""
-        return {spec.name: index for index, spec in enumerate(self.contents.tensors)}
-
-    @property
     def is_needed(self) -> bool:
         """Whether the file is not there as it should be."""
         return not isinstance(_usable(self.path, self.contents), Container)
-
-    @property
-    def apart(self) -> set[str]:
-        """Parameters of the checkpoint that nothing but these linear layers is made of."""
-        weights = {f"{name}.{_WEIGHT}" for name in self.linears}
-        shared = {name for pair in _tied(self.opened).items() for name in pair}
-        return weights & self._direct.keys() - shared
 
     def make(self, index: int, records: torch.Tensor, reader: TensorReader) -> None:
         """Fills the records of one tensor of the file, uint8 [count, nbytes], page-aligned.
@@ -155,18 +139,16 @@ class Conversion:
             EngineError: `CHECKPOINT_DAMAGED` if weights are missing, damaged or do not fit.
             RequestCancelled: the reader's `cancelled()` was true.
         """
-        spec, plan = self.contents.tensors[index], self.opened.plan
-        for begin, end in spec.layout.padding:
-            records[:, begin:end] = 0  # so that the same model gives the same file
+        spec, opened = self.contents.tensors[index], self.opened
         with torch.no_grad(), quiet_library():
             if index < len(self.sites):
-                only = {spec.name: plan.index.modules.get(spec.name, {})}
-                own = replace(plan, index=ExpertIndex(only), rest={})
-                fill_bank(self.opened.model, [self.sites[index]], own, reader, _GivenMemory(records), self.kernels)
+                RecordMaker(opened.model, opened.plan, reader, self.kernels).fill(self.sites[index], records)
                 return
+            for begin, end in spec.layout.padding:
+                records[:, begin:end] = 0  # so that the same model gives the same file
             matrix = matrix_in(self.linears[spec.name], records)
             if self.precision == STORED:
-                StoredLinears(self.opened, reader).read_into(spec.name, matrix, self.kernels)
+                repack_all([([stored_linears(opened)[spec.name][0]], matrix)], reader, self.kernels)
             else:
                 quantise_into(self._weight(spec.name, reader), matrix, self.kernels)
 
@@ -177,48 +159,37 @@ class Conversion:
             EngineError: the model's files cannot be read.
         """
         with torch.no_grad(), quiet_library():
-            again = replace(self, opened=self.reopened(), _rest=None)
-        layer = self.index_of[name]
+            again = replace(self, opened=self._reopened(), _rest=None)
+        layer = next(index for index, spec in enumerate(self.contents.tensors) if spec.name == name)
         spec = self.contents.tensors[layer]
         made = allocate_records(spec.num_experts, spec.layout, _CPU)
         with TensorReader(_ignore, _never, 0, dtype=again.opened.plan.dtype, kernels=self.kernels) as reader:
             again.make(layer, made, reader)
         return made[expert]
 
-    def reopened(self) -> OpenedCheckpoint:
-        """The checkpoint without weights once more."""
+    def _reopened(self) -> OpenedCheckpoint:
         opened = self.opened
         return read_headers(opened.directory, self.precision, guesses=opened.guesses)
 
-    @property
-    def _direct(self) -> Mapping[str, TensorEntry]:
-        """The checkpoint's tensors that are weights as they are; those of a library's quantiser have a use for it."""
-        return self.opened.plan.renamed if self.opened.plan.quantizer is None else {}
-
     def _weight(self, name: str, reader: TensorReader) -> torch.Tensor:
-        weight = f"{name}.{_WEIGHT}"
-        entry = self._direct.get(weight) or self._direct.get(_tied(self.opened).get(weight, ""))
+        entry = entry_of(self.opened, name)
         if entry is not None:
             return reader.read(entry).to(self.opened.dtype)
         if self._rest is None:  # made by the library, together with everything that it makes something else of
-            again = self.reopened()
-            plan = replace(again.plan, index=ExpertIndex({}))
+            again = self._reopened()
             empty_modules(again.model, again.sites)
-            load_rest(again.model, plan, reader, {"": _CPU}, self.apart)
+            load_rest(again.model, again.plan, reader, {"": _CPU}, read_apart(again, self.linears))
             self._rest = again.model
         found: torch.Tensor = self._rest.get_submodule(name).weight.detach()
         return found
 
 
-def _tied(opened: OpenedCheckpoint) -> Mapping[str, str]:
-    return getattr(opened.model, "all_tied_weights_keys", None) or {}
-
-
-def _linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, QuantisedLayout]:
+def linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, QuantisedLayout]:
+    """Layouts of the linear layers that are quantised where experts are in this precision, by name."""
     model, formats = opened.model, dict[str, TiledFormat]()
     if precision == STORED:
-        stored = StoredLinears(opened)
-        formats = {name: stored.shape(name).format for name in keepable(model, stored.formats)}
+        stored = {name: target for name, (_, target) in stored_linears(opened).items()}
+        formats = {name: stored[name] for name in keepable(model, stored)}
     elif format_of(precision).is_tiled:
         dtype_of = parameter_dtypes(model, opened.dtype)
         formats = formats_of_linears(model, careful(precision, opened.weights), dtype_of)
@@ -233,20 +204,7 @@ def _linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, Quantised
 
 def matrix_in(layout: QuantisedLayout, record: torch.Tensor) -> TiledMatrix:
     """The weight of a linear layer, as views of its record, uint8 [1, nbytes]."""
-    parts = {part.name: layout.stacked_view(record, part).unbind(0) for part in layout.parts}
-    return layout.matrix(parts, _WEIGHT, 0)
-
-
-class _GivenMemory(ExpertBank):
-    """A bank of one layer in memory that the caller owns."""
-
-    def __init__(self, records: torch.Tensor) -> None:
-        super().__init__(records.device)
-        self._records = records
-
-    def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:  # noqa: ARG002
-        layer = self.layers[name] = BankLayer(name, layout, self._records)
-        return layer
+    return layout.matrix(BankLayer(_WEIGHT, layout, record).rows, _WEIGHT, 0)
 
 
 @dataclass(frozen=True)
@@ -263,10 +221,6 @@ class Converted:
     note: str = ""
     made: bool = False
     resumed_bytes: int = 0
-
-    def matrix(self, name: str, record: torch.Tensor) -> TiledMatrix:
-        """The weight of a linear layer in its record, uint8 [1, nbytes]."""
-        return matrix_in(self.conversion.linears[name], record)
 
 
 def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: Callable[[], bool]) -> Converted | str:

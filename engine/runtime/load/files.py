@@ -36,8 +36,7 @@ class ArrivingFile:
     """
 
     def __init__(self, path: Path, container: Container | None = None) -> None:
-        self.path, self.note = path, ""
-        self.serves_next = False
+        self.path = path
         self.done = 0
         self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
         self._container, self._pool = container, ThreadPoolExecutor(_CHECKERS, "arriving-file")
@@ -75,10 +74,9 @@ class ArrivingFile:
                     if cancelled():
                         raise RequestCancelled
                 self.done = end
-                self.on_progress(0, 0)
+                self.on_progress(end, self.nbytes)
             for check in self._checks:
                 check.result()
-            self.serves_next = True
         except OSError as error:
             raise unreadable(self.path, error) from error
         finally:
@@ -131,18 +129,6 @@ class Files:
     def is_whole(self, path: Path) -> bool:
         """Whether this file is on its way into memory."""
         return path in self._arriving
-
-    def counting(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """The same for whoever reads the rest: with what arrives here."""
-        nbytes, rest = sum(each.nbytes for each in self.arriving), [0, 0]
-
-        def together(done: int, total: int) -> None:
-            rest[:] = max(done, rest[0]), max(total, rest[1])
-            on_progress(rest[0] + sum(each.done for each in self.arriving), rest[1] + nbytes)
-
-        for each in self.arriving:
-            each.on_progress = together
-        return together
 
     def numbers(self, entry: TensorEntry) -> torch.Tensor | None:
         """A tensor that is stored number by number in a file that arrives, once it is there; None for any other.

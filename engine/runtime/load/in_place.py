@@ -23,7 +23,7 @@ from engine.experts.bank import ExpertBank, LayerInPlace
 from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import BlockLayout
 from engine.experts.ranges import Part, Place
-from engine.experts.record import PartSpec, RecordLayout, allocate_records
+from engine.experts.record import PartSpec, RecordLayout
 from engine.experts.record_memory import HugePages
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, ROUTERS, STORED, TILE_ROWS
@@ -40,7 +40,7 @@ from engine.kernels.repack import Blocks
 from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.files import Files
-from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, rows_in_order
 from engine.runtime.load.tensor_reader import TensorReader
 
 SIXTEEN_BITS = frozenset(("F16", "BF16"))
@@ -139,7 +139,7 @@ def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> d
 
 
 def _stacks_of_part(spec: PartSpec, part: PartSources, plan: LoadingPlan, types: frozenset[str]) -> list[Stack] | None:
-    order = PartConverter(None, {}, plan.converters[part.target]).rows_in_order(part)
+    order = rows_in_order(part, plan.converters[part.target])
     if order is None or not (part.is_fused or part.is_per_expert):
         return None
     stacks: list[Stack | None] = []
@@ -360,36 +360,6 @@ def formats_on_cards(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
     return {(each[0].kind.name, each[-1].kind.name) for each in stacks} | {(name, name) for name in alone}
 
 
-def fill_records(
-    opened: OpenedCheckpoint, sites: Iterable[ExpertsSite], reader: TensorReader, bank: ExpertBank
-) -> None:
-    """Allocates the records of these modules and reads them from the files.
-
-    Raises:
-        EngineError, RequestCancelled: as `TensorReader.read`.
-    """
-    for site in sites:
-        layer = bank.add_layer(site.name, site.num_experts, site.layout)
-        here = layer.device.type == "cpu"
-        records = layer.records if here else allocate_records(site.num_experts, site.layout, torch.device("cpu"))
-        specs = {part.name: part for part in site.layout.parts}
-        places: list[tuple[TensorEntry | ExpertSource, torch.Tensor]] = []
-        for name, stack in _stacks_by_part(site, opened.plan).items():
-            part = specs[name]
-            rows = records[:, part.offset : part.offset + part.nbytes]
-            places += [(stack.entry(expert), rows[expert]) for expert in range(site.num_experts)]
-        reader.read_into(places)
-        for name, value in _biases(opened, site, reader).items():
-            site.layout.stacked_view(records, specs[name]).copy_(value)
-        if not here:
-            layer.records.copy_(records)
-
-
-def bytes_in_place(opened: OpenedCheckpoint, sites: Iterable[ExpertsSite]) -> int:
-    """What `fill_records` reads of blocks."""
-    return sum(site.num_experts * each.nbytes for site in sites for each in _stacks_by_part(site, opened.plan).values())
-
-
 class MatricesOnCards:
     """The linear layers and embeddings that cards hold in blocks; see `StoredMatrices`.
 
@@ -434,7 +404,7 @@ class MatricesOnCards:
             result[f"{name}.weight"] = 0 if f"{name}.weight" in shared else entry.nbytes
         return result
 
-    def matrix(self, name: str, kernels: NativeKernels | None = None) -> Blocks:  # noqa: ARG002
+    def matrix(self, name: str) -> Blocks:
         """Reads the weight of one of them.
 
         Raises:
