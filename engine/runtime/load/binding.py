@@ -31,7 +31,7 @@ from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
 from engine.experts.record import RecordLayout
 from engine.experts.record_memory import HugePages
-from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
+from engine.experts.record_source import LentSlots, RecordSource, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
@@ -179,7 +179,7 @@ class RecordsInRam:
         held = self._bank.layers.get(site.name)
         if held is not None:
             kernel = timed(_kernel(site.module, held, self._kernels), held, self._device, on_card=False)
-            return held, kernel, RamRecords(held, kernel)
+            return held, kernel, RecordSource(held, kernel)
         assert self._disk_backed is not None
         assert self._lent is not None
         layer = self._disk_backed.disk.table.index_of[site.name]

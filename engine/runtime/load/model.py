@@ -185,7 +185,7 @@ def build(
     waits_first = bool(plan.devices) or parts.disk_backed is not None
     if not waits_first:
         bind_dense(plan, parts)  # while experts arrive
-    parts.wait_for_weights(cancelled)
+    prepared = parts.wait_for_weights(cancelled)
     with left_to_cpu() as left, _first_forward(file):
         kv = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
     if waits_first:
@@ -196,7 +196,10 @@ def build(
         bind_dense(plan, parts)
     verify(model, plan.sites)
     charge_model(model, plan.devices, plan.sites, plan.dense_sizes, parts.devices.experts.tokens)
-    return _hand_over(plan, tokenizer.result(), parts, captures, kv.per_token, _joined(note, left_note(left)))
+    return replace(
+        _hand_over(plan, tokenizer.result(), parts, captures, kv.per_token, _joined(note, left_note(left))),
+        prepared=prepared,
+    )
 
 
 def _joined(*sentences: str) -> str:
@@ -304,7 +307,6 @@ def _hand_over(
         chunk_tokens=chunk,
         ram_bytes=plan.ram_allowed,
         speculates=plan.speculates,
-        prepared=parts.prepared,
         kv_type=kv_type,
     )
 

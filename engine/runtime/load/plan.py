@@ -244,7 +244,12 @@ def dense_on_cards(file: OpenedCheckpoint, places: Sequence[torch.device], preci
 
 
 def _conversion(
-    machine: Machine, file: OpenedCheckpoint, placement: Placement, sites: Sequence[ExpertsSite], *, in_place: frozenset[str]
+    machine: Machine,
+    file: OpenedCheckpoint,
+    placement: Placement,
+    sites: Sequence[ExpertsSite],
+    *,
+    in_place: frozenset[str],
 ) -> Conversion | None:
     if not placement.converted:
         return None
@@ -263,7 +268,9 @@ def _made(file: OpenedCheckpoint, site: ExpertsSite, *, in_place: frozenset[str]
     return Made.NEVER if lies_as_recorded(site, file.plan) else Made.FOR_DISK
 
 
-def _linears(machine: Machine, file: OpenedCheckpoint, precision: str, *, in_place: frozenset[str]) -> dict[str, QuantisedLayout]:
+def _linears(
+    machine: Machine, file: OpenedCheckpoint, precision: str, *, in_place: frozenset[str]
+) -> dict[str, QuantisedLayout]:
     """Layouts of the linear layers that are quantised, by name."""
     places = [device.torch_device for device in machine.devices]
     are_used = machine.has_kernels or dense_on_cards(file, places, precision) is not None

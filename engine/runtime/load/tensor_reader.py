@@ -6,9 +6,6 @@ a signal that kills the process, and nothing stays tied to the file once the mod
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -16,7 +13,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -82,7 +78,7 @@ class TensorReader:
         on_progress: called with (bytes read, bytes in all) now and then.
         cancelled: asked before every chunk.
         total: bytes that will be read in all.
-        direct: whether to try to read past the page cache, for what is read once.
+        direct: whether to leave nothing in the page cache, for what is read once.
         dtype: what packed tensors are unpacked to, unless they are of 32-bit numbers.
         kernels: unpack blocks, where there are any: a hundred times as fast as without.
     """
@@ -103,7 +99,6 @@ class TensorReader:
         self._done = self._reported = 0
         self._files: dict[Path, DirectFile] = {}
         self._pool: ThreadPoolExecutor | None = None
-        self._scratch = threading.local()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -202,11 +197,11 @@ class TensorReader:
                         raise RequestCancelled
                     piece = offset + begin, target[begin : begin + _CHUNK]
                     if self._pool is None and is_small:
-                        self._count(self._fill(file, *piece))
+                        self._count(_read(file, *piece))
                         continue
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(_THREADS, "tensor-reader")
-                    under_way.append(self._pool.submit(self._fill, file, *piece))
+                    under_way.append(self._pool.submit(_read, file, *piece))
                     if len(under_way) > 2 * _THREADS:
                         self._count(under_way.popleft().result())
             while under_way:
@@ -224,20 +219,6 @@ class TensorReader:
                 raise unreadable(path, error) from error
         return self._files[path]
 
-    def _fill(self, file: DirectFile, position: int, target: memoryview) -> int:
-        try:
-            if file.is_direct:
-                # Where a tensor begins in its file is not aligned, and so cannot be read directly into its place.
-                scratch = getattr(self._scratch, "bytes", None)
-                if scratch is None:
-                    scratch = self._scratch.bytes = memoryview(mmap.mmap(-1, _CHUNK + 2 * mmap.PAGESIZE))
-                _copy(target, file.read_around(position, len(target), scratch))
-            else:
-                file.read_into(position, target)
-        except (OSError, EOFError) as error:
-            raise unreadable(file.path, error) from error
-        return len(target)
-
     def _count(self, nbytes: int) -> None:
         self._done += nbytes
         if self._done - self._reported >= self._total // 200 or self._done >= self._total:
@@ -245,10 +226,12 @@ class TensorReader:
             self._on_progress(min(self._done, self._total), self._total)
 
 
-def _copy(target: memoryview, found: memoryview) -> None:
-    """Without Python's lock, which assigning one to the other would hold, and in this thread alone."""
-    to, source = (np.frombuffer(view, np.uint8).ctypes.data for view in (target, found))
-    ctypes.memmove(to, source, len(target))
+def _read(file: DirectFile, offset: int, target: memoryview) -> int:
+    try:
+        file.read_into(offset, target)
+    except (OSError, EOFError) as error:
+        raise unreadable(file.path, error) from error
+    return len(target)
 
 
 class LazyTensor:

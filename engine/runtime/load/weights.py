@@ -145,9 +145,8 @@ class _Source:
         whole = files_in_place(plan.file, plan.in_place) if plan.in_place else self.numbers
         own = [self.container.path] if self.container is not None else []
         self.files = Files([*own, *whole] if plan.in_whole_files else (), self.container)
-        parts.arriving += self.files.arriving
-        for each in self.files.arriving:
-            each.on_progress = progress.part(each.nbytes)
+        parts.files = self.files
+        self.files.on_progress = progress.part(self.files.nbytes)
         self.reader = TensorReader(
             progress.part(self._nbytes()), cancelled, self._nbytes(), dtype=plan.file.plan.dtype, kernels=parts.kernels
         )
