@@ -27,7 +27,7 @@ from engine.formats.tiles import TiledMatrix
 from engine.kernels.dense import card_layers, quantise_on_cards
 from engine.kernels.native.linear import StoredMatrices, keep_linears, keepable
 from engine.planner.placement import InRam
-from engine.runtime.load.conversion import Converted, convert, keep_converted, matrix_in, removed
+from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, matrix_in, removed
 from engine.runtime.load.files import Files
 from engine.runtime.load.in_place import (
     MatricesOnCards,
@@ -60,10 +60,24 @@ def read_weights(plan: Plan, parts: LoadingParts, on_progress: OnProgress, cance
         EngineError, RequestCancelled: as `engine.runtime.load.model.load_model`.
     """
     _count_on_devices(plan, parts)
-    progress = Progress(on_progress)
-    converted, note = _convert(plan, parts, progress, cancelled)
+    progress, conversion = Progress(on_progress), plan.conversion
+    is_made = conversion is not None and conversion.is_needed
+    converting = progress.part(conversion.nbytes if conversion is not None and is_made else 0)
+    whole = _whole_files(plan, conversion)
+    of_whole = sum(file.stat().st_size for file in whole)
+    if conversion is not None and plan.in_whole_files:
+        of_whole += conversion.contents.size
+    reading, arriving = progress.part(_bytes_read(plan, conversion, whole)), progress.part(of_whole)
+    converted, note = None, ""
+    if conversion is not None:
+        conversion.kernels = parts.kernels
+        parts.on_phase("converting" if is_made else "reading")
+        work = convert if plan.placement.must_be_kept else keep_converted
+        made = work(conversion, converting, cancelled)
+        converted, note = (None, made) if isinstance(made, str) else (made, made.note)
     note = " ".join(filter(None, (note, removed(remove_leftovers()))))
-    with _Source(plan, converted, parts, progress, cancelled) as source:
+    with _Source(plan, converted, parts, reading, cancelled) as source:
+        source.files.on_progress = arriving
         if plan.sites:
             source.fill_bank()
             empty_modules(plan.file.model, plan.sites)
@@ -110,18 +124,44 @@ def _count_on_devices(plan: Plan, parts: LoadingParts) -> None:
         devices.count(index, sum(mine), MemoryCategory.EXPERTS)
 
 
-def _convert(
-    plan: Plan, parts: LoadingParts, progress: Progress, cancelled: Callable[[], bool]
-) -> tuple[Converted | None, str]:
-    """(what has been converted, a sentence about it)."""
-    conversion = plan.conversion
-    if conversion is None:
-        return None, ""
-    conversion.kernels = parts.kernels
-    parts.on_phase("converting" if conversion.is_needed else "reading")
-    work = convert if plan.placement.must_be_kept else keep_converted
-    made = work(conversion, progress.part(), cancelled)
-    return (None, made) if isinstance(made, str) else (made, made.note)
+def _whole_files(plan: Plan, conversion: Conversion | None) -> list[Path]:
+    """The checkpoint's files that are in memory as a whole, mapped where that is safe: those that are used in place, or
+    whose tensors nearly all are used as they lie there."""
+    own = plan.file.plan
+    if not plan.in_whole_files or plan.in_place:
+        return files_in_place(plan.file, plan.in_place) if plan.in_whole_files else []
+    there = {site.name for site in conversion.sites} if conversion is not None else set()
+    if own.quantizer is not None or any(site.name not in there for site in plan.sites):
+        return []
+    apart = {id(own.renamed[name]) for name in _apart(plan, conversion)}
+    used = {id(entry): entry for entry in own.renamed.values() if torch_dtype(entry) == own.dtype}
+    files = {file for entry in own.rest.values() for file in entry.files}
+    nbytes = sum(entry.nbytes for key, entry in used.items() if key not in apart)
+    return sorted(files) if nbytes >= _MOSTLY * sum(file.stat().st_size for file in files) else []
+
+
+def _apart(plan: Plan, conversion: Conversion | None) -> set[str]:
+    """Parameters that nothing but converted linear layers is made of."""
+    uses = conversion is not None and (not plan.devices or plan.linears_on_cards is not None)
+    return read_apart(plan.file, conversion.linears) if conversion is not None and uses else set()
+
+
+def _bytes_read(plan: Plan, conversion: Conversion | None, whole: list[Path]) -> int:
+    """What is read besides whole files, about."""
+    own, nbytes, read = plan.file.plan, 0, plan.resident
+    there = {site.name for site in conversion.sites} if conversion is not None else set()
+    if not whole or plan.in_place:
+        apart = _apart(plan, conversion) if plan.in_whole_files else set()
+        if plan.in_place and plan.in_whole_files:
+            apart = matrices_in_place(plan.file, plan.in_place).keys() & own.renamed.keys()
+            apart |= {name for name, entry in own.renamed.items() if torch_dtype(entry) == own.dtype}
+        nbytes = sum(entry.nbytes for entry in own.rest.values()) - sum(own.renamed[name].nbytes for name in apart)
+    if plan.in_whole_files:
+        read = [] if plan.in_place else [site for site in read if site.name not in there]
+    for site in read:
+        stored = own.index.modules.get(site.name, {}).values()
+        nbytes += site.nbytes if site.name in there else sum(part.nbytes for part in stored)
+    return max(nbytes, 0)
 
 
 class _Source:
@@ -135,67 +175,23 @@ class _Source:
         plan: Plan,
         converted: Converted | None,
         parts: LoadingParts,
-        progress: Progress,
+        on_progress: OnProgress,
         cancelled: Callable[[], bool],
     ) -> None:
         self.plan, self.converted, self.parts = plan, converted, parts
         self.container = converted.container if converted is not None else None
         self.entries = self.container.entries if self.container is not None else {}
-        self.numbers = self._of_numbers()
-        whole = files_in_place(plan.file, plan.in_place) if plan.in_place else self.numbers
-        own = [self.container.path] if self.container is not None else []
-        self.files = Files([*own, *whole] if plan.in_whole_files else (), self.container)
-        parts.files = self.files
-        self.files.on_progress = progress.part(self.files.nbytes)
-        self.reader = TensorReader(
-            progress.part(self._nbytes()), cancelled, self._nbytes(), dtype=plan.file.plan.dtype, kernels=parts.kernels
-        )
+        conversion = converted.conversion if converted is not None else None
+        whole, own = _whole_files(plan, conversion), [self.container.path] if self.container is not None else []
+        self.files = parts.files = Files([*own, *whole] if plan.in_whole_files else (), self.container)
+        total = _bytes_read(plan, conversion, whole)
+        self.reader = TensorReader(on_progress, cancelled, total, dtype=plan.file.plan.dtype, kernels=parts.kernels)
 
     def __enter__(self) -> _Source:
         return self
 
     def __exit__(self, *failure: Any) -> None:
         self.reader.__exit__(*failure)
-
-    def _of_numbers(self) -> list[Path]:
-        """The checkpoint's files, if nearly all that is in them is used as it lies there: they then are in memory as a
-        whole, mapped where that is safe."""
-        plan, own = self.plan, self.plan.file.plan
-        made = any(site.name not in self.entries for site in plan.sites)
-        if plan.in_place or not plan.in_whole_files or made or own.quantizer is not None:
-            return []
-        apart = {id(own.renamed[name]) for name in self._apart_by_conversion}
-        used = {id(entry): entry for entry in own.renamed.values() if torch_dtype(entry) == own.dtype}
-        files = {file for entry in own.rest.values() for file in entry.files}
-        nbytes = sum(entry.nbytes for key, entry in used.items() if key not in apart)
-        stored = sum(file.stat().st_size for file in files)
-        return sorted(files) if nbytes >= _MOSTLY * stored else []
-
-    @property
-    def _apart_by_conversion(self) -> set[str]:
-        """Parameters that nothing but converted linear layers is made of."""
-        uses = self.converted is not None and (not self.plan.devices or self.plan.linears_on_cards is not None)
-        return read_apart(self.plan.file, self.converted.conversion.linears) if uses and self.converted else set()
-
-    def _nbytes(self) -> int:
-        """What is read besides whole files, about."""
-        plan, own = self.plan, self.plan.file.plan
-        of_files = 0 if self.numbers else sum(entry.nbytes for entry in own.rest.values())
-        if plan.in_whole_files:
-            apart = self._apart_by_conversion
-            if plan.in_place:
-                apart = matrices_in_place(plan.file, plan.in_place).keys() & own.renamed.keys()
-                apart |= {name for name, entry in own.renamed.items() if torch_dtype(entry) == own.dtype}
-            of_files -= 0 if self.numbers else sum(own.renamed[name].nbytes for name in apart)
-            read = [] if plan.in_place else [site for site in plan.resident if site.name not in self.entries]
-        else:
-            read = plan.resident
-        stored = own.index.modules
-        return max(of_files, 0) + sum(
-            site.nbytes if site.name in self.entries else sum(part.nbytes for part in stored[site.name].values())
-            for site in read
-            if site.name in stored
-        )
 
     def _ranges(self, site: ExpertsSite) -> list[Part] | None:
         """Where the records of an experts module lie; None if they have to be made."""
