@@ -112,6 +112,7 @@ class DirectFile:
         done = 0
         while done < len(data):
             done += self._write(self._buffered, offset + done, data[done:])
+        self._drop(offset, len(data))  # the system begins to write it to the disk
 
     def sync(self) -> None:
         """Blocks until everything written has reached the disk."""

@@ -126,13 +126,6 @@ def test_experts_in_fp8(tmp_path: Path) -> None:
         assert_holds(tmp_path / f"{precision}.gguf", source)
 
 
-def test_one_piece_of_memory_is_enough(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion_module, "_ONE_BUFFER_BELOW", 2**60)
-    source = opened(mixtral)
-    converted(source, tmp_path / "one.gguf")
-    assert_holds(tmp_path / "one.gguf", source)
-
-
 def test_files_of_different_models_and_precisions_do_not_meet(tmp_path: Path) -> None:
     paths = {
         converted_path(tmp_path / folder / "model", precision)
@@ -360,13 +353,6 @@ def test_reading_repairs_by_itself(
         assert disk.records_repaired == (not changed)
     assert (path.read_bytes() == whole) is not changed
     assert "Expert 1" in caplog.text
-
-
-def test_without_direct_access(mixtral: Path, tmp_path: Path) -> None:
-    source = opened(mixtral)
-    converted(source, tmp_path / "direct.gguf")
-    converted(source, tmp_path / "buffered.gguf", direct=False)
-    assert (tmp_path / "direct.gguf").read_bytes() == (tmp_path / "buffered.gguf").read_bytes()
 
 
 # --- no room ----------------------------------------------------------------------------------------

@@ -12,9 +12,7 @@ import contextlib
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +23,7 @@ import transformers
 
 from engine.checkpoint.library import converted_path, remove_leftovers
 from engine.checkpoint.shards import fingerprint
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import new_folder
 from engine.common.sizes import about
 from engine.devices.host_memory import available_ram
@@ -61,13 +59,10 @@ KEEP_VARIABLE = "SWITCHYARD_KEEP_PREPARED"
 """Of the environment: 0 keeps nothing for later starts, and reads nothing that was kept."""
 _LEFT_FREE = 2 * 2**30
 """Bytes of the disk that are left to others: a faster start is worth less than a full disk costs."""
-_ONE_BUFFER_BELOW = 2**30
-"""Bytes of RAM to leave to others: with less, one tensor is converted and then written, not two at once."""
 _CONVERTER = "transformers " + ".".join(transformers.__version__.split(".")[:2])
 """Part of the fingerprint: another version may convert otherwise."""
 _NAMED = re.compile(r".+-(?P<place>[0-9a-f]{12})\.gguf")
 _WEIGHT = "weight"
-_REPORT_S = 0.1
 _CPU = torch.device("cpu")
 _log = logging.getLogger(__name__)
 
@@ -223,7 +218,7 @@ class Converted:
     resumed_bytes: int = 0
 
 
-def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: Callable[[], bool]) -> Converted | str:
+def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: CancelCheck) -> Converted | str:
     """As `convert`, for weights that may as well be converted in memory: if the file cannot be kept, a sentence why.
 
     Raises:
@@ -231,8 +226,7 @@ def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: C
         RequestCancelled: `cancelled()` was true.
     """
     try:
-        stays_cached = conversion.nbytes < available_ram() // 2  # then it is there at once when it is mapped
-        return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE, direct_writes=not stays_cached)
+        return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE)
     except EngineError as error:
         if error.code not in (ErrorCode.DISK_FULL, ErrorCode.INVALID_REQUEST, ErrorCode.NOT_ENOUGH_MEMORY):
             raise
@@ -243,24 +237,20 @@ def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: C
 def convert(
     conversion: Conversion,
     on_progress: OnProgress,
-    cancelled: Callable[[], bool],
+    cancelled: CancelCheck,
     *,
     path: Path | None = None,
     left_free: int = 0,
-    direct: bool = True,
-    direct_writes: bool = True,
 ) -> Converted:
     """Makes the file unless it is there and up to date.
 
-    A tensor is converted while the one before it is written.  If another process makes the same file, this one waits
-    and uses that.
+    If another process makes the same file, this one waits and uses that.
 
     Args:
-        on_progress: called with (bytes of records written, in all), by the calling thread.
+        on_progress: called with (bytes of records written, in all).
         cancelled: asked often.
         path: of the file, if not where it is kept.
         left_free: bytes of the disk that are left to others.
-        direct: whether to try to read and write past the page cache; `direct_writes`: or only to read.
 
     Raises:
         EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
@@ -285,29 +275,19 @@ def convert(
             freed = remove_leftovers()
             if again is not None:
                 reopen(again)
-            writes = direct and direct_writes
-            with ContainerWriter(path, contents, left_free=left_free, direct=writes) as writer:
+            # What fits into half of the memory that is free stays cached: it is there at once when it is mapped.
+            dropped = conversion.nbytes >= available_ram() // 2
+            with ContainerWriter(path, contents, left_free=left_free, direct=dropped) as writer:
                 resumed = sum(contents.tensors[index].nbytes for index in writer.finished)
                 try:
-                    _write(conversion, writer, on_progress, check, direct=direct)
+                    _write(conversion, writer, resumed, on_progress, check)
+                    _check_unchanged(conversion)
                 except EngineError as error:
-                    if left_free and error.code is ErrorCode.DISK_FULL:
+                    if error.code is ErrorCode.CHECKPOINT_DAMAGED or (left_free and error.code is ErrorCode.DISK_FULL):
                         writer.discard()
                     raise
-                if fingerprint(conversion.opened.directory) != {
-                    key: value for key, value in contents.source.items() if key != CONVERTER
-                }:
-                    writer.discard()
-                    raise EngineError(
-                        ErrorCode.CHECKPOINT_DAMAGED,
-                        f"The files in {conversion.opened.directory} changed while they were being converted: try "
-                        "again once they are there.",
-                    )
                 writer.finish()
-            notes = [
-                made_again(found.reason) if found is not None else "",
-                removed(freed),
-            ]
+            notes = [made_again(found.reason) if found is not None else "", removed(freed)]
             made = open_container(path, contents)
             return Converted(conversion, made, " ".join(filter(None, notes)), made=True, resumed_bytes=resumed)
     except OSError as error:
@@ -315,6 +295,15 @@ def convert(
             ErrorCode.INVALID_REQUEST,
             f"{path.parent} cannot be written ({error.strerror}): free it, or choose another data folder.",
         ) from error
+
+
+def _check_unchanged(conversion: Conversion) -> None:
+    folder = conversion.opened.directory
+    if {**fingerprint(folder), CONVERTER: _CONVERTER} != conversion.contents.source:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The files in {folder} changed while they were being converted: try again once they are there.",
+        )
 
 
 def removed(nbytes: int) -> str:
@@ -357,74 +346,34 @@ def _take_over(path: Path, contents: Contents) -> None:
 
 
 def _write(
-    conversion: Conversion,
-    writer: ContainerWriter,
-    on_progress: OnProgress,
-    check: Callable[[], None],
-    *,
-    direct: bool,
+    conversion: Conversion, writer: ContainerWriter, done: int, on_progress: OnProgress, check: Callable[[], None]
 ) -> None:
-    """Converts into one piece of memory while another is being written; with little RAM there is only one."""
-    contents, stop = writer.contents, threading.Event()
+    """Converts tensor after tensor into the same memory; while one is made, the system writes those before."""
+    contents, opened = writer.contents, conversion.opened
     todo = [index for index in range(len(contents.tensors)) if index not in writer.finished]
     if not todo:
         return
-    buffers = _buffers(conversion, todo)
-    pending: list[Future[None] | None] = [None] * len(buffers)
-    done = sum(contents.tensors[index].nbytes for index in writer.finished)
+    most, working = max(contents.tensors[index].nbytes for index in todo), working_bytes(opened.plan, conversion.sites)
+    require_ram(opened.name, most + working, Budgets(available_ram()))
+    memory = allocate_records(1, RecordLayout((), most), _CPU)[0]
 
-    def written(count: int) -> None:
+    def report(written: int = 0) -> None:
         nonlocal done
-        done += count
-        if stop.is_set():
-            raise RequestCancelled
-
-    def report() -> None:
+        done += written
         on_progress(done, contents.nbytes)
         check()
 
-    def wait_for(future: Future[None] | None) -> None:
-        while future is not None and not future.done():
+    with TensorReader(
+        lambda _done, _total: report(), _never, opened.plan.nbytes, direct=True, dtype=opened.plan.dtype,
+        kernels=conversion.kernels,
+    ) as reader:  # fmt: skip
+        for index in todo:
+            spec = contents.tensors[index]
+            records = memory[: spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
+            conversion.make(index, records, reader)
             report()
-            wait([future], timeout=_REPORT_S)
-        if future is not None:
-            future.result()
-
-    plan = conversion.opened.plan
-    with ThreadPoolExecutor(1, "converted-weights") as pool:
-        try:
-            with TensorReader(
-                lambda _done, _total: report(),
-                _never,
-                plan.nbytes,
-                direct=direct,
-                dtype=plan.dtype,
-                kernels=conversion.kernels,
-            ) as reader:
-                for turn, index in enumerate(todo):
-                    at = turn % len(buffers)
-                    wait_for(pending[at])
-                    spec = contents.tensors[index]
-                    records = buffers[at][: spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
-                    conversion.make(index, records, reader)
-                    report()
-                    pending[at] = pool.submit(writer.write, index, records, written)
-            for future in pending:
-                wait_for(future)
-        except BaseException:
-            stop.set()
-            raise
+            writer.write(index, records, report)
     on_progress(done, contents.nbytes)
-
-
-def _buffers(conversion: Conversion, todo: list[int]) -> list[torch.Tensor]:
-    """Memory for one or two tensors, page-aligned."""
-    most = max(conversion.contents.tensors[index].nbytes for index in todo)
-    working = working_bytes(conversion.opened.plan, conversion.sites)
-    free = available_ram()
-    require_ram(conversion.opened.name, most + working, Budgets(free))
-    count = 2 if len(todo) > 1 and free - _ONE_BUFFER_BELOW > 2 * most + working else 1
-    return [allocate_records(1, RecordLayout((), most), _CPU)[0] for _ in range(count)]
 
 
 def keeps_nothing() -> bool:

@@ -18,7 +18,7 @@ import torch
 from engine.checkpoint.expert_index import ExpertSource, PartSources
 from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.stored import heads_in_rows, in_rows, is_in_gguf, pieces_of, rows_of
+from engine.checkpoint.stored import heads_in_rows, in_rows, is_in_gguf, pieces_of
 from engine.experts.bank import ExpertBank, LayerInPlace
 from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import BlockLayout
@@ -40,7 +40,8 @@ from engine.kernels.repack import Blocks
 from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.files import Files
-from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, rows_in_order
+from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.records import PartRows
 from engine.runtime.load.tensor_reader import TensorReader
 
 SIXTEEN_BITS = frozenset(("F16", "BF16"))
@@ -139,16 +140,12 @@ def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> d
 
 
 def _stacks_of_part(spec: PartSpec, part: PartSources, plan: LoadingPlan, types: frozenset[str]) -> list[Stack] | None:
-    order = rows_in_order(part, plan.converters[part.target])
-    if order is None or not (part.is_fused or part.is_per_expert):
+    rows = PartRows.of(part, plan)
+    if rows is None or spec.transposed != rows.transposed:
         return None
     stacks: list[Stack | None] = []
-    for pattern in order:
-        entries = part.by_pattern[pattern]
-        packing = rows_of(entries[0])
-        if spec.transposed != (packing is not None and packing.transposed):
-            return None
-        pieces = zip(*map(pieces_of, entries), strict=True)
+    for pattern in rows.order:
+        pieces = zip(*map(pieces_of, part.by_pattern[pattern]), strict=True)
         stacks += [_stack(piece, types, is_fused=part.is_fused) for piece in pieces]
     found = [stack for stack in stacks if stack is not None]
     return found if len(found) == len(stacks) and 1 <= len(found) <= 2 else None

@@ -20,8 +20,8 @@ from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, as_array, is_packed, unpacked
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.experts.direct_file import DirectFile, bytes_of
-from engine.experts.ranges import Place, unreadable
+from engine.experts.direct_file import bytes_of
+from engine.experts.ranges import OpenFiles, Place
 from engine.experts.record_memory import empty_in_huge_pages
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import unpack_into
@@ -95,9 +95,8 @@ class TensorReader:
     ) -> None:
         self._dtype, self._kernels = dtype, kernels
         self._on_progress, self._cancelled, self._total = on_progress, cancelled, total
-        self._direct = direct
         self._done = self._reported = 0
-        self._files: dict[Path, DirectFile] = {}
+        self._files = OpenFiles(direct=direct)
         self._pool: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> TensorReader:
@@ -108,8 +107,7 @@ class TensorReader:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-        for file in self._files.values():
-            file.close()
+        self._files.close()
         if kind is None:
             self._on_progress(self._total, self._total)
 
@@ -191,17 +189,17 @@ class TensorReader:
         is_small = len(ranges) == 1 and len(ranges[0][2]) <= _CHUNK  # one such by itself is not worth a thread
         try:
             for path, offset, target in ranges:
-                file = self._open(path)
+                self._files.open(path)  # before other threads use it
                 for begin in range(0, len(target), _CHUNK):
                     if self._cancelled():
                         raise RequestCancelled
-                    piece = offset + begin, target[begin : begin + _CHUNK]
+                    piece = path, offset + begin, target[begin : begin + _CHUNK]
                     if self._pool is None and is_small:
-                        self._count(_read(file, *piece))
+                        self._count(self._files.read(*piece))
                         continue
                     if self._pool is None:
                         self._pool = ThreadPoolExecutor(_THREADS, "tensor-reader")
-                    under_way.append(self._pool.submit(_read, file, *piece))
+                    under_way.append(self._pool.submit(self._files.read, *piece))
                     if len(under_way) > 2 * _THREADS:
                         self._count(under_way.popleft().result())
             while under_way:
@@ -211,27 +209,11 @@ class TensorReader:
                 future.cancel()
             wait(under_way)  # they write into memory that the caller takes back
 
-    def _open(self, path: Path) -> DirectFile:
-        if path not in self._files:
-            try:
-                self._files[path] = DirectFile(path, direct=self._direct)
-            except OSError as error:
-                raise unreadable(path, error) from error
-        return self._files[path]
-
     def _count(self, nbytes: int) -> None:
         self._done += nbytes
         if self._done - self._reported >= self._total // 200 or self._done >= self._total:
             self._reported = self._done
             self._on_progress(min(self._done, self._total), self._total)
-
-
-def _read(file: DirectFile, offset: int, target: memoryview) -> int:
-    try:
-        file.read_into(offset, target)
-    except (OSError, EOFError) as error:
-        raise unreadable(file.path, error) from error
-    return len(target)
 
 
 class LazyTensor:
