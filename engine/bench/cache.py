@@ -23,7 +23,7 @@ from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
 from engine.experts.ranges import Part, RecordRanges
 from engine.experts.record import LayerSpec, RecordLayout, RecordTable, allocate_records
-from engine.experts.record_source import RamRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.replay.bounds import belady_hits
 from engine.experts.replay.simulation import ADOPTED, replay
 from engine.experts.replay.trace_file import RoutingTrace, read_trace
@@ -47,7 +47,7 @@ def vram_cache_us(routing: RoutingTrace) -> float:
     steps, spent_s, timed = _steps(routing), 0.0, 0
     records = allocate_records(routing.num_experts, _LAYOUT, torch.device("cpu"))
     records.zero_()
-    source = RamRecords(BankLayer("made up", _LAYOUT, records), cast("ExpertKernel", None))  # nothing is computed
+    source = RecordSource(BankLayer("made up", _LAYOUT, records), cast("ExpertKernel", None))  # nothing is computed
     device = open_cpu()
     slots = int(_RESIDENT_SHARE * routing.layers * routing.num_experts)
     cache = VramCache(device, _LAYOUT, layers=routing.layers, experts=routing.num_experts, slots=slots, staging=0)

@@ -18,13 +18,14 @@ from engine.checkpoint.stored import (
     StoredWeights,
     beside,
     common_format,
-    in_blocks,
+    in_rows,
+    is_in_gguf,
     linear_format,
     pieces_of,
     precisions_of,
     type_of,
 )
-from engine.formats import BF16, GGML, ROUTERS, SMALLEST, STORED, TiledFormat, WeightFormat, format_of
+from engine.formats import BF16, GGML, ROUTERS, SMALLEST, STORED, TILE_ROWS, TiledFormat, WeightFormat, format_of
 from engine.formats.int8 import INT8
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
@@ -163,7 +164,7 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
     used = {*(name for name in formats if name != BF16.name), *(name for pair in by_layer for name in pair)}
     return StoredWeights(
         precisions=precisions,
-        formats=tuple(sorted(used)),
+        formats=tuple(sorted(used or {usual})),
         experts=tuple(by_layer),
         dense_bytes=sum(layers) + others + head + embeddings,
         layers=tuple(layers),
@@ -177,18 +178,21 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
 def _in_place(
     shape: ModelShape, mine: list[TensorEntry], matrices: list[TensorEntry], precisions: tuple[str, ...]
 ) -> StoredWeights | None:
-    """What the same takes where it lies; `None` if an expert is in anything else than blocks, or nothing is in them."""
+    """What the same takes where it lies; `None` if an expert is in anything else than rows of ggml's types, or nothing
+    is in them."""
     by_layer: dict[int, tuple[set[str], set[str]]] = {}
     for entry in matrices:
         for piece in pieces_of(entry):
-            if not isinstance(piece, TensorEntry) or not is_blocks(piece.dtype):
+            if not isinstance(piece, TensorEntry) or not _is_read(piece):
                 return None
             by_layer.setdefault(_layer(entry.key), (set(), set()))[bool(_DOWN.search(entry.key))].add(piece.dtype)
     experts, formats = set(map(id, matrices)), Counter[str]()
     layers = [0] * shape.layers
     head = embeddings = others = 0
     for entry in (entry for entry in mine if id(entry) not in experts):
-        stored = in_blocks(entry) if len(entry.shape) == 2 else None
+        stored = in_rows(entry) if len(entry.shape) == 2 else None
+        if stored is not None and not (is_blocks(stored.dtype) or (_is_read(stored) and _is_large(entry))):
+            stored = None
         nbytes = entry.nbytes if stored is not None else 2 * entry.numel
         if stored is not None:
             formats[stored.dtype] += entry.numel
@@ -219,6 +223,14 @@ def _in_place(
         head_bytes_per_weight=(head or embeddings) / (shape.vocabulary * shape.hidden) or 2.0,
         is_repacked=True,
     )
+
+
+def _is_read(entry: TensorEntry) -> bool:
+    return is_blocks(entry.dtype) or (entry.dtype in GGML and is_in_gguf(entry))
+
+
+def _is_large(entry: TensorEntry) -> bool:
+    return entry.shape[0] >= TILE_ROWS and entry.key.removesuffix(".weight").rpartition(".")[2] not in ROUTERS
 
 
 def _kept_linear(entry: TensorEntry) -> TiledFormat | None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.codes import format_for
+from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import LatentHeads, PackedEntry, RotaryRows, Rows, is_blocks
@@ -65,17 +66,19 @@ class StoredWeights:
 
 def precisions_of(entries: Iterable[TensorEntry], weights: int) -> tuple[str, ...]:
     """The precisions that `auto` chooses from: if most is in codes, as they are stored, and what is much smaller; a
-    GGUF file, which somebody chose for its type, only as it is.
+    GGUF file, which somebody chose for its type, only as it is, or in less where that is of plain numbers.
 
     Args:
         weights: that the tensors hold.
     """
     entries = list(entries)
+    in_file = bool(entries) and all(is_in_gguf(part) for entry in entries for part in entry.stored)
     nbytes = sum(entry.nbytes for entry in entries)
     types = [type_of(pieces_of(entry)[0]) for entry in entries]
     if 2 * sum(entry.nbytes for entry, kind in zip(entries, types, strict=True) if kind is not None) <= nbytes:
-        return LADDER
-    if any(kind in BY_NAME for kind in types):
+        if not in_file:
+            return LADDER
+    elif any(kind in BY_NAME for kind in types):
         return (STORED,)
     bits = 8 * nbytes / max(weights, 1)
     return (STORED, *(name for name in LADDER if FORMATS[name].bits < COARSER * bits))
@@ -120,7 +123,7 @@ def beside(formats: Iterable[TiledFormat | None]) -> list[TiledFormat | None]:
 
 def linear_format(entry: TensorEntry) -> TiledFormat | None:
     """The format that loses least of the weight of a linear layer; `None` for plain numbers."""
-    stored = in_blocks(entry)
+    stored = in_rows(entry)
     if stored is not None and len(stored.shape) == 2:
         return format_for(stored.dtype)
     return format_of_codes(entry)
@@ -133,22 +136,28 @@ def format_of_codes(entry: TensorEntry) -> TiledFormat | None:
     return None
 
 
-def in_blocks(entry: TensorEntry) -> TensorEntry | None:
-    """The stored tensor that has a tensor's rows as blocks, perhaps in another order; `None` if there is none."""
+def is_in_gguf(entry: TensorEntry) -> bool:
+    """Whether it lies in a GGUF file; Ollama's are called by their digest."""
+    return entry.file.suffix.lower() == SUFFIX or entry.file.name.startswith("sha256-")
+
+
+def in_rows(entry: TensorEntry) -> TensorEntry | None:
+    """The stored tensor that has a tensor's rows, perhaps in another order, in one of ggml's types, which include plain
+    numbers; `None` if there is none."""
     if isinstance(entry, PackedEntry):
         if order_of(entry) is None:
             return None
         (entry,) = entry.sources
-    return entry if is_blocks(entry.dtype) else None
+    return entry if entry.dtype in BY_NAME else None
 
 
-def heads_in_blocks(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
+def heads_in_rows(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     """The stacks of each head's matrix of keys, transposed, and of values that a matrix is made of, if both are in
-    blocks; see `LatentHeads`."""
+    ggml's types; see `LatentHeads`."""
     if not (isinstance(entry, PackedEntry) and isinstance(entry.packing, LatentHeads)):
         return None
     keys, values = entry.sources
-    return (keys, values) if is_blocks(keys.dtype) and is_blocks(values.dtype) else None
+    return (keys, values) if keys.dtype in BY_NAME and values.dtype in BY_NAME else None
 
 
 def pieces_of(source: TensorEntry | ExpertSource) -> list[TensorEntry | ExpertSource]:

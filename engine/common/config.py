@@ -69,6 +69,22 @@ class EngineConfig:
     speculation: Guesses = "auto"
     kv_precision: KvPrecision = "auto"
 
+    @property
+    def cache(self) -> CacheSettings:
+        """Its part about experts on devices."""
+        return CacheSettings(self.cache_slots, self.cache_ways, self.cache_policy, self.misses, self.prefetch)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSettings:
+    """How experts are kept on devices; the fields of `EngineConfig`."""
+
+    slots: int | None = None
+    ways: int | None = None
+    policy: CachePolicy = "auto"
+    misses: Misses = "mixed"
+    prefetch: Prefetch = "auto"
+
 
 Thinking = Literal["auto", "off", "on", "low", "medium", "high"]
 THINKINGS: tuple[Thinking, ...] = ("auto", "off", "on", "low", "medium", "high")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -52,6 +53,15 @@ class BankLayer:
         """The device that holds the records and computes the experts."""
         return self.records.device
 
+    @contextmanager
+    def filling(self) -> Iterator[torch.Tensor]:
+        """Memory in RAM for the records, which are as the caller leaves it from then on."""
+        here = self.device.type == "cpu"
+        records = self.records if here else allocate_records(self.num_experts, self.layout, torch.device("cpu"))
+        yield records
+        if not here:
+            self.records.copy_(records)
+
     def part(self, name: str, expert: int) -> torch.Tensor:
         """One part of one expert, [out, in] (or [out] for a bias): a view, not a copy."""
         return self.rows[name][expert]
@@ -59,27 +69,27 @@ class BankLayer:
 
 @dataclass
 class LayerInPlace(BankLayer):
-    """The same where each part lies by itself, one expert behind the other, in a mapped file or beside it.
+    """The same where each part lies by itself, in a mapped file or beside it.
 
     Attributes:
-        parts: part name -> [E, *shape]; `records` are without bytes.
+        parts: part name -> one view per expert; `records` are without bytes, and nothing is stacked.
     """
 
-    parts: dict[str, torch.Tensor] = field(kw_only=True)
+    parts: dict[str, list[torch.Tensor]] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        self.stacked = self.parts
-        self.rows = {name: tensor.unbind(0) for name, tensor in self.stacked.items()}
+        self.stacked = {}
+        self.rows = {name: tuple(experts) for name, experts in self.parts.items()}
 
     @property
     def pieces(self) -> tuple[torch.Tensor]:
-        """The first part, which the others are found from."""
-        return (next(iter(self.stacked.values())),)
+        """A part of the first expert, which the others are found from."""
+        return (next(iter(self.rows.values()))[0],)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(part.nbytes for part in self.stacked.values())
+        return sum(each.nbytes for experts in self.rows.values() for each in experts)
 
 
 class ExpertBank:

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import shutil
@@ -24,7 +25,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -139,10 +139,20 @@ class Contents:
         """Bytes of the file."""
         return len(self.header) + self.nbytes
 
+    @cached_property
+    def rows(self) -> list[int]:
+        """Where the checksums of each tensor begin in the table, and where this ends; each is followed by a seal."""
+        return list(itertools.accumulate((spec.num_experts + 1 for spec in self.tensors), initial=0))
+
     @property
     def table_size(self) -> int:
         """How many checksums and seals there are."""
-        return sum(spec.num_experts + 1 for spec in self.tensors)
+        return self.rows[-1]
+
+    @cached_property
+    def identity(self) -> bytes:
+        """Of the file, whatever is sealed of it."""
+        return _identity(self.header, self.table_size * DIGEST_BYTES)
 
     @cached_property
     def layouts(self) -> list[str]:
@@ -152,11 +162,7 @@ class Contents:
     @cached_property
     def offsets(self) -> list[int]:
         """Where each tensor begins."""
-        offsets, offset = [], len(self.header)
-        for spec in self.tensors:
-            offsets.append(offset)
-            offset += spec.nbytes
-        return offsets
+        return list(itertools.accumulate((spec.nbytes for spec in self.tensors[:-1]), initial=len(self.header)))
 
     def difference(self, precision: str, source: Mapping[str, Any]) -> str | None:
         """Why a file of that cannot be used where this is wanted, or part of it; `None` if it can."""
@@ -220,12 +226,13 @@ class _Found:
     """What the header of a file says.
 
     Attributes:
-        table: where the checksums begin.
+        table: where the checksums begin; identity: see `Contents`.
         tensors, layouts: by name; of the latter the descriptions.
         digests: the checksums of the records of each tensor that is sealed.
     """
 
     table: int
+    identity: bytes
     precision: str
     checksum: str
     source: Mapping[str, Any]
@@ -246,29 +253,20 @@ def _read(path: Path) -> _Found:
         if not isinstance(table, np.ndarray) or len(table) != sum(counts) + len(counts):
             raise ValueError("its table has another length")
         layouts = dict(zip(tensors, map(str, json.loads(str(said["switchyard.layouts"]))), strict=True))
-        rows = _sealed(_identity(raw, table.nbytes), table.tobytes(), counts)
-        digests = {name: row for name, row in zip(tensors, rows, strict=True) if row is not None}
+        identity = _identity(raw, table.nbytes)
+        digests, at = dict[str, Sequence[bytes]](), 0
+        for index, (name, count) in enumerate(zip(tensors, counts, strict=True)):
+            *row, seal = (table[each].tobytes() for each in range(at, at + count + 1))
+            at += count + 1
+            if seal == _seal(identity, index, b"".join(row)):
+                digests[name] = row
         source = json.loads(str(said["switchyard.source"]))
         precision = str(said["switchyard.precision"])
-        return _Found(_table_at(raw, len(table)), precision, checksum, source, tensors, layouts, digests)
+        return _Found(_table_at(raw, len(table)), identity, precision, checksum, source, tensors, layouts, digests)
     except (UnusableContainerError, FileNotFoundError):
         raise
-    except EngineError as error:
+    except (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise UnusableContainerError(path, "the file is damaged") from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise UnusableContainerError(path, "the file is damaged") from error
-
-
-def _sealed(key: bytes, table: bytes, counts: Sequence[int]) -> list[list[bytes] | None]:
-    """The checksums of each tensor of so many records; `None` for those that are not sealed."""
-    rows, at = list[list[bytes] | None](), 0
-    for index, count in enumerate(counts):
-        end = at + count * DIGEST_BYTES
-        row, seal = table[at:end], table[end : end + DIGEST_BYTES]
-        apart = [row[begin : begin + DIGEST_BYTES] for begin in range(0, len(row), DIGEST_BYTES)]
-        rows.append(apart if seal == _seal(key, index, row) else None)
-        at = end + DIGEST_BYTES
-    return rows
 
 
 def _identity(raw: bytes, table_nbytes: int) -> bytes:
@@ -346,7 +344,7 @@ class ContainerWriter:
 
     Args:
         left_free: bytes of the disk that are left to others.
-        direct: whether to try to write past the page cache.
+        direct: whether to leave nothing of it in the page cache.
 
     Attributes:
         finished: indexes of the tensors that need not be written.
@@ -362,7 +360,6 @@ class ContainerWriter:
         self._part, self._left_free, self._is_there = part_path(path), left_free, False
         self._checksum = CHECKSUMS[contents.checksum]
         self._table = _table_at(contents.header, contents.table_size)
-        self._key = _identity(contents.header, contents.table_size * DIGEST_BYTES)
         self._pending: list[tuple[int, bytes]] = []
         with self._reporting():
             self._file = DirectFile(self._part, writable=True, direct=direct)
@@ -376,9 +373,7 @@ class ContainerWriter:
     def __enter__(self) -> ContainerWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def write(self, index: int, records: torch.Tensor, on_written: Callable[[int], None]) -> None:
@@ -407,9 +402,7 @@ class ContainerWriter:
             self._settle()
             if len(self.finished) != len(self.contents.tensors):
                 raise ValueError(f"only {len(self.finished)} of {len(self.contents.tensors)} tensors have been written")
-            self._file.sync()
-        self._file.close()
-        with self._reporting():
+            self._file.close()
             os.replace(self._part, self.path)
         self._is_there = True
         _sync_folder(self.path.parent)
@@ -431,12 +424,11 @@ class ContainerWriter:
 
     def _settle(self) -> None:
         """Seals what has been written."""
-        if not self._pending:
-            return
-        self._file.sync()
-        starts = np.cumsum([0, *(spec.num_experts + 1 for spec in self.contents.tensors)]).tolist()
+        if self._pending:
+            self._file.sync()
+        key, starts = self.contents.identity, self.contents.rows
         for index, row in self._pending:
-            sealed = row + _seal(self._key, index, row)
+            sealed = row + _seal(key, index, row)
             self._file.write(self._table + starts[index] * DIGEST_BYTES, memoryview(sealed))
         self._file.sync()
         self.finished.update(index for index, _ in self._pending)
@@ -444,38 +436,33 @@ class ContainerWriter:
 
     def _resume(self) -> None:
         """Keeps the tensors that an earlier attempt at the same file has sealed; otherwise starts from scratch."""
-        header, size = self.contents.header, os.fstat(self._file.descriptor).st_size
-        with contextlib.suppress(UnusableContainerError, FileNotFoundError, EOFError):
-            raw = bytearray(len(header) if size == self.contents.size else 0)
-            self._file.read_into(0, memoryview(raw))
-            end = self._table + self.contents.table_size * DIGEST_BYTES
-            if raw and raw[: self._table] + raw[end:] == header[: self._table] + header[end:]:
-                counts = [spec.num_experts for spec in self.contents.tensors]
-                rows = _sealed(self._key, bytes(raw[self._table : end]), counts)
-                self.finished = {index for index, row in enumerate(rows) if row and self._ends_well(index, row)}
+        contents = self.contents
+        with contextlib.suppress(UnusableContainerError, FileNotFoundError):
+            found = _read(self._part)
+            if found.identity == contents.identity:
+                self.finished = {
+                    index
+                    for index, spec in enumerate(contents.tensors)
+                    if spec.name in found.digests and self._ends_well(index, found.digests[spec.name][-1])
+                }
         if not self.finished:
             os.ftruncate(self._file.descriptor, 0)
-        free = shutil.disk_usage(self._part.parent).free
-        if self._missing() + self._left_free > free:
+        if self._missing() + self._left_free > shutil.disk_usage(self._part.parent).free:
             raise self._disk_full()
         if not self.finished:
-            self._file.write(0, memoryview(header))
-            os.ftruncate(self._file.descriptor, self.contents.size)
+            self._file.write(0, memoryview(contents.header))
+            os.ftruncate(self._file.descriptor, contents.size)
 
-    def _ends_well(self, index: int, row: Sequence[bytes]) -> bool:
+    def _ends_well(self, index: int, digest: bytes) -> bool:
         """Whether the last record of a sealed tensor is intact: a cheap check of the bytes most likely to be lost."""
         spec = self.contents.tensors[index]
         record = bytearray(spec.layout.nbytes)
         self._file.read_into(self.contents.offsets[index] + spec.nbytes - len(record), memoryview(record))
-        return bool(self._checksum(record) == row[-1])
+        return self._checksum(record) == digest
 
     def _missing(self) -> int:
         """Bytes of the file that are not yet allocated on disk."""
-        try:
-            held = getattr(self._part.stat(), "st_blocks", 0) * 512
-        except OSError:
-            held = 0
-        return max(self.contents.size - held, 0)
+        return max(self.contents.size - getattr(os.fstat(self._file.descriptor), "st_blocks", 0) * 512, 0)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
-"""Positional reads and writes from many threads, bypassing the page cache where the file system allows it.
+"""Positional reads and writes from many threads, past the page cache where the file system allows it.
 
 The page cache would hold a second copy of experts that are already in RAM, and evict pages that other programs need.
+What begins on a page, in the file and in memory, is read past it; everything else goes through it and is dropped again.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class DirectFile:
 
     Args:
         writable: open for writing too, creating the file if it does not exist.
-        direct: whether to try to bypass the page cache.
+        direct: whether to leave nothing of it in the page cache.
 
     Raises:
         OSError: it cannot be opened.
@@ -52,7 +53,7 @@ class DirectFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether aligned reads and writes bypass the page cache."""
+        """Whether aligned reads bypass the page cache."""
         return self._direct is not None
 
     @property
@@ -67,8 +68,25 @@ class DirectFile:
             OSError: the read failed.
             EOFError: the file ends too early.
         """
-        if self._fill(offset, target, len(target)) is None and self._past_cache and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._buffered, offset, len(target), os.POSIX_FADV_DONTNEED)
+        done, failed, direct = 0, False, self._direct_for(offset, target)
+        while done < len(target):
+            try:
+                count = self._read(self._buffered if direct is None else direct, offset + done, target[done:])
+            except OSError as error:
+                if direct is not None and error.errno == errno.EINVAL:
+                    direct = None  # the file system accepts the flag but rejects the read: fall back to buffered I/O
+                elif error.errno == errno.EIO and not failed:
+                    failed = True
+                else:
+                    raise
+                continue
+            if count == 0:
+                raise EOFError(f"{self.path} ends at byte {offset + done}")
+            done += count
+            if direct is not None and done % RECORD_ALIGNMENT:
+                direct = None
+        if direct is None:
+            self._drop(offset, len(target))
 
     def read_cached(self, offset: int, target: memoryview) -> int:
         """Copies what the page cache holds of these bytes, from the first one on; returns how many pages' bytes.
@@ -85,20 +103,6 @@ class DirectFile:
             pass
         return done if done == len(target) else done // RECORD_ALIGNMENT * RECORD_ALIGNMENT
 
-    def read_around(self, offset: int, nbytes: int, scratch: memoryview) -> memoryview:
-        """Reads `nbytes` from an unaligned offset into the aligned buffer `scratch`; returns the part that holds them.
-
-        Args:
-            scratch: page-aligned, two pages longer than `nbytes`.
-
-        Raises:
-            As `read_into`.
-        """
-        skip = offset % RECORD_ALIGNMENT
-        needed = skip + nbytes
-        self._fill(offset - skip, scratch[: -(-needed // RECORD_ALIGNMENT) * RECORD_ALIGNMENT], needed)
-        return scratch[skip:needed]
-
     def write(self, offset: int, data: memoryview) -> None:
         """Writes all of `data` at `offset`.
 
@@ -106,21 +110,14 @@ class DirectFile:
             OSError: the write failed, for example because the disk is full or the file too large.
         """
         done = 0
-        direct = self._direct_for(offset, data)
         while done < len(data):
-            part = data[done:]
-            try:
-                done += self._write(self._buffered if direct is None else direct, offset + done, part)
-            except OSError as error:
-                if direct is None or error.errno != errno.EINVAL:
-                    raise
-                direct = None
-            if direct is not None and done % RECORD_ALIGNMENT:
-                direct = None
+            done += self._write(self._buffered, offset + done, data[done:])
+        self._drop(offset, len(data))  # the system begins to write it to the disk
 
     def sync(self) -> None:
         """Blocks until everything written has reached the disk."""
         os.fsync(self._buffered)
+        self._drop(0, 0)
 
     def close(self) -> None:
         """Closes the file.  Idempotent."""
@@ -129,27 +126,10 @@ class DirectFile:
                 os.close(descriptor)
         self._direct, self._buffered = None, -1
 
-    def _fill(self, offset: int, target: memoryview, needed: int) -> int | None:
-        """Reads at least `needed` bytes; returns the direct descriptor if all reads went through it."""
-        done, failed = 0, False
-        direct = self._direct_for(offset, target)
-        while done < needed:
-            try:
-                count = self._read(self._buffered if direct is None else direct, offset + done, target[done:])
-            except OSError as error:
-                if direct is not None and error.errno == errno.EINVAL:
-                    direct = None  # the file system accepts the flag but rejects the read: fall back to buffered I/O
-                elif error.errno == errno.EIO and not failed:
-                    failed = True
-                else:
-                    raise
-                continue
-            if count == 0:
-                raise EOFError(f"{self.path} ends at byte {offset + done}")
-            done += count
-            if direct is not None and done % RECORD_ALIGNMENT:
-                direct = None
-        return direct
+    def _drop(self, offset: int, nbytes: int) -> None:
+        """From the page cache; 0 bytes are all that follow."""
+        if self._past_cache and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def _open_direct(self, flags: int) -> int | None:
         try:

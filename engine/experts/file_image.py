@@ -23,6 +23,8 @@ _PIECE = 8 * 2**20
 _READERS = 2
 """Reads in flight.  A fresh page costs as much time of a core as reading it: more readers slow the imports down that
 they run beside, and gain nothing later."""
+_AT_ONCE = threading.BoundedSemaphore(16)
+"""Reads in flight of all files: a disk without a head to move takes as many."""
 _LESS_URGENT = 10
 """Added to the readers' niceness: the imports take longer than reading does."""
 
@@ -54,25 +56,23 @@ class FileImage:
         except BaseException:
             self._file.close()
             raise
-        self._pieces = -(-size // _PIECE)
-        self._begun = self._whole = 0
-        self._apart = set[int]()
+        self._begun, self._reading = 0, set[int]()  # where the next piece begins, and those under way
         self._changed = threading.Condition()
         self._failure: OSError | None = None
         self._threads = [
             threading.Thread(target=self._read, name="file-image", daemon=True)
-            for _ in range(min(_READERS, self._pieces))
+            for _ in range(min(_READERS, -(-size // _PIECE)))
         ]
         for thread in self._threads:
             thread.start()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of RAM that are used so far: of a mapped file all, see `count_as_used`."""
+        """Bytes of RAM that are used so far, about: of a mapped file all, see `count_as_used`."""
         if self._mapped is not None:
             return len(self.bytes)
         with self._changed:
-            return min((self._whole + len(self._apart)) * _PIECE, len(self.bytes))
+            return self._complete
 
     def is_of(self, path: Path) -> bool:
         """Whether the file at this path still is the one that is read."""
@@ -88,12 +88,12 @@ class FileImage:
         Raises:
             OSError: the disk cannot read it, the file has become shorter, or the image was closed.
         """
-        pieces = -(-min(end, len(self.bytes)) // _PIECE)
+        end = min(end, len(self.bytes))
         with self._changed:
-            self._changed.wait_for(lambda: self._whole >= pieces or self._failure is not None, patience_s)
-            if self._whole < pieces and self._failure is not None:
+            self._changed.wait_for(lambda: self._complete >= end or self._failure is not None, patience_s)
+            if self._complete < end and self._failure is not None:
                 raise self._failure
-            return self._whole >= pieces
+            return self._complete >= end
 
     def close(self) -> None:
         """Stops reading and closes the file.  Idempotent.  The memory lives as long as anything that refers to it."""
@@ -106,16 +106,10 @@ class FileImage:
         if sys.platform == "linux":  # where this holds for a thread
             with contextlib.suppress(OSError):  # a sandbox may not let it
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LESS_URGENT)
-        while (piece := self._next()) is not None:
-            begin = piece * _PIECE
-            target = self.bytes[begin : begin + _PIECE]
+        while (begin := self._next()) is not None:
             try:
-                if self._mapped is not None:
-                    self._mapped.read(begin, len(target))
-                else:
-                    cached = self._file.read_cached(begin, target)
-                    if cached < len(target):
-                        self._file.read_into(begin + cached, target[cached:])
+                with _AT_ONCE:
+                    self._read_piece(begin, self.bytes[begin : begin + _PIECE])
             except EOFError:
                 self._fail(OSError(0, "the file is cut short"))
             except OSError as error:
@@ -123,22 +117,31 @@ class FileImage:
             except Exception as error:  # nobody may wait for ever
                 self._fail(OSError(0, f"reading it failed ({type(error).__name__})"))
             else:
-                self._there(piece)
+                with self._changed:
+                    self._reading.discard(begin)
+                    self._changed.notify_all()
+
+    def _read_piece(self, begin: int, target: memoryview) -> None:
+        if self._mapped is not None:
+            self._mapped.read(begin, len(target))
+            return
+        cached = self._file.read_cached(begin, target)
+        if cached < len(target):
+            self._file.read_into(begin + cached, target[cached:])
+
+    @property
+    def _complete(self) -> int:
+        """Bytes from the beginning that are there."""
+        return min(self._begun, *self._reading, len(self.bytes))
 
     def _next(self) -> int | None:
         with self._changed:
-            if self._failure is not None or self._begun == self._pieces:
+            begin = self._begun
+            if self._failure is not None or begin >= len(self.bytes):
                 return None
-            self._begun += 1
-            return self._begun - 1
-
-    def _there(self, piece: int) -> None:
-        with self._changed:
-            self._apart.add(piece)
-            while self._whole in self._apart:
-                self._apart.remove(self._whole)
-                self._whole += 1
-            self._changed.notify_all()
+            self._reading.add(begin)
+            self._begun += _PIECE
+            return begin
 
     def _fail(self, failure: OSError) -> None:
         with self._changed:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine.checkpoint.gguf.types import BlockType
-from engine.experts.bank import BankLayer
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import RecordLayout
 from engine.formats import TiledFormat, WeightFormat
 from engine.formats.tiles import Pairing, TiledMatrix, TiledShape
 from engine.kernels.quantise import quantise_into
@@ -145,16 +144,3 @@ class BlockLayout(RecordLayout):
     def blocks_of(self, name: str) -> Sequence[tuple[str, BlockType]]:
         """The parts of a matrix that are in blocks, and their types; empty if it is in plain numbers."""
         return dict(self.kinds).get(name, ())
-
-
-def quantise_layer(plain: BankLayer, target: BankLayer, kernels: NativeKernels | None = None) -> None:
-    """Quantises all experts of `plain`, in RAM, into the records of `target`, on any device."""
-    layout = target.layout
-    assert isinstance(layout, QuantisedLayout)
-    here = target.device.type == "cpu"
-    room = allocate_records(1, layout, torch.device("cpu"))[0]
-    for expert in range(plain.num_experts):
-        record = target.records[expert] if here else room
-        layout.quantise_record(plain.records[expert], record, kernels)
-        if not here:
-            target.records[expert].copy_(record)

@@ -1,4 +1,4 @@
-"""Records that are read from disk as they are needed, each made of ranges of files.
+"""Ranges of files, and records that are made of them: read while a model is loaded, or from disk as they are needed.
 
 Of a model's own files a record is gate, up and down, each where the file has it; of converted weights it is one range,
 with a checksum.  Where a range begins on a page it is read past the page cache; else through it, and dropped again.
@@ -19,6 +19,54 @@ from engine.experts.record import LayerSpec, RecordTable
 
 Place = tuple[Path, int]
 """A file, and where in it something begins."""
+
+
+class OpenFiles:
+    """Files that ranges are read from, opened with the first; safe to use from several threads.
+
+    Args:
+        direct: whether to leave nothing of them in the page cache.
+    """
+
+    def __init__(self, *, direct: bool) -> None:
+        self._direct, self._files = direct, dict[Path, DirectFile]()
+
+    @property
+    def are_direct(self) -> bool:
+        """Whether aligned reads of all of them bypass the page cache."""
+        return all(file.is_direct for file in self._files.values())
+
+    def open(self, path: Path) -> DirectFile:
+        """The file at this path.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED` if it cannot be opened.
+        """
+        file = self._files.get(path)
+        if file is None:
+            try:
+                file = self._files[path] = DirectFile(path, direct=self._direct)
+            except OSError as error:
+                raise unreadable(path, error) from error
+        return file
+
+    def read(self, path: Path, offset: int, target: memoryview) -> int:
+        """Fills memory; returns its size.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
+        """
+        try:
+            self.open(path).read_into(offset, target)
+        except (OSError, EOFError) as error:
+            raise unreadable(path, error) from error
+        return len(target)
+
+    def close(self) -> None:
+        """Closes all of them.  Idempotent."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +103,15 @@ class RecordRanges:
         self, table: RecordTable, parts: Sequence[Sequence[Part]], container: Container | None = None, *, direct: bool
     ) -> None:
         self.table, self._parts, self._container = table, parts, container
-        self._files: dict[Path, DirectFile] = {}
-        self.is_direct = False
+        self._files = OpenFiles(direct=direct)
         try:
-            for each in (part.places for layer in parts for part in layer):
-                for path in {place[0] for place in each} if not isinstance(each, memoryview) else ():
-                    if path not in self._files:
-                        self._files[path] = DirectFile(path, direct=direct)
-        except OSError as error:
+            for each in (part.places for layer in parts for part in layer if not isinstance(part.places, memoryview)):
+                for path in {place[0] for place in each}:
+                    self._files.open(path)
+        except BaseException:
             self.close()
-            raise unreadable(Path(str(error.filename)), error) from error
-        self.is_direct = bool(container) and all(file.is_direct for file in self._files.values())
+            raise
+        self.is_direct = bool(container) and self._files.are_direct
 
     @classmethod
     def of(cls, container: Container, layers: Sequence[LayerSpec], *, direct: bool = True) -> RecordRanges:
@@ -130,9 +176,7 @@ class RecordRanges:
 
     def close(self) -> None:
         """Closes the files.  Idempotent."""
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        self._files.close()
 
     def _fill(self, layer: int, expert: int, begin: int, target: memoryview) -> None:
         end, at = begin + len(target), begin
@@ -148,10 +192,7 @@ class RecordRanges:
                 room[:] = part.places[start : start + len(room)]
             else:
                 path, offset = part.places[expert]
-                try:
-                    self._files[path].read_into(offset + start, room)
-                except (OSError, EOFError) as error:
-                    raise unreadable(path, error) from error
+                self._files.read(path, offset + start, room)
             at = last
         if end > at:
             target[at - begin :] = bytes(end - at)
@@ -159,5 +200,8 @@ class RecordRanges:
 
 def unreadable(path: Path, error: OSError | EOFError) -> EngineError:
     """The error for a file of weights."""
-    why = error.strerror if isinstance(error, OSError) and error.strerror else "it has become shorter"
-    return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} cannot be read ({why}): check the disk.")
+    why = error.strerror if isinstance(error, OSError) else "it is cut short, or has become shorter"
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"{path} cannot be read ({why or type(error).__name__}): check the disk, or download the model again.",
+    )

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import Protocol
 
 import torch
 
@@ -26,23 +25,23 @@ _LENT_SHARE = 4
 """Non-urgent copies may hold one RAM slot in so many: steps need the others."""
 
 
-class Held(Protocol):
-    """Records of one layer, pinned in RAM until released."""
+class Held:
+    """Records of one layer, pinned in RAM until released; of this class if all of the layer's are there and stay.
 
-    @property
-    def rows(self) -> Mapping[int, int]:
-        """Expert -> its row in the records of the CPU's kernel."""
+    Attributes:
+        rows: expert -> its row in the records of the CPU's kernel.
+        arriving: experts still being read -> a future, done when they have arrived; EngineError if a read fails.
+        left: experts that got no slot: release others, then acquire these.
+    """
 
-    @property
-    def arriving(self) -> Mapping[int, Future[None]]:
-        """Experts still being read -> a future, done when they have arrived; EngineError if a read fails."""
-
-    @property
-    def left(self) -> Sequence[int]:
-        """Experts that got no slot: release others, then acquire these."""
+    def __init__(self, records: torch.Tensor, rows: Mapping[int, int]) -> None:
+        self._records, self.rows = records, rows
+        self.arriving: Mapping[int, Future[None]] = {}
+        self.left: Sequence[int] = ()
 
     def record(self, expert: int) -> torch.Tensor:
         """[record bytes], uint8."""
+        return self._records[self.rows[expert]]
 
     def until(self, expert: int, copied: Event) -> None:
         """Keeps the record after its release until this copy of it has ended."""
@@ -51,24 +50,27 @@ class Held(Protocol):
         """Releases these experts, or all.  Idempotent."""
 
 
-class RecordSource(Protocol):
-    """One layer's records."""
+class RecordSource:
+    """One layer's records; of this class if all of them are in RAM and stay there.
 
-    @property
-    def num_experts(self) -> int:
-        """Number of experts in the layer."""
+    Args:
+        bank: the records.
+        kernel: the CPU's, which takes rows of `Held` as expert ids.
 
-    @property
-    def kernel(self) -> ExpertKernel:
-        """The CPU's kernel, which takes rows of `Held` as expert ids."""
+    Attributes:
+        has_all: whether all records are always in RAM.
+    """
 
-    @property
-    def has_all(self) -> bool:
-        """Whether all records are always in RAM."""
+    has_all = True
+
+    def __init__(self, bank: BankLayer, kernel: ExpertKernel) -> None:
+        self._records, self.kernel = bank.records, kernel
+        self.num_experts = bank.num_experts
 
     @property
     def lendable(self) -> int:
         """How many more records non-urgent copies may hold."""
+        return 2**31
 
     def acquire(self, experts: Sequence[int]) -> Held:
         """Pins these distinct experts, and starts reading missing ones.  May pin none of them.
@@ -76,18 +78,23 @@ class RecordSource(Protocol):
         Raises:
             EngineError: the model has been closed.
         """
+        return Held(self._records, {expert: expert for expert in experts})
 
     def acquire_ahead(self, experts: Sequence[int]) -> Held:
         """As `acquire`, but never blocks, for callers with other experts to compute meanwhile."""
+        return self.acquire(experts)
 
     def hold_present(self, experts: Sequence[int]) -> Held:
         """Pins those of them that are in RAM now, without counting a use, so eviction order does not change."""
+        return self.acquire(experts)
 
-    def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
+    def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:  # noqa: ARG002
         """Starts reading missing experts; see `RamTier.prefetch`."""
+        return 0
 
     def wait_for_copies(self) -> bool:
         """Waits until a copy that holds a record has ended; False if there is none."""
+        return False
 
 
 class Arrivals:
@@ -171,57 +178,6 @@ class Arrivals:
             raise EngineError(ErrorCode.INTERNAL, "All slots for experts in RAM are in use and none is being released.")
 
 
-class _InRam:
-    """All records, always."""
-
-    arriving: Mapping[int, Future[None]] = {}
-    left: Sequence[int] = ()
-
-    def __init__(self, records: torch.Tensor, experts: Sequence[int]) -> None:
-        self._records = records
-        self.rows = {expert: expert for expert in experts}
-
-    def record(self, expert: int) -> torch.Tensor:
-        return self._records[expert]
-
-    def until(self, expert: int, copied: Event) -> None:
-        pass
-
-    def release(self, experts: Iterable[int] | None = None) -> None:
-        pass
-
-
-class RamRecords:
-    """All of a layer's records are in RAM and stay there.
-
-    Args:
-        bank: the records.
-        kernel: the CPU's, bound to them.
-    """
-
-    has_all = True
-    lendable = 2**31
-
-    def __init__(self, bank: BankLayer, kernel: ExpertKernel) -> None:
-        self._records = bank.records
-        self.kernel = kernel
-        self.num_experts = bank.num_experts
-
-    def acquire(self, experts: Sequence[int]) -> Held:
-        """See `RecordSource.acquire`."""
-        return _InRam(self._records, experts)
-
-    acquire_ahead = hold_present = acquire
-
-    def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:  # noqa: ARG002
-        """See `RecordSource.prefetch`."""
-        return 0
-
-    def wait_for_copies(self) -> bool:
-        """See `RecordSource.wait_for_copies`."""
-        return False
-
-
 class LentSlots:
     """Slots of a RAM tier pinned by copies to devices.  Shared by all layers and devices of a tier; thread-safe."""
 
@@ -259,19 +215,14 @@ class LentSlots:
         return bool(copies)
 
 
-class _InSlots:
+class _InSlots(Held):
     """Experts in slots of a tier."""
 
     def __init__(self, lent: LentSlots, slots: torch.Tensor, acquired: Acquired) -> None:
-        self._lent, self._slots, self._layer = lent, slots, acquired.layer
-        self.rows: Mapping[int, Slot] = dict(acquired.slots)
-        self.arriving: Mapping[int, Future[None]] = acquired.arriving
-        self.left: Sequence[int] = acquired.left
-        self._held = acquired.slots
+        super().__init__(slots, dict(acquired.slots))
+        self.arriving, self.left = acquired.arriving, acquired.left
+        self._lent, self._layer, self._held = lent, acquired.layer, acquired.slots
         self._copies: dict[int, list[Event]] = {}
-
-    def record(self, expert: int) -> torch.Tensor:
-        return self._slots[self.rows[expert]]
 
     def until(self, expert: int, copied: Event) -> None:
         self._copies.setdefault(expert, []).append(copied)
@@ -291,7 +242,7 @@ class _InSlots:
             self._lent.tier.release(Acquired(self._layer, unread))
 
 
-class TierRecords:
+class TierRecords(RecordSource):
     """A layer's records in slots of a RAM tier over disk.
 
     Args:
@@ -301,38 +252,31 @@ class TierRecords:
         kernel: the CPU's, bound to the tier's slots of this layer.
     """
 
+    has_all = False
+
     def __init__(self, lent: LentSlots, layer: int, num_experts: int, kernel: ExpertKernel) -> None:
         self._lent, self._tier, self._layer = lent, lent.tier, layer
-        self.num_experts = num_experts
-        self.kernel = kernel
-
-    has_all = False
+        self.num_experts, self.kernel = num_experts, kernel
 
     @property
     def lendable(self) -> int:
-        """See `RecordSource.lendable`."""
         return self._tier.capacity(self._layer) // _LENT_SHARE - len(self._lent)
 
     def acquire(self, experts: Sequence[int]) -> Held:
-        """See `RecordSource.acquire`."""
         self._lent.settle()
         return self._in_slots(self._tier.acquire(self._layer, experts))
 
     def acquire_ahead(self, experts: Sequence[int]) -> Held:
-        """See `RecordSource.acquire_ahead`."""
         self._lent.settle()
         return self._in_slots(self._tier.acquire_ahead(self._layer, experts))
 
     def hold_present(self, experts: Sequence[int]) -> Held:
-        """See `RecordSource.hold_present`."""
         return self._in_slots(self._tier.hold(self._layer, experts))
 
     def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        """See `RecordSource.prefetch`."""
         return self._tier.prefetch(self._layer, experts, dead)
 
     def wait_for_copies(self) -> bool:
-        """See `RecordSource.wait_for_copies`."""
         return self._lent.wait()
 
     def _in_slots(self, acquired: Acquired) -> Held:

@@ -78,8 +78,8 @@ def quantise_on_cards(
         matrices = []
         for name in names:
             module, of_this = known[name]
-            made = stored.matrix(name, kernels) if stored is not None else None
-            matrices.append(made if made is not None else _quantised(module.weight, of_this, kernels))
+            made = stored.matrix(name) if stored is not None else _quantised(module.weight, of_this, kernels)
+            matrices.append(made)
         biases = [m.bias.detach() if m.bias is not None else None for m, _ in (known[name] for name in names)]
         place = place_of(names[0])
         on_card = kernels_of(place) if all(_is_read(known[name][1]) for name in names) else None

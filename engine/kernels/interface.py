@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
@@ -77,6 +78,12 @@ class LayerRecords(Protocol):
     def stacked(self) -> Mapping[str, torch.Tensor]: ...
     @property
     def rows(self) -> Mapping[str, Sequence[torch.Tensor]]: ...
+
+
+def are_even(rows: Sequence[torch.Tensor]) -> bool:
+    """Whether they lie at equal distances, as those of a tensor do."""
+    places = [row.data_ptr() for row in rows]
+    return len({after - before for before, after in pairwise(places)}) <= 1
 
 
 class ExpertKernel(Protocol):

@@ -21,7 +21,7 @@ from engine.experts.latency import LatencyModel
 from engine.experts.misses.fetched import Fetched
 from engine.experts.misses.on_cpu import OnCpu
 from engine.experts.record import allocate_records
-from engine.experts.record_source import RamRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import VramCache
 from engine.hardware.measured import CallTime
 from engine.kernels import choose_kernel
@@ -137,7 +137,7 @@ class _Shared:
         self._activations = Activations(device)
         try:
             latency = LatencyModel("bf16", records.layout.nbytes, 1e-5, 0.0, 1e-5, 1, 0.0, 0.0, 1e9)
-            source = RamRecords(records, _kernel(records, native))
+            source = RecordSource(records, _kernel(records, native))
             self._layer = HybridExperts(
                 self._cache, 0, source, lambda held: _kernel(held, own), latency, self._activations, Fetched.name
             )

@@ -23,6 +23,7 @@ from engine.planner.engine_memory import (
     headroom_bytes,
     ram_usable,
     records_nbytes,
+    written_bytes,
 )
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
@@ -115,4 +116,5 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
         headroom=max(0, total - limits.ram_of_others - usable),
         other_programs=limits.ram_of_others,
     )
-    return EngineMemory(card, ram, experts if held < experts else 0)
+    on_disk = held < experts
+    return EngineMemory(card, ram, experts if on_disk else 0, written=written_bytes(costs, from_disk=on_disk))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from engine.checkpoint.model_shape import ModelShape
 from engine.common import footprint
 from engine.common.config import EngineConfig, Misses
-from engine.formats import STORED, as_stored, careful, format_of, head_format
+from engine.formats import BF16, STORED, as_stored, careful, format_of, head_format
 from engine.hardware.machine import GpuProfile
 from engine.planner.costs import Costs
 from engine.planner.memory import MemoryRule
@@ -16,11 +16,13 @@ from engine.planner.placement import (
     Budgets,
     DeviceBudget,
     Experts,
+    Made,
     NotEnoughRamError,
     Placement,
     Sizes,
     Weights,
-    decide,
+    converted_bytes,
+    resolve,
 )
 from engine.planner.plan_parts import Limits, TierBytes
 
@@ -33,6 +35,7 @@ class EngineMemory:
         card: None if everything is on the CPU.
         ram: weights and caches in RAM.
         disk: experts that do not fit into RAM.
+        written: what loading has to write of them to disk: those that are no ranges of the model's files.
         slots: experts on the card, without staging.
         all_experts: whether all experts stay on the card.
     """
@@ -42,6 +45,7 @@ class EngineMemory:
     disk: int = 0
     slots: int = 0
     all_experts: bool = False
+    written: int = 0
 
 
 def records_nbytes(model: ModelShape, precision: str) -> tuple[int, ...]:
@@ -72,15 +76,30 @@ def dense_in_ram(model: ModelShape, precision: str) -> int:
         return model.stored.dense_bytes
     if not format_of(precision).is_tiled:
         return as_stored(precision).width * model.non_expert_weights
+    routers, head = model.moe_layers * model.hidden * model.experts, model.vocabulary * model.hidden
+    return quantised_linears(model, precision) + 2 * (routers + head)
+
+
+def quantised_linears(model: ModelShape, precision: str) -> int:
+    """Bytes of the linear layers that are quantised with the experts; 0 if the files have them so, or none are."""
+    if precision == STORED and model.stored is not None:
+        return 0 if model.stored.is_in_place else sum(model.stored.layers)
+    if not format_of(precision).is_tiled:
+        return 0
     layers, of_head = format_of(careful(precision, model.total_weights)), format_of(head_format(precision))
-    head = model.vocabulary * model.hidden
-    routers = model.moe_layers * model.hidden * model.experts
-    linear = model.non_expert_weights - model.embedding_weights - routers
-    return (
-        sum(layers.part_bytes(1 + linear // model.hidden, model.hidden))
-        + sum(of_head.part_bytes(model.vocabulary, model.hidden))
-        + 2 * (routers + head)
+    linear = model.non_expert_weights - model.embedding_weights - model.moe_layers * model.hidden * model.experts
+    return sum(layers.part_bytes(1 + linear // model.hidden, model.hidden)) + sum(
+        of_head.part_bytes(model.vocabulary, model.hidden)
     )
+
+
+def _made(model: ModelShape, precision: str) -> Made:
+    """Whether experts are made; those of plain numbers are taken to lie in the files as the library has them."""
+    if precision == STORED and model.stored is not None:
+        return Made.NEVER if model.stored.is_in_place else Made.ONCE
+    if format_of(precision).is_tiled:
+        return Made.ONCE
+    return Made.NEVER if precision == BF16.name and model.stored is None else Made.FOR_DISK
 
 
 def dense_on_card(costs: Costs) -> int:
@@ -201,14 +220,20 @@ def engine_memory(
         cache_ways=ways,
     )
     try:
-        placement = decide(
-            sizes_of(costs, limits, [costs.precision]), budgets_of(costs, limits, on_card=on_card), config
+        placement = resolve(
+            config, budgets_of(costs, limits, on_card=on_card), sizes_of(costs, limits, [costs.precision])
         )
     except NotEnoughRamError:
         return None
     if on_card and not placement.devices:
         return None
     return memory_of(placement, costs, limits)
+
+
+def written_bytes(costs: Costs, *, from_disk: bool) -> int:
+    """Room on disk without which a model whose experts are, or are not, read from there cannot be loaded."""
+    nbytes, must = converted_bytes(_weights(costs), from_disk=from_disk)
+    return nbytes if must else 0
 
 
 def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemory:
@@ -219,7 +244,8 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
     """
     ram = placement.ram
     if not placement.devices:
-        return EngineMemory(None, _ram(costs, limits, ram.experts, dense=True), placement.on_disk)
+        whole = _ram(costs, limits, ram.experts, dense=True)
+        return EngineMemory(None, whole, placement.on_disk, written=placement.written)
     devices, gpu = placement.devices, costs.machine.gpu
     assert gpu is not None
     card = TierBytes(
@@ -233,7 +259,12 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
         other_programs=limits.vram_of_others,
     )
     return EngineMemory(
-        card, _ram(costs, limits, ram.experts), placement.on_disk, placement.slots, placement.all_experts
+        card,
+        _ram(costs, limits, ram.experts),
+        placement.on_disk,
+        placement.slots,
+        placement.all_experts,
+        placement.written,
     )
 
 
@@ -252,13 +283,14 @@ def _weights(costs: Costs) -> Weights:
         elsewhere,
         in_ram,
         tuple(
-            Experts(record, model.experts, layer, records.index(record))
+            Experts(record, model.experts, layer, records.index(record), made=_made(model, precision))
             for layer, record in enumerate(records, model.dense_layers)
         )
         if model.experts
         else (),
         _working_bytes(model, precision),
         in_ram if is_quantised else 0,
+        quantised_linears(model, precision),
     )
 
 

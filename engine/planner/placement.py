@@ -1,8 +1,8 @@
-"""Where the parts of a model go: decided in one place, from sizes and budgets, for planning and loading alike.
+"""Where the parts of a model go, and what of them is converted: decided in one place, for planning and loading alike.
 
 A plan estimates the sizes from a model's shape, and loading reads them from the checkpoint's headers.  Both pass them
-to the same function, so a plan and the loaded model cannot drift apart.  Nothing here allocates memory, queries the
-machine or modifies its arguments.
+to `resolve`, so a plan and the loaded model cannot drift apart.  Nothing here allocates memory, queries the machine or
+modifies its arguments.
 
 Decoder layers are cut into runs, one per device.  A device holds its dense weights, room for one chunk of a prompt and
 for a first context; the rest of its memory takes all experts, or as many slots as fit.  What is not on a device is in
@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from engine.common import footprint
-from engine.common.config import EngineConfig
+from engine.common.config import CacheSettings, EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
 from engine.planner.precision import Reach, best_in_reach
@@ -26,7 +26,22 @@ _KEPT_FREE = 10
 disk."""
 
 
+WORTH_KEEPING = 64 * 2**20
+"""Bytes below which converting takes no time to speak of, and is done anew each time."""
+
+
 # Sizes of a model
+
+
+class Made(StrEnum):
+    """Whether the records of experts have to be made of what a checkpoint's files hold."""
+
+    NEVER = "never"
+    """They are ranges of those files."""
+    FOR_DISK = "for_disk"
+    """While the model is loaded, unless they are to be read from disk as they are needed: then once, into a file."""
+    ONCE = "once"
+    """Making them takes time, so a file keeps them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +54,7 @@ class Experts:
         layer: index of the decoder layer; None for experts outside the decoder layers.
         layout: equal for experts whose records have the same layout, which can share slots.
         is_on_demand: whether experts can be loaded one by one when needed; else all of them stay in memory.
+        made: whether, and when, a file of converted weights holds them.
     """
 
     record: int
@@ -46,6 +62,7 @@ class Experts:
     layer: int | None = None
     layout: int = 0
     is_on_demand: bool = True
+    made: Made = Made.NEVER
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +82,7 @@ class Weights:
         experts: experts of each layer that has any.
         working: additional RAM needed while experts are loaded.
         working_for_devices: more of it, needed when the dense weights go to devices.
+        linears: those of linear layers that are quantised, which a file keeps if it keeps anything.
     """
 
     precision: str
@@ -74,6 +92,7 @@ class Weights:
     experts: tuple[Experts, ...] = ()
     working: int = 0
     working_for_devices: int = 0
+    linears: int = 0
 
     @property
     def experts_nbytes(self) -> int:
@@ -135,11 +154,13 @@ class Budgets:
         ram_free: RAM that the machine and its control groups leave free.
         ram_allowed: RAM that the user allows; None for all.
         devices: devices other than the CPU.
+        keeps: whether a file may keep what is converted, though it need not.
     """
 
     ram_free: int
     ram_allowed: int | None = None
     devices: tuple[DeviceBudget, ...] = ()
+    keeps: bool = True
 
     @property
     def ram_usable(self) -> int:
@@ -276,6 +297,8 @@ class Placement:
         context_tokens: context that fits on the devices if experts make room, at most the one requested.
         ram: contents of the RAM.
         on_disk: bytes of experts that are read from disk when needed.
+        converted: bytes that a file keeps of what was converted, whether it is there yet or not.
+        must_be_kept: whether experts are read from it: without room for it on the disk the model cannot be loaded.
         notes: parts of the request that could not be met.
     """
 
@@ -287,7 +310,14 @@ class Placement:
     context_tokens: int
     ram: InRam
     on_disk: int = 0
+    converted: int = 0
+    must_be_kept: bool = False
     notes: tuple[Note, ...] = ()
+
+    @property
+    def written(self) -> int:
+        """Bytes for which the disk needs room, for the model to be loaded at all."""
+        return self.converted if self.must_be_kept else 0
 
     @property
     def slots(self) -> int:
@@ -305,17 +335,19 @@ class Placement:
 # The decision
 
 
-def decide(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement:
+def resolve(config: EngineConfig, machine: Budgets, file: Sizes) -> Placement:
     """Places a model's parts.
 
     Args:
-        sizes: with one precision, or with all that `auto` may choose from.
         config: settings of the experts' cache, and the context if one was requested.
+        file: the model, in one precision or in all that `auto` may choose from.
 
     Raises:
         NotEnoughRamError: no precision fits; the message is about the last one.
     """
-    found, refused = _in_each_precision(sizes, budgets, config)
+    roomy = file.context_tokens if config.context_tokens else min(file.context_tokens, footprint.ROOMY_KV_TOKENS)
+    sizes, budgets = file, machine
+    found, refused = _in_each_precision(sizes, budgets, config.cache, roomy)
     if not found:
         raise refused[-1]
     chosen = best_in_reach({each.precision: each.reach for each in found}) if len(sizes.weights) > 1 else None
@@ -360,34 +392,46 @@ def least_ram(sizes: Sizes) -> int:
     return fixed + _fewest_slot_bytes(on_demand, max(sizes.experts_per_token, 1))
 
 
-def cache_slots(budget: int, record: int, every: int, share: float, config: EngineConfig) -> tuple[int, int, int]:
+def cache_slots(budget: int, record: int, every: int, share: float, cache: CacheSettings) -> tuple[int, int, int]:
     """(slots of an expert cache, slots that experts pass through, slots requested).
 
     Args:
         budget: bytes for both kinds of slots.
         record: bytes of a slot.
         every: number of experts; more slots are useless.
-        share: this cache's share of the slots requested in `config`.
+        share: this cache's share of the slots that were requested.
     """
-    staging = footprint.staging_slots(budget, record, every, config.misses, config.cache_slots)
-    most = max(0, budget // record - staging) if config.misses != "layer" else 0
-    wanted = every if config.cache_slots is None else min(round(config.cache_slots * share), every)
+    staging = footprint.staging_slots(budget, record, every, cache.misses, cache.slots)
+    most = max(0, budget // record - staging) if cache.misses != "layer" else 0
+    wanted = every if cache.slots is None else min(round(cache.slots * share), every)
     return min(wanted, most), staging, wanted
 
 
 def _in_each_precision(
-    sizes: Sizes, budgets: Budgets, config: EngineConfig
+    sizes: Sizes, budgets: Budgets, cache: CacheSettings, roomy: int
 ) -> tuple[list[Placement], list[NotEnoughRamError]]:
     found, refused = [], []
     for weights in sizes.weights:
         try:
-            found.append(_place(sizes, weights, budgets, config))
+            placed = _place(sizes, weights, budgets, cache, roomy)
         except NotEnoughRamError as error:
             refused.append(error)
+            continue
+        nbytes, must = converted_bytes(weights, from_disk=placed.on_disk > 0)
+        found.append(replace(placed, converted=nbytes if must or budgets.keeps else 0, must_be_kept=must))
     return found, refused
 
 
-def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfig) -> Placement:
+def converted_bytes(weights: Weights, *, from_disk: bool) -> tuple[int, bool]:
+    """(bytes that are converted into a file, whether there is no doing without it)."""
+    kinds = (Made.ONCE, Made.FOR_DISK) if from_disk else (Made.ONCE,)
+    experts = sum(each.nbytes for each in weights.experts if each.is_on_demand and each.made in kinds)
+    must = from_disk and experts > 0
+    nbytes = experts + weights.linears
+    return (nbytes if must or nbytes >= max(WORTH_KEEPING, 1) else 0), must
+
+
+def _place(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettings, roomy: int) -> Placement:
     """The placement in one precision."""
     of_layer = split_layers(sizes.layers, sizes.elsewhere, [device.total for device in budgets.devices])
     needs = [_need(sizes, weights, of_layer, index, device) for index, device in enumerate(budgets.devices)]
@@ -398,15 +442,16 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
     room = min(need.activations for need in needs)  # every device processes the same chunk
     needs = [replace(need, activations=room) for need in needs]
     all_experts = not weights.experts or (
-        (_is_default(config) or any(need.device.is_unified for need in needs))
+        (_is_default(cache) or any(need.device.is_unified for need in needs))
         and all(
-            _fits_whole(sizes, sum(each.nbytes for each in _experts_on(index, weights, of_layer)), need, config)
+            need.with_experts(sum(each.nbytes for each in _experts_on(index, weights, of_layer)), roomy)
+            <= need.device.free
             for index, need in enumerate(needs)
         )
     )
     unified = next((need for need in needs if need.device.is_unified), None)
     if unified is not None and not all_experts:
-        needed = _whole_nbytes(sizes, weights.experts_nbytes, unified, config)
+        needed = unified.with_experts(weights.experts_nbytes, roomy)
         return _on_cpu(
             sizes, weights, budgets, (Note(NoteCode.NO_SLOTS, needed, unified.device.free, unified.device.name),)
         )
@@ -415,7 +460,7 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
     return Placement(
         precision=weights.precision,
         devices=tuple(
-            _on_device(weights, of_layer, index, need, config, all_experts=all_experts)
+            _on_device(weights, of_layer, index, need, cache, all_experts=all_experts)
             for index, need in enumerate(needs)
         ),
         of_layer=of_layer,
@@ -430,7 +475,7 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, config: EngineConfi
 def _on_cpu(sizes: Sizes, weights: Weights, budgets: Budgets, notes: tuple[Note, ...]) -> Placement:
     ram, on_disk = _in_ram(sizes, weights, budgets, dense=weights.dense_in_ram, experts=weights.experts)
     return Placement(
-        weights.precision, (), (), False, footprint.SHORT_TOKENS, sizes.context_tokens, ram, on_disk, notes
+        weights.precision, (), (), False, footprint.SHORT_TOKENS, sizes.context_tokens, ram, on_disk, notes=notes
     )
 
 
@@ -449,6 +494,10 @@ class _Need:
     @property
     def least(self) -> int:
         return self.dense + self.activations + self.fewest_context * self.kv_per_token
+
+    def with_experts(self, experts: int, context_tokens: int) -> int:
+        """With these bytes of experts, and a context that they never have to make room for."""
+        return self.dense + experts + self.activations + context_tokens * self.kv_per_token
 
     def context_room(self, wanted: int) -> int:
         if not self.kv_per_token:
@@ -477,9 +526,9 @@ def _need(sizes: Sizes, weights: Weights, of_layer: Sequence[int], index: int, d
     )
 
 
-def _is_default(config: EngineConfig) -> bool:
-    """Whether the configuration leaves the cache to the engine."""
-    return config.cache_slots is None and config.misses == "mixed"
+def _is_default(cache: CacheSettings) -> bool:
+    """Whether the cache is left to the engine."""
+    return cache.slots is None and cache.misses == "mixed"
 
 
 def _experts_on(index: int, weights: Weights, of_layer: Sequence[int]) -> list[Experts]:
@@ -487,20 +536,8 @@ def _experts_on(index: int, weights: Weights, of_layer: Sequence[int]) -> list[E
     return [each for each in weights.experts if _device_of(each.layer, of_layer) == index]
 
 
-def _fits_whole(sizes: Sizes, experts: int, need: _Need, config: EngineConfig) -> bool:
-    """Whether these bytes of experts fit, with a context that they would never have to make room for."""
-    return _whole_nbytes(sizes, experts, need, config) <= need.device.free
-
-
-def _whole_nbytes(sizes: Sizes, experts: int, need: _Need, config: EngineConfig) -> int:
-    """Bytes of a device with these of experts and such a context."""
-    longest = sizes.context_tokens
-    context = longest if config.context_tokens else min(longest, footprint.ROOMY_KV_TOKENS)
-    return need.dense + experts + need.activations + context * need.kv_per_token
-
-
 def _on_device(
-    weights: Weights, of_layer: Sequence[int], index: int, need: _Need, config: EngineConfig, *, all_experts: bool
+    weights: Weights, of_layer: Sequence[int], index: int, need: _Need, cache: CacheSettings, *, all_experts: bool
 ) -> OnDevice:
     kv = need.first_context * need.kv_per_token
     if all_experts:
@@ -514,21 +551,21 @@ def _on_device(
     for layout in dict.fromkeys(each.layout for each in mine):
         group = [each for each in mine if each.layout == layout]
         share = sum(each.nbytes for each in group) / total
-        count, staging = _slots_of(group, int(budget * share), share, config)
+        count, staging = _slots_of(group, int(budget * share), share, cache)
         slots += count
         held += count * group[0].record
         staged += staging * group[0].record
     return OnDevice(need.dense, held, staged, kv, need.activations, slots)
 
 
-def _slots_of(group: Sequence[Experts], budget: int, share: float, config: EngineConfig) -> tuple[int, int]:
+def _slots_of(group: Sequence[Experts], budget: int, share: float, cache: CacheSettings) -> tuple[int, int]:
     """(slots that stay, slots that experts pass through) for layers that share them, in whole segments of the pool."""
     record, most, layers = group[0].record, max(each.count for each in group), len(group)
     every = layers * most
-    wanted, staging, _ = cache_slots(budget, record, every, share, config)
-    piece = footprint.pool_segment_slots(wanted, every, config.cache_ways)
-    slots = piece * footprint.pool_segments(wanted, piece, layers, every, config.cache_ways)
-    return slots, min(2 * most, budget // record) if config.misses == "layer" else staging
+    wanted, staging, _ = cache_slots(budget, record, every, share, cache)
+    piece = footprint.pool_segment_slots(wanted, every, cache.ways)
+    slots = piece * footprint.pool_segments(wanted, piece, layers, every, cache.ways)
+    return slots, min(2 * most, budget // record) if cache.misses == "layer" else staging
 
 
 def _device_of(layer: int | None, of_layer: Sequence[int]) -> int:

@@ -94,6 +94,7 @@ def make_plan(
         alternatives=_alternatives(question, best, outcomes, measured=measured),
         roofline=roofline_picture(costs, workload),
         limits=limits,
+        written_bytes=memory.written,
     )
 
 

@@ -254,6 +254,7 @@ class Plan:
         helps: changes of the machine, the biggest gain first; what_helps: the first of them, in one sentence.
         alternatives: other policies and precisions, the fastest first.
         roofline: the diagram.
+        written_bytes: room on disk without which it cannot be loaded: for converted experts that are read from there.
     """
 
     machine: str
@@ -276,6 +277,7 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     roofline: RooflinePicture
     limits: Limits
+    written_bytes: int = 0
 
     def engine_config(self, model: str, device: str = "auto") -> EngineConfig:
         """The engine configuration that runs this plan.

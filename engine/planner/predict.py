@@ -18,7 +18,7 @@ from engine.hardware.machine import HardwareProfile
 from engine.planner.costs import Costs
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, memory_of, memory_rule, sizes_of
-from engine.planner.placement import NotEnoughRamError, decide
+from engine.planner.placement import NotEnoughRamError, resolve
 from engine.planner.plan_parts import Limits
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.requests import DECODE_STEPS, Setting, run_requests
@@ -124,7 +124,7 @@ def _placed(
     costs = engine_costs(machine, model, precisions[0], config.threads)
     budgets = budgets_of(costs, limits, on_card=limits.use_card)
     try:
-        placement = decide(sizes_of(costs, limits, precisions), budgets, config)
+        placement = resolve(config, budgets, sizes_of(costs, limits, precisions))
     except NotEnoughRamError:
         raise _does_not_fit(model, machine) from None
     costs = engine_costs(machine, model, placement.precision, config.threads, captures=config.graphs != "off")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -149,12 +149,10 @@ def ignore_phase(_phase: LoadPhase) -> None:
 
 
 class Arriving(Protocol):
-    """A file of weights that is still being read while the rest of a model is loaded; see `ArrivingFile`."""
+    """Files of weights that are still being read while the rest of a model is loaded; see `Files`."""
 
-    note: str
-
-    path: Path
-    serves_next: bool
+    @property
+    def paths(self) -> tuple[Path, ...]: ...
 
     def wait(self, cancelled: CancelCheck) -> None: ...
 
@@ -167,28 +165,30 @@ class LoadingParts(ModelParts):
 
     Attributes:
         devices: that were opened, until it is decided whether the model runs on them and what is where.
-        arriving: files that the experts of `bank` and the linear layers are used in.
-        prepared: the files that the next start can read.
+        files: that the experts of `bank` and the linear layers are used in.
         on_phase: is told what is done from now on.
     """
 
     devices: ModelDevices
     on_phase: OnPhase = ignore_phase
-    foresight: Foresight
-    arriving: list[Arriving] = field(default_factory=list)
-    prepared: tuple[Path, ...] = ()
+    files: Arriving | None = None
 
-    def wait_for_weights(self, cancelled: CancelCheck) -> None:
-        """Until all that is read for `bank` and for linear layers is there; see `Arriving.wait`."""
-        for each in self.arriving:
-            self.on_phase("reading")
-            each.wait(cancelled)
-        self.prepared = tuple(each.path for each in self.arriving if each.serves_next)
+    def wait_for_weights(self, cancelled: CancelCheck) -> tuple[Path, ...]:
+        """Until all that is read for `bank` and for linear layers is there; the files that the next start can read.
+
+        Raises:
+            As `Files.wait`.
+        """
+        if self.files is None or not self.files.paths:
+            return ()
+        self.on_phase("reading")
+        self.files.wait(cancelled)
+        return self.files.paths
 
     def close(self) -> None:
         """See `ModelParts.close`."""
-        for each in self.arriving:
-            each.close()  # first: they write into the bank
+        if self.files is not None:
+            self.files.close()  # first: they write into the bank
         super().close()
 
     def place(self, devices: Sequence[Device], layers: LayerDevices) -> None:

@@ -20,10 +20,10 @@ from engine.checkpoint.usage import is_any_known
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_up
-from engine.formats import AUTO, STORED
+from engine.formats import AUTO
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.profiles import EMULATED, with_emulated
-from engine.planner.engine_memory import all_records_nbytes, context_tokens
+from engine.planner.engine_memory import context_tokens
 from engine.planner.plan_parts import Limits, TierBytes
 from engine.planner.predict import DecodePrediction, predict_decode
 from engine.planner.workload import CHAT
@@ -50,7 +50,7 @@ class DiskBytes:
     Attributes:
         free: before the download; 0 if unknown.
         download: of the files.
-        bank: of the experts' records that are prepared from them, where loading writes these.
+        bank: of what loading has to convert of them: experts that are read from disk, but are no ranges of the files.
         bank_free: of the library's disk, which holds those records; None if downloads go to that disk, too.
     """
 
@@ -176,11 +176,12 @@ def fit_card(found: Sequence[tuple[Candidate, ModelShape | None]], look: Machine
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A model that fits: its memory, what it runs in, and its speed."""
+    """A model that fits: its memory, what it writes, what it runs in, and its speed."""
 
     card: TierBytes | None
     ram: TierBytes
     from_disk: int
+    written: int
     precision: str
     speed: FitSpeed
 
@@ -207,14 +208,11 @@ def _row(
         if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
             raise
         return _too_large(row, shape, look, limits, error)
-    reads_files = run.precision == STORED and held.stored is not None and held.stored.is_in_place
-    if run.from_disk and not reads_files:
-        disk = replace(disk, bank=all_records_nbytes(shape, run.precision))
     row = replace(
         row,
         card=run.card,
         ram=run.ram,
-        disk=disk,
+        disk=replace(disk, bank=run.written),
         from_disk=run.from_disk,
         speed=run.speed,
         precision=held.words(run.precision),
@@ -328,7 +326,7 @@ def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path |
             return timed
     memory = found.memory
     speed = FitSpeed(found.tokens_per_s, found.low, found.high, found.ttft_s, "estimated")
-    return _Run(memory.card, memory.ram, memory.disk, found.precision, speed)
+    return _Run(memory.card, memory.ram, memory.disk, memory.written, found.precision, speed)
 
 
 def _timed(shape: ModelShape, look: MachineLook, limits: Limits, config: EngineConfig) -> _Run | None:
@@ -338,7 +336,7 @@ def _timed(shape: ModelShape, look: MachineLook, limits: Limits, config: EngineC
         return None
     told = plan.speed
     speed = FitSpeed(told.decode_tokens_per_s, told.low, told.high, told.ttft_s, "measured here")
-    return _Run(plan.card, plan.ram, plan.disk_bytes, plan.precision, speed)
+    return _Run(plan.card, plan.ram, plan.disk_bytes, plan.written_bytes, plan.precision, speed)
 
 
 def _predicted(

@@ -168,6 +168,8 @@ def plan_text(plan: Plan) -> str:
     lines.append(_tier("RAM", plan.ram))
     if plan.disk_bytes:
         lines.append(f"{'disk':<14}{plan.disk_bytes / 1e9:.1f} GB of experts, read as they are needed")
+    if plan.written_bytes:
+        lines.append(f"{'':<14}{plan.written_bytes / 1e9:.1f} GB must be free there for what is converted once")
     if plan.card is not None and cache.all_experts:
         lines.append("All experts are on the card.")
     elif cache.slots:

@@ -15,7 +15,7 @@ from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import StepObserver
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import MIXED
-from engine.experts.record_source import RamRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import VramCache
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
@@ -75,7 +75,7 @@ class Layers:
             HybridExperts(
                 self.cache,
                 index,
-                RamRecords(bank, self.kernel(bank)),
+                RecordSource(bank, self.kernel(bank)),
                 self.kernel,
                 latency,
                 self.activations,

@@ -20,7 +20,7 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.devices.mps import MPS, AppleCards, left_note, left_to_cpu
 from engine.devices.opening import CARD_KINDS, automatic, open_automatic, open_devices
 from engine.kernels.gpu.proof import why_not
-from engine.planner.placement import Budgets, DeviceBudget, Experts, NoteCode, Sizes, Weights, decide
+from engine.planner.placement import Budgets, DeviceBudget, Experts, NoteCode, Sizes, Weights, resolve
 from engine.runtime.load.model import load_model
 from engine.verbs.options import device_name
 from tests.engine.on_devices import PROMPT, Reference, answer, chatting, reference
@@ -159,11 +159,11 @@ def test_a_plan_has_all_experts_there_or_nothing() -> None:
     sizes = Sizes("m", (weights,), (130, 130), 20, 0, 0, 8, 2)
     ample = DeviceBudget("mps:0", 1000, 1000, is_unified=True)
     config = EngineConfig("m", cache_slots=2)
-    placed = decide(sizes, Budgets(10**12, None, (ample,)), config)
+    placed = resolve(config, Budgets(10**12, None, (ample,)), sizes)
     assert (placed.all_experts, placed.slots, placed.notes) == (True, 8, ())
     tight = replace(ample, total=279, free=279)
-    placed = decide(sizes, Budgets(10**12, None, (tight,)), config)
+    placed = resolve(config, Budgets(10**12, None, (tight,)), sizes)
     assert (placed.devices, [note.code for note in placed.notes]) == ((), [NoteCode.NO_SLOTS])
     assert placed.notes[0].needed == 280
-    usual = decide(sizes, Budgets(10**12, None, (replace(tight, is_unified=False),)), config)
+    usual = resolve(config, Budgets(10**12, None, (replace(tight, is_unified=False),)), sizes)
     assert 0 < usual.slots < 8

@@ -25,7 +25,8 @@ from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
 from engine.experts.container import ContainerWriter
 from engine.experts.replay.trace_file import write_trace
-from engine.runtime.load import conversion, weights
+from engine.planner import placement
+from engine.runtime.load import conversion
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 from tests.peers import users_peers  # noqa: F401 - a fixture
@@ -295,7 +296,7 @@ def test_what_is_prepared_of_a_synthetic_model_is_not_left_behind(
         own(self)
         written.append(self.path)
 
-    monkeypatch.setattr(weights, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(placement, "WORTH_KEEPING", 0)
     monkeypatch.setattr(conversion, "_LEFT_FREE", 0)
     monkeypatch.setattr(ContainerWriter, "finish", finish)
     bench(capsys, "decode", "--model", TINY, "--tokens", "2", "--device", "cpu", "--precision", "int4")

@@ -67,7 +67,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     monkeypatch.setattr(binding, "nvidia_card", lambda place: found)
     monkeypatch.setattr(binding, "_maker", _on_card)
     monkeypatch.setattr(loading, "bind_dense", lambda *_: None)
-    monkeypatch.setattr(loading, "_graph_device", lambda parts, *_: parts.devices.devices[0])
+    monkeypatch.setattr(loading, "_graph_device", lambda _plan, parts: parts.devices.devices[0])
     return found
 
 

@@ -141,7 +141,7 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
     share_misses(monkeypatch)
     if request.param != "its kernels":
         return None
-    monkeypatch.setattr("engine.runtime.load.decision.is_held_quantised", lambda place: True)
+    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
     monkeypatch.setattr(dense, "SMALLEST", 256)
     found = replace(emulated_kernels(), most_few=4)
     # The CPU's experts, which lie in RAM of their own, are computed as before.

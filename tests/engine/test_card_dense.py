@@ -20,7 +20,7 @@ FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 @pytest.fixture(autouse=True)
 def as_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated device is taken for one that holds linear layers quantised; tiny layers are taken for large ones."""
-    monkeypatch.setattr("engine.runtime.load.decision.is_held_quantised", lambda place: True)
+    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
     monkeypatch.setattr(dense, "SMALLEST", 256)
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
 

@@ -75,7 +75,7 @@ def on_emulated_cards(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     products = CudaProducts(card)
     found = CardKernels(products, products.most_visits, None)
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    monkeypatch.setattr("engine.runtime.load.decision.is_held_quantised", lambda place: True)
+    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
     monkeypatch.setattr(dense, "SMALLEST", 256)
     for module in (kernels, dense):
         monkeypatch.setattr(module, "kernels_of", lambda place: found)

@@ -31,8 +31,8 @@ from engine.kernels.native import linear
 from engine.runtime.load import conversion as conversion_module
 from engine.runtime.load.checkpoint import read_headers
 from engine.runtime.load.conversion import Conversion, Converted, convert, made_again
-from engine.runtime.load.fill_bank import fill_bank
 from engine.runtime.load.library_models import quiet_library
+from engine.runtime.load.records import RecordMaker
 from engine.runtime.load.tensor_reader import TensorReader
 from tests.engine.made_up_records import CPU
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
@@ -69,7 +69,9 @@ def _nothing(_done: int, _total: int) -> None:
 def in_memory(source: Conversion) -> ExpertBank:
     bank, plan = ExpertBank(CPU), source.opened.plan
     with torch.no_grad(), quiet_library(), TensorReader(_nothing, lambda: False, 1, dtype=plan.dtype) as reader:
-        fill_bank(source.opened.model, source.sites, plan, reader, bank)
+        maker = RecordMaker(source.opened.model, plan, reader)
+        for site in source.sites:
+            maker.fill(site, bank.add_layer(site.name, site.num_experts, site.layout).records)
     return bank
 
 
@@ -122,13 +124,6 @@ def test_experts_in_fp8(tmp_path: Path) -> None:
         source = opened(folder, precision, linears=True)
         converted(source, tmp_path / f"{precision}.gguf")
         assert_holds(tmp_path / f"{precision}.gguf", source)
-
-
-def test_one_piece_of_memory_is_enough(mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversion_module, "_ONE_BUFFER_BELOW", 2**60)
-    source = opened(mixtral)
-    converted(source, tmp_path / "one.gguf")
-    assert_holds(tmp_path / "one.gguf", source)
 
 
 def test_files_of_different_models_and_precisions_do_not_meet(tmp_path: Path) -> None:
@@ -358,13 +353,6 @@ def test_reading_repairs_by_itself(
         assert disk.records_repaired == (not changed)
     assert (path.read_bytes() == whole) is not changed
     assert "Expert 1" in caplog.text
-
-
-def test_without_direct_access(mixtral: Path, tmp_path: Path) -> None:
-    source = opened(mixtral)
-    converted(source, tmp_path / "direct.gguf")
-    converted(source, tmp_path / "buffered.gguf", direct=False)
-    assert (tmp_path / "direct.gguf").read_bytes() == (tmp_path / "buffered.gguf").read_bytes()
 
 
 # --- no room ----------------------------------------------------------------------------------------

@@ -35,7 +35,8 @@ from engine.experts import container
 from engine.formats import STORED
 from engine.kernels.native import linear
 from engine.kernels.native.library import Isa, usable_isas
-from engine.runtime.load import conversion, weights
+from engine.planner import placement
+from engine.runtime.load import conversion
 from engine.runtime.load.conversion import Conversion
 from engine.runtime.load.model import load_model
 from tests.engine.test_stored_precision import SIZES, type_of
@@ -47,7 +48,7 @@ pytestmark = pytest.mark.skipif(not usable_isas(), reason="no native kernels her
 
 @pytest.fixture(autouse=True)
 def all_is_worth_keeping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "WORTH_KEEPING", 0)
+    monkeypatch.setattr(placement, "WORTH_KEEPING", 0)
     monkeypatch.setattr(conversion, "_LEFT_FREE", 0)
     monkeypatch.setattr(linear, "SMALLEST", 256)
 
@@ -63,7 +64,7 @@ def model(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     """A small model whose weights have to be converted."""
     family, _, precision = request.param.partition(" ")
     if family == "gguf":
-        monkeypatch.setattr("engine.runtime.load.model.lies_in_place", lambda opened: False)  # as of irregular files
+        monkeypatch.setattr("engine.runtime.load.plan.lies_in_place", lambda *_: False)  # as of irregular files
         return EngineConfig(str(_gguf(tmp_path, tied=precision == "tied")), device="cpu")
     folder = tiny_checkpoint(family, tmp_path / "model", dtype=torch.bfloat16)
     return EngineConfig(str(folder), device="cpu", precision=precision)
@@ -142,7 +143,7 @@ def test_what_need_not_be_converted_is_not_kept(
     mixtral: EngineConfig, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _answer(EngineConfig(mixtral.model, device="cpu", precision="bf16"))
-    monkeypatch.setattr(weights, "WORTH_KEEPING", 2**40)
+    monkeypatch.setattr(placement, "WORTH_KEEPING", 2**40)
     _answer(mixtral)
     assert converted_of(Path(mixtral.model)) == []
     assert not made
@@ -253,10 +254,11 @@ import os, signal, sys
 from engine.common.config import EngineConfig
 from engine.experts import container
 from engine.kernels.native import linear
-from engine.runtime.load import conversion, model, weights
+from engine.planner import placement
+from engine.runtime.load import conversion, model, plan
 
-model.lies_in_place = lambda opened: False
-linear.SMALLEST, weights.WORTH_KEEPING, conversion._LEFT_FREE, container._TOGETHER = 256, 0, 0, 1
+plan.lies_in_place = lambda *_: False
+linear.SMALLEST, placement.WORTH_KEEPING, conversion._LEFT_FREE, container._TOGETHER = 256, 0, 0, 1
 own, before = container.ContainerWriter.write, []
 
 def write(self, *args):

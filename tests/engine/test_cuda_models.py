@@ -38,7 +38,7 @@ def test_logits_are_those_of_torch(
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
     share_misses(monkeypatch)
     # The emulated device is taken for one that holds linear layers quantised; tiny layers are taken for large ones.
-    monkeypatch.setattr("engine.runtime.load.decision.is_held_quantised", lambda place: True)
+    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
     monkeypatch.setattr(dense, "SMALLEST", 256)
     folder = tiny_checkpoint(family, tmp_path / family)
     options = {"precision": precision, "cache_slots": slots, "vram_bytes": 64 * MIB}

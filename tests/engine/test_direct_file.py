@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 from pathlib import Path
 
@@ -30,8 +29,6 @@ def test_any_piece_of_a_file(path: Path, offset: int, length: int, direct: bool)
     length = min(length, len(CONTENT) - offset)
     file = DirectFile(path, direct=direct)
     try:
-        scratch = memoryview(mmap.mmap(-1, len(CONTENT) + 2 * PAGE))
-        assert bytes(file.read_around(offset, length, scratch)) == CONTENT[offset : offset + length]
         target = memoryview(bytearray(length))
         file.read_into(offset, target)
         assert bytes(target) == CONTENT[offset : offset + length]
@@ -43,7 +40,7 @@ def test_any_piece_of_a_file(path: Path, offset: int, length: int, direct: bool)
 def test_what_lies_behind_the_end_cannot_be_read(path: Path, direct: bool) -> None:
     file = DirectFile(path, direct=direct)
     with pytest.raises(EOFError):
-        file.read_around(len(CONTENT) - 5, 6, memoryview(mmap.mmap(-1, 3 * PAGE)))
+        file.read_into(len(CONTENT) - 5, memoryview(bytearray(6)))
     file.close()
 
 

@@ -20,8 +20,8 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import data_dir
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.executor import ExpertExecutor
+from engine.planner import placement
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes
-from engine.runtime.load import decision
 from engine.runtime.load import weights as from_disk
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -61,10 +61,10 @@ def on_disk(
 ) -> Iterator[LoadedModel]:
     """Loaded with so many slots per layout; with as few as will do if 0."""
     budget = least_budget(folder, precision)
-    decide = decision.decide_placement
+    resolve = placement.resolve
 
-    def with_slots(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement:
-        found = decide(sizes, budgets, config)
+    def with_slots(config: EngineConfig, machine: Budgets, sizes: Sizes) -> Placement:
+        found = resolve(config, machine, sizes)
         if not slots:
             return found
         on_disk = [each for each in sizes.weights[0].experts if each.is_on_demand]
@@ -73,7 +73,7 @@ def on_disk(
         return replace(found, ram=replace(found.ram, slots=nbytes, at_least=at_least))
 
     with monkeypatch.context() as patch:
-        patch.setattr(decision, "decide_placement", with_slots)
+        patch.setattr(placement, "resolve", with_slots)
         patch.setattr(from_disk, "_POLICY", policy)
         with loaded(folder, precision, ram_bytes=budget) as model:
             assert model.disk_backed is not None

@@ -206,7 +206,7 @@ def test_experts_keep_their_codes(
     name: str, kind: str, kept_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where gates and ups are joined, alternate, or are transposed in the library's parameters."""
-    monkeypatch.setattr("engine.runtime.load.model.lies_in_place", lambda opened: False)
+    monkeypatch.setattr("engine.runtime.load.plan.lies_in_place", lambda *_: False)
     read = read_gguf(unpacked(name, tmp_path)[0])
     tensors = {key: dequantised(entry) for key, entry in read.tensors.items()}
     kinds = {

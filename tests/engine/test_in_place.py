@@ -22,6 +22,7 @@ from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
+from tests.engine.near_ties import Routes, choosing, routes_of
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_family_parity import PROMPT, decoded_logits, loaded, logits
 from tests.engine.test_gguf_architectures import PROMPT_IDS, rewritten, unpacked
@@ -29,6 +30,8 @@ from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_model
 
 _ISAS = isas()
+_NEAR = 0.03
+"""Difference between two of a router's logits, as a share of that between all, which rounding may turn round."""
 every_type = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
 
 
@@ -112,6 +115,14 @@ def _mixed(name: str) -> str:
     return "Q6_K" if any(part in name for part in ("ffn_up", "attn_v", "token_embd")) else "Q4_K"
 
 
+def _half_numbers(name: str) -> str:
+    """Beside blocks, matrices that somebody left in fp16, bf16 and fp32, gate and up of two types among them."""
+    for part, kind in (("ffn_up", "F16"), ("attn_v", "BF16"), ("attn_k", "F32"), ("ffn_down", "BF16")):
+        if part in name:
+            return kind
+    return "Q8_0"
+
+
 CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
     ("mixtral", "llama", "Q4_0", {"sliding_window": None}),
     ("qwen3_moe", "qwen3moe", "Q8_0", {"use_sliding_window": False, "norm_topk_prob": True}),
@@ -119,12 +130,16 @@ CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
     ("qwen2_moe", "qwen2moe", "Q5_1", {"use_sliding_window": False}),
     ("llama", "llama", _mixed, {"tie_word_embeddings": True}),
     ("qwen2", "qwen2", "Q5_0", {"use_sliding_window": False}),
+    ("mixtral", "llama", "BF16", {"sliding_window": None}),
+    ("qwen3_moe", "qwen3moe", "F16", {"use_sliding_window": False, "norm_topk_prob": True}),
+    ("qwen2_moe", "qwen2moe", _half_numbers, {"use_sliding_window": False}),
+    ("llama", "llama", "F16", {"tie_word_embeddings": True}),
+    ("qwen3", "qwen3", "F32", {"use_sliding_window": False}),
 ]
+NAMES = ["Q4_0", "Q8_0", "mixed", "Q5_1", "tied", "Q5_0", "BF16", "F16", "half numbers", "tied F16", "F32"]
 
 
-@pytest.mark.parametrize(
-    ("family", "architecture", "types", "options"), CASES, ids=["Q4_0", "Q8_0", "mixed", "Q5_1", "tied", "Q5_0"]
-)
+@pytest.mark.parametrize(("family", "architecture", "types", "options"), CASES, ids=NAMES)
 @pytest.mark.parametrize("isa", ["PORTABLE", "AVX2", ""], ids=["portable", "AVX2", "best"])
 def test_a_file_gives_the_numbers_of_its_weights(
     family: str,
@@ -140,8 +155,6 @@ def test_a_file_gives_the_numbers_of_its_weights(
     sizes = _K_SIZES if callable(types) else _SIZES
     folder = tiny_checkpoint(family, tmp_path / "checkpoint", **options, **sizes)
     file = write_model(folder, tmp_path / "model.gguf", architecture, quantised=types)
-    with loaded(file, "fp32") as reference, torch.no_grad():
-        wanted = logits(reference.model)[0]
     with loaded(file, "auto") as ours, torch.no_grad():
         assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
         assert isinstance(ours.model.get_output_embeddings().__dict__["forward"], QuantisedLinear)
@@ -153,16 +166,24 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert "became" not in ours.info.device_note
         assert "kept as" not in ours.info.device_note
         assert ours.model(input_ids=PROMPT).logits.dtype == torch.float32
-        found = logits(ours.model)[0].float()
+        with routes_of(ours.model) as routes:
+            found = logits(ours.model)[0].float()
         one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()
-    if ours.info.experts:
-        # Where a router wavers, rounding may choose another expert for a token, and so for those that attend to it.
-        assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.04
-    else:
-        assert (found - wanted).norm() < 0.05 * wanted.norm()
+    wanted = _reference(file, PROMPT, routes)
+    bound = 0.08 if types is _mixed else 0.02 if types in ("F16", "BF16", "F32") else 0.04
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < bound
     assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
     assert len(PROMPT[0]) > 8
     assert not list((tmp_path / "home").rglob("*.gguf"))
+
+
+def _reference(file: Path, ids: torch.Tensor, routes: Routes) -> torch.Tensor:
+    """Logits [T, V] of a file's weights in fp32.  Where a router wavers, rounding may choose another expert for a
+    token, and so change those that attend to it: there, and only if it was near, it chooses as in `routes`."""
+    with loaded(file, "fp32") as reference, torch.no_grad(), choosing(reference.model, routes) as ties:
+        wanted: torch.Tensor = reference.model(input_ids=ids).logits[0]
+    assert max(ties, default=0.0) < _NEAR
+    return wanted
 
 
 def _wider_keys(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -183,8 +204,6 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
     monkeypatch.setenv("SWITCHYARD_ISA", isa)
     plain, _ = unpacked("deepseek3", tmp_path)
     file = rewritten(plain, kind="Q8_0", tensors=_wider_keys, attention__key_length_mla=48)
-    with loaded(file, "fp32") as reference, torch.no_grad():
-        wanted = reference.model(input_ids=PROMPT_IDS).logits[0]
     with loaded(file, "auto") as ours, torch.no_grad():
         made = [layer.self_attn.kv_b_proj for layer in ours.model.model.layers]
         assert all(isinstance(module.__dict__["forward"], LatentHeads) for module in made)
@@ -192,27 +211,28 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
         step = StepModel(ours.model, 64)
         assert step._single is not None
         assert step._single._whole is not None  # latent attention and a dense first layer are in the call
-        found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
+        with routes_of(ours.model) as routes:
+            found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
         cache = new_cache(ours.model)
         rows = [step(PROMPT_IDS[:, at : at + 1], cache, at)[0][0].float() for at in range(PROMPT_IDS.shape[1])]
-    for logits_of in (found, torch.stack(rows)):
-        errors = (logits_of - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-        assert errors.median() < 0.04
+    wanted = _reference(file, PROMPT_IDS, routes)
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
+    # A row alone may choose as the router in fp32 did not, too.
+    assert ((torch.stack(rows) - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.04
 
 
 def test_biases_and_alternating_rows(tmp_path: Path) -> None:
     """gpt-oss has biases, and gate and up rows in turn, which its files have apart."""
     plain, _ = unpacked("gpt-oss", tmp_path)
     file = rewritten(plain, kind="MXFP4")
-    with loaded(file, "fp32") as reference, torch.no_grad():
-        wanted = reference.model(input_ids=PROMPT_IDS).logits[0]
     with loaded(file, "auto") as ours, torch.no_grad():
         assert ours.bank is not None
         assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
-        found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
+        with routes_of(ours.model) as routes:
+            found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
         single = ours.model(input_ids=PROMPT_IDS[:, :1]).logits[0].float()
-    errors = (found - wanted).norm(dim=-1) / wanted.norm(dim=-1)
-    assert errors.median() < 0.05  # where a router wavers, rounding may choose another expert
+    wanted = _reference(file, PROMPT_IDS, routes)
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.05
     assert (single - wanted[:1]).norm() < 0.05 * wanted[:1].norm()
 
 

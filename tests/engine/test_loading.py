@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.runtime.load import decision
+from engine.runtime.load import plan
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
@@ -142,7 +142,7 @@ def test_devices_that_are_not_there(mixtral: Path, device: str, code: ErrorCode)
 
 def test_too_little_memory_is_told_before_anything_is_read(mixtral: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
-    monkeypatch.setattr(decision, "available_ram", lambda: 50_000)
+    monkeypatch.setattr(plan, "available_ram", lambda: 50_000)
     with pytest.raises(EngineError) as caught:
         load_model(
             EngineConfig(model=str(mixtral), device="cpu"),

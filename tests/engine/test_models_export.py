@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, normalizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from engine.bench.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.export import Quantisation
+from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.cli import main
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
@@ -17,6 +24,9 @@ from engine.runtime.load.gguf_export import export_gguf
 from engine.runtime.load.model import load_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.engine.tiny_tokenizer import TEXT
+
+PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
 
 
 def _answers(path: Path) -> tuple[torch.Tensor, list[int], list[int]]:
@@ -44,6 +54,78 @@ def test_a_file_that_was_written_is_the_same_model(family: str, tmp_path: Path) 
     wanted, found = _answers(checkpoint), _answers(file)
     torch.testing.assert_close(found[0], wanted[0], rtol=0, atol=2e-2)  # its weights are rounded to bf16
     assert found[2] == wanted[2]
+
+
+_SAYS = """
+import json, sys, llama_cpp
+model = llama_cpp.Llama(sys.argv[1], vocab_only=True, verbose=False)
+texts = json.load(sys.stdin)
+print(json.dumps([model.tokenize(text.encode(), add_bos=False, special=False) for text in texts]))
+"""
+_TEXTS = ["The router chooses 17 experts", "what is  the capital\n of France?", "Größe 你好 🙂 \t!", "a"]
+
+
+def _of_sentence_piece() -> Tokenizer:
+    """As the library makes one of a SentencePiece model: every way to make a token of two, the best token's first."""
+    trained = Tokenizer(models.BPE())
+    trained.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    trained.train_from_iterator(TEXT, trainers.BpeTrainer(vocab_size=180, show_progress=False))
+    content = json.loads(trained.to_str())
+    learnt = sorted(content["model"]["vocab"], key=content["model"]["vocab"].get)
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *learnt]
+    known = set(learnt)
+    merges = [
+        (token[:at], token[at:])
+        for token in learnt
+        for at in range(1, len(token))
+        if token[:at] in known and token[at:] in known
+    ]
+    own = Tokenizer(
+        models.BPE(
+            {name: at for at, name in enumerate(names)}, merges, byte_fallback=True, fuse_unk=True, unk_token="<unk>"
+        )
+    )
+    own.normalizer = trained.normalizer
+    return own
+
+
+def _of_unigrams() -> Tokenizer:
+    own = Tokenizer(models.Unigram())
+    own.normalizer = normalizers.Sequence([normalizers.Replace(" ", "▁"), normalizers.Prepend("▁")])
+    own.train_from_iterator(
+        TEXT,
+        trainers.UnigramTrainer(
+            vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], unk_token="<unk>", show_progress=False
+        ),
+    )
+    return own
+
+
+@pytest.mark.parametrize(("make", "kind"), [(_of_sentence_piece, "llama"), (_of_unigrams, "t5")])
+def test_tokenizers_without_a_sentence_piece_model_are_written(
+    make: Callable[[], Tokenizer], kind: str, tmp_path: Path
+) -> None:
+    own = make()
+    checkpoint = tiny_checkpoint("llama", tmp_path / "model", vocab_size=512)
+    for stale in checkpoint.glob("*token*"):
+        stale.unlink()
+    PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="</s>", unk_token="<unk>").save_pretrained(
+        checkpoint
+    )
+    file = export_gguf(checkpoint, tmp_path, Quantisation.BF16, lambda _done, _total: None)
+    assert read_gguf(file).metadata["tokenizer.ggml.model"] == kind
+    wanted = [own.encode(text, add_special_tokens=False).ids for text in _TEXTS]
+    again = Tokenizer.from_str(tokenizer_files(read_gguf(file).metadata, file)["tokenizer.json"])
+    assert [again.encode(text, add_special_tokens=False).ids for text in _TEXTS] == wanted
+    if PEER is not None:
+        said = subprocess.run(
+            [str(PEER), "-I", "-c", _SAYS, str(file)],
+            input=json.dumps(_TEXTS),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert json.loads(said.stdout.splitlines()[-1]) == wanted
 
 
 def test_what_llama_cpp_does_not_have_is_refused_in_a_sentence(

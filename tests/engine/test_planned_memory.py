@@ -18,15 +18,16 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.formats import LADDER, STORED, careful
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.kernels.dense import quantised_sizes
+from engine.kernels.native.build import library_path
 from engine.planner.engine_costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
-from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, decide
+from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, resolve
 from engine.planner.plan import Limits, make_plan
 from engine.planner.predict import limits_of
-from engine.runtime.decoder_layers import layer_names
-from engine.runtime.load import decision
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.runtime.load.model import load_model, open_compute_devices
+from engine.runtime.load.plan import Machine
+from engine.runtime.load.plan import sizes_of as counted_sizes_of
 from tests.engine.on_devices import memory_use
 from tests.engine.test_stored_precision import type_of
 from tests.engine.tiny_families import tiny_checkpoint
@@ -106,15 +107,15 @@ def test_a_plan_and_loading_decide_alike(folder: Path) -> None:
             )
             opened, (devices, _) = open_checkpoint(config), open_compute_devices(config)
             try:
-                budgets = decision.budgets_of(config, devices)
-                counted_sizes = decision.sizes_of(opened, config, devices, layer_names(opened.model))
+                there = Machine.now(config, devices, has_kernels=library_path().exists())
+                counted_sizes = counted_sizes_of(config, there, opened)
             finally:
                 for device in devices:
                     device.close()
             costs = engine_costs(machine(vram), shape, LADDER[0])
             planned_sizes = sizes_of(costs, limits_of(config), LADDER if precision == "auto" else [precision])
             for ram in (64, 24, 16, 8, 5):
-                there_is = replace(budgets, ram_allowed=ram * MIB)
+                there_is = replace(there.memory, ram_allowed=ram * MIB)
                 planned, counted = (_tried(sizes, there_is, config) for sizes in (planned_sizes, counted_sizes))
                 seen.add(_outline(planned))
                 assert _outline(planned) == _outline(counted), (precision, vram, ram)
@@ -133,7 +134,7 @@ def _outline(placement: Placement | None) -> tuple[object, ...]:
 
 def _tried(sizes: Sizes, budgets: Budgets, config: EngineConfig) -> Placement | None:
     try:
-        return decide(sizes, budgets, config)
+        return resolve(config, budgets, sizes)
     except NotEnoughRamError:
         return None
 
@@ -184,7 +185,7 @@ def test_what_is_stored_is_planned_as_it_is_loaded(tmp_path: Path, family: str, 
     config, shape = EngineConfig(str(file)), find_shape(str(file))
     opened = open_checkpoint(config)
     card: Any = SimpleNamespace(torch_device=torch.device("cuda:0"))
-    counted = decision.sizes_of(opened, config, [card], layer_names(opened.model))
+    counted = counted_sizes_of(config, Machine([card], Budgets(2**40), has_kernels=False), opened)
     gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
     costs = engine_costs(replace(machine(64), gpu=gpu), shape, shape.precisions[0], 1)
     planned = sizes_of(costs, limits_of(config), shape.precisions)

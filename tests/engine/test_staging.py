@@ -19,7 +19,7 @@ from engine.experts.cache.tier import TierCounters
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses.fetched import Fetched
-from engine.experts.record_source import RamRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.staging import Staging
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.hybrid_layers import EXPERTS, KINDS, LAYERS, Layers, routing
@@ -241,7 +241,7 @@ def test_a_slot_is_not_given_out_while_its_expert_waits(devices: dict[str, Devic
     torch.manual_seed(1)
     with Layers(device, slots=0, staging=1) as layers:
         bank: BankLayer = layers.banks[0]
-        held = RamRecords(bank, layers.kernel(bank)).acquire(range(EXPERTS))
+        held = RecordSource(bank, layers.kernel(bank)).acquire(range(EXPERTS))
         counters = TierCounters()
         ring = Staging(device, bank.layout, 3, [0, 1], counters)
         gate = threading.Event()

@@ -23,7 +23,7 @@ from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.kernels.repack import Blocks, repack
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
-from engine.runtime.load import repacking
+from engine.runtime.load import records as making
 from engine.runtime.load.model import load_model
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_family_parity import decoded_logits, greedy, loaded, logits
@@ -53,7 +53,7 @@ def type_of(name: str) -> str:
 @pytest.fixture(autouse=True)
 def without_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of files that do not lie as kernels read them."""
-    monkeypatch.setattr("engine.runtime.load.model.lies_in_place", lambda opened: False)
+    monkeypatch.setattr("engine.runtime.load.plan.lies_in_place", lambda *_: False)
 
 
 @pytest.fixture
@@ -231,7 +231,7 @@ def test_few_bytes_are_read_at_once(file: Path, monkeypatch: pytest.MonkeyPatch)
     """Whatever is in one batch, the records are the same."""
     records = []
     for batch in (1, 2**30):
-        monkeypatch.setattr(repacking, "_BATCH", batch)
+        monkeypatch.setattr(making, "_BATCH", batch)
         with loaded(file, "auto") as model:
             assert model.bank is not None
             records.append([layer.records.clone() for layer in model.bank.layers.values()])

@@ -105,6 +105,6 @@ def test_packed_tensors_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     with TensorReader(nothing, lambda: False, 1) as reader:
         assert torch.equal(reader.read(entries["q"]), expected["q"].bfloat16())
         assert torch.equal(reader.read(entries["f"]), expected["f"])
-        lazy = LazyTensor(reader, entries["q"])
+        lazy = LazyTensor(entries["q"], reader.read)
         assert (lazy.get_shape(), lazy.get_dtype(), lazy.is_floating_point()) == ([8, 5, 64], "BF16", True)
     assert torch_dtype(reordered) is None

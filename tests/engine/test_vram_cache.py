@@ -12,7 +12,7 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
 from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
 from engine.experts.prediction.target import Place, VramPrefetch
-from engine.experts.record_source import RamRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import VramCache
 from tests.engine.made_up_records import SMALL, contents_of, random_records
 from tests.engine.vram_cache_parts import (
@@ -207,7 +207,7 @@ def test_a_prefill_is_no_use(device: Device, bank: list[BankLayer]) -> None:
 
 def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, policy="lru")
-    target = VramPrefetch([Place(cache, layer, RamRecords(bank[layer], lambda h, *_: h)) for layer in range(LAYERS)])
+    target = VramPrefetch([Place(cache, layer, RecordSource(bank[layer], lambda h, *_: h)) for layer in range(LAYERS)])
     fill(cache, bank, 0, [0, 1, 2])
     go_on = holding(device)
     assert target.prefetch(1, [0, 1, 2]) == 1
@@ -234,7 +234,7 @@ def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: lis
 
 def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3)
-    target = VramPrefetch([Place(cache, 0, RamRecords(bank[0], lambda h, *_: h))])
+    target = VramPrefetch([Place(cache, 0, RecordSource(bank[0], lambda h, *_: h))])
     go_on = holding(device)
     assert target.prefetch(0, [0, 1]) == 2
     assert cache.cancel() == 2

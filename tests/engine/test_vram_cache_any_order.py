@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
 from engine.experts.prediction.target import Place, VramPrefetch
-from engine.experts.record_source import RamRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import Lookup, VramCache
 from tests.engine.made_up_records import SMALL, contents_of, random_records
 from tests.engine.vram_cache_parts import (
@@ -49,7 +49,7 @@ class CacheMachine(RuleBasedStateMachine):
             staging=2,
         )
         self.target = VramPrefetch(
-            [Place(self.cache, index, RamRecords(one, lambda h, *_: h)) for index, one in enumerate(self.bank)]
+            [Place(self.cache, index, RecordSource(one, lambda h, *_: h)) for index, one in enumerate(self.bank)]
         )
         self.held: list[Callable[[], None]] = []
         self.lookups: list[Lookup] = []

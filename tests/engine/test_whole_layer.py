@@ -14,7 +14,7 @@ from engine.devices.cpu import open_cpu
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.experts.record_source import RamRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
@@ -37,7 +37,7 @@ class Layers:
         self.module = module
         self.weights = [module.weights(torch.float32) for _ in range(LAYERS)]
         banks = [layer_of(module, weights) for weights in self.weights]
-        self.buffers = LayerBuffers(device, banks[0].layout, [RamRecords(one, self.kernel(one)) for one in banks])
+        self.buffers = LayerBuffers(device, banks[0].layout, [RecordSource(one, self.kernel(one)) for one in banks])
         self.layers = [WholeLayerExperts(self.buffers, layer, self.kernel) for layer in range(LAYERS)]
 
     def kernel(self, records: LayerRecords) -> ExpertKernel:

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 VOCABULARY = 320
 PAD, BOS, EOS = 0, 1, 2
 
-_TEXT = (
+TEXT = (
     "The router chooses a few experts for each token, and the answer is the weighted sum of what they say.",
     "A question from the user, an answer from the assistant; what is the capital of France? It is Paris.",
 )
@@ -31,7 +31,7 @@ def save_tiny_tokenizer(directory: Path, *, template: str | None = TEMPLATE) -> 
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_TEXT, trainer)
+    tokenizer.train_from_iterator(TEXT, trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<|endoftext|>", bos_token="<|im_start|>", eos_token="<|im_end|>"
     )

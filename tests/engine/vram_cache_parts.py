@@ -9,7 +9,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import POLICY_NAMES
-from engine.experts.record_source import Held, RamRecords
+from engine.experts.record_source import Held, RecordSource
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import DeviceProfile
 from tests.engine.made_up_records import SMALL
@@ -26,7 +26,7 @@ def tiny_device(slots: int = 32) -> Device:
 
 def kept(bank: BankLayer, experts: Iterable[int]) -> Held:
     """They are in RAM, and stay there."""
-    return RamRecords(bank, lambda hidden, *_: hidden).acquire(list(experts))
+    return RecordSource(bank, lambda hidden, *_: hidden).acquire(list(experts))
 
 
 def fill(cache: VramCache, bank: list[BankLayer], layer: int, experts: list[int]) -> None:

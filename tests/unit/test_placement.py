@@ -21,7 +21,7 @@ from engine.planner.placement import (
     Placement,
     Sizes,
     Weights,
-    decide,
+    resolve,
 )
 from engine.planner.precision import Reach, best_in_reach
 
@@ -53,45 +53,45 @@ def budgets(*cards: int, ram: int = 2**40, allowed: int | None = None) -> Budget
 
 
 def test_without_a_card_all_of_it_is_in_ram() -> None:
-    placement = decide(sizes(MIB, MIB), budgets(), PLAIN)
+    placement = resolve(PLAIN, budgets(), sizes(MIB, MIB))
     assert (placement.devices, placement.all_experts, placement.notes) == ((), False, ())
     assert (placement.ram.dense, placement.ram.experts, placement.reach) == (MIB, MIB, Reach.RAM)
 
 
 def test_everything_on_the_card_if_it_fits_with_its_context() -> None:
     card = budgets(8 * MIB)
-    assert decide(sizes(2 * MIB, 4 * MIB), card, PLAIN).all_experts
-    assert not decide(sizes(2 * MIB, 6 * MIB + 1), card, PLAIN).all_experts
-    assert not decide(sizes(2 * MIB, 4 * MIB, MIB // 512), card, PLAIN).all_experts
-    assert decide(sizes(8 * MIB), card, PLAIN).all_experts
+    assert resolve(PLAIN, card, sizes(2 * MIB, 4 * MIB)).all_experts
+    assert not resolve(PLAIN, card, sizes(2 * MIB, 6 * MIB + 1)).all_experts
+    assert not resolve(PLAIN, card, sizes(2 * MIB, 4 * MIB, MIB // 512)).all_experts
+    assert resolve(PLAIN, card, sizes(8 * MIB)).all_experts
 
 
 @pytest.mark.parametrize("wish", [{"cache_slots": 3}, {"misses": "cpu"}])
 def test_who_asks_for_a_cache_gets_one(wish: dict[str, object]) -> None:
     config = replace(PLAIN, **wish)  # type: ignore[arg-type]
-    assert not decide(sizes(MIB, MIB), budgets(8 * MIB), config).all_experts
+    assert not resolve(config, budgets(8 * MIB), sizes(MIB, MIB)).all_experts
 
 
 def test_experts_of_several_cards_are_all_there_if_each_card_has_room_for_its_own() -> None:
     model = sizes(2 * MIB, layers=2)
     halves = (Experts(2**16, 32, 0), Experts(2**16, 32, 1))
     model = replace(model, weights=(replace(model.weights[0], experts=halves),))
-    placement = decide(model, budgets(6 * MIB, 6 * MIB), PLAIN)
+    placement = resolve(PLAIN, budgets(6 * MIB, 6 * MIB), model)
     assert placement.all_experts
     assert [card.experts for card in placement.devices] == [2 * MIB] * 2
     assert [card.slots for card in placement.devices] == [32, 32]
     few = Budgets(2**40, None, (DeviceBudget("card#0", 6 * MIB, 6 * MIB), DeviceBudget("card#1", 6 * MIB, 2 * MIB)))
-    placement = decide(model, few, PLAIN)
+    placement = resolve(PLAIN, few, model)
     assert len(placement.devices) == 2
     assert not placement.all_experts
-    assert not decide(model, budgets(6 * MIB, 6 * MIB), replace(PLAIN, cache_slots=2)).all_experts
+    assert not resolve(replace(PLAIN, cache_slots=2), budgets(6 * MIB, 6 * MIB), model).all_experts
 
 
 @pytest.mark.parametrize(("dense", "short"), [(18 * MIB, 0), (12 * MIB, 1)])
 def test_a_model_too_big_for_a_card_runs_on_the_cpu_and_it_is_said(dense: int, short: int) -> None:
     """Half of it is on each, because both have so much in all; of the second, others hold most."""
     cards = Budgets(2**40, None, (DeviceBudget("card#0", 8 * MIB, 8 * MIB), DeviceBudget("card#1", 8 * MIB, 4 * MIB)))
-    placement = decide(sizes(dense, layers=2), cards, PLAIN)
+    placement = resolve(PLAIN, cards, sizes(dense, layers=2))
     assert (placement.devices, placement.reach) == ((), Reach.RAM)
     (note,) = placement.notes
     assert (note.code, note.device) == (NoteCode.ON_CPU, f"card#{short}")
@@ -100,32 +100,32 @@ def test_a_model_too_big_for_a_card_runs_on_the_cpu_and_it_is_said(dense: int, s
 
 def test_chunks_of_a_prompt_are_as_long_as_their_activations_allow() -> None:
     card = budgets(8 * MIB)
-    lengths = [decide(sizes(activations=each, context=10**6), card, PLAIN).chunk_tokens for each in (1, 2048, 32768)]
+    lengths = [resolve(PLAIN, card, sizes(activations=each, context=10**6)).chunk_tokens for each in (1, 2048, 32768)]
     assert lengths == [2048, 1024, 64]
-    assert decide(sizes(activations=1, context=100), card, PLAIN).chunk_tokens == 100
+    assert resolve(PLAIN, card, sizes(activations=1, context=100)).chunk_tokens == 100
 
 
 def test_what_does_not_fit_is_refused_with_the_least_that_would_do() -> None:
     model = sizes(4 * MIB, 16 * MIB)
     with pytest.raises(NotEnoughRamError) as caught:
-        decide(model, budgets(allowed=MIB), PLAIN)
+        resolve(PLAIN, budgets(allowed=MIB), model)
     assert caught.value.code is ErrorCode.NOT_ENOUGH_MEMORY
     least = caught.value.needed
-    assert decide(model, budgets(allowed=least), PLAIN).on_disk == 16 * MIB
+    assert resolve(PLAIN, budgets(allowed=least), model).on_disk == 16 * MIB
     with pytest.raises(NotEnoughRamError):
-        decide(model, budgets(allowed=least - 1), PLAIN)
+        resolve(PLAIN, budgets(allowed=least - 1), model)
 
 
 def test_auto_does_not_leave_the_card_for_a_better_quality() -> None:
     """However much RAM there is: what runs on the card in fewer bits is not moved to the CPU."""
     fine, coarse = sizes(9 * MIB, MIB).weights[0], replace(sizes(2 * MIB, MIB).weights[0], precision="int4")
     model = replace(sizes(9 * MIB, MIB), weights=(fine, coarse))
-    placement = decide(model, budgets(8 * MIB), EngineConfig("m"))
+    placement = resolve(EngineConfig("m"), budgets(8 * MIB), model)
     assert (placement.precision, len(placement.devices)) == ("int4", 1)
     (note,) = placement.notes
     assert (note.code, note.precision, note.instead_of) == (NoteCode.COARSER_FOR_DEVICE, "int4", "bf16")
     assert note.needed > note.room == 8 * MIB
-    assert decide(model, budgets(), EngineConfig("m")).precision == "bf16"
+    assert resolve(EngineConfig("m"), budgets(), model).precision == "bf16"
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ configs = st.builds(
 
 def tried(model: Sizes, there_is: Budgets, config: EngineConfig) -> Placement | None:
     try:
-        return decide(model, there_is, config)
+        return resolve(config, there_is, model)
     except EngineError as error:
         assert error.code is ErrorCode.NOT_ENOUGH_MEMORY  # noqa: PT017 - many cases do not raise
         return None

@@ -110,12 +110,12 @@ def plan_summary(plan: Plan) -> str:
 
 
 def disk_warning(plan: Plan, look: MachineLook | None) -> str:
-    """A warning if the disk has no room for the experts; empty if it has, or if that is unknown."""
+    """A warning if the disk has no room for what is converted; empty if it has, or if that is unknown."""
     disk = look.probe.models_disk if look is not None else None
-    if disk is None or disk.free_bytes is None or plan.disk_bytes <= disk.free_bytes:
+    if disk is None or disk.free_bytes is None or plan.written_bytes <= disk.free_bytes:
         return ""
     return translate("Tune", "Not enough disk space: {0} of experts need it, and {1} are free.").format(
-        memory(plan.disk_bytes), memory(disk.free_bytes)
+        memory(plan.written_bytes), memory(disk.free_bytes)
     )
 
 

@@ -7,6 +7,7 @@ results are those of llama.cpp's own reference functions.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import itertools
@@ -56,6 +57,8 @@ _COMMON = {
 _NO_MATTER = frozenset(("dtype", "bos_token_id", "eos_token_id", "pad_token_id", "attention_bias", "mlp_bias"))
 """Of a configuration: told by the tensors, or by the tokenizer."""
 _MOST_TOKENIZER = 256 * 2**20
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 _SAMPLE = (
     "Don't SAY it's I'LL we'Ve; 1234567 89,000.50 x86_64\n\n  def f(a, b):\n\treturn a+b  # ok!\r\n"
     "Größe ÀÉ naïve Straße привет мир 你好，世界。 こんにちは カタカナ 한국어 สวัสดี مرحبا 🙂👍🏽 "
@@ -337,7 +340,9 @@ def _alike(wanted: Any, found: Any) -> bool:
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
-    if isinstance(value, list):
+    if isinstance(value, bytes):
+        writer.add_key_value(key, value, GGUFValueType.ARRAY, GGUFValueType.UINT8)
+    elif isinstance(value, list):
         inner = GGUFValueType.INT32 if value and isinstance(value[0], int) else GGUFValueType.get_type(value[0])
         writer.add_key_value(key, value, GGUFValueType.ARRAY, inner)
     elif isinstance(value, int) and not isinstance(value, bool):
@@ -397,11 +402,11 @@ def _content(tensor: GgufTensor, kind: GGMLQuantizationType) -> Bytes:
 
 
 def vocabulary_of(checkpoint: Path) -> Metadata:
-    """The tokenizer's keys of a checkpoint whose tokens are pairs of bytes, and its chat template.
+    """The tokenizer's keys of a checkpoint, from its tokenizer.json, and its chat template.
 
     Raises:
-        EngineError: `MODEL_UNSUPPORTED`: its tokenizer is of another kind, or splits text in a way that no name of
-            llama.cpp's stands for.
+        EngineError: `MODEL_UNSUPPORTED`: its tokenizer is of a kind that llama.cpp has no form for, or splits text in a
+            way that no name of llama.cpp's stands for.
     """
     from tokenizers import Tokenizer
 
@@ -411,13 +416,15 @@ def vocabulary_of(checkpoint: Path) -> Metadata:
         own = Tokenizer.from_str(text)
     except (OSError, ValueError) as error:
         raise _unsupported("it has no tokenizer.json that can be read") from error
-    model = content["model"]
-    if model["type"] != "BPE" or model.get("byte_fallback"):
-        raise _unsupported("its tokenizer is no byte-level BPE, the only kind that is written")
-    said = _json_at(checkpoint / "tokenizer_config.json")
+    model, said = content["model"], _json_at(checkpoint / "tokenizer_config.json")
+    pieces: list[str] = [piece for piece, _ in model["vocab"]] if model["type"] == "Unigram" else list(model["vocab"])
     added = {token["id"]: token for token in content["added_tokens"]}
     named = {
-        **{at: token for token, at in model["vocab"].items()},
+        **(
+            dict(enumerate(pieces))
+            if model["type"] == "Unigram"
+            else {at: token for token, at in model["vocab"].items()}
+        ),
         **{at: each["content"] for at, each in added.items()},
     }
     rows = read_config(checkpoint).get("vocab_size") or max(named) + 1
@@ -432,18 +439,39 @@ def vocabulary_of(checkpoint: Path) -> Metadata:
         else TokenType.USER_DEFINED
         for at in range(len(tokens))
     ]
-    begins = own.encode("a").ids[:1] != own.encode("a", add_special_tokens=False).ids[:1]
+    before, alone = (own.encode("a", add_special_tokens=each).ids for each in (True, False))
     found: Metadata = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": _name_of(own, ignore_merges=bool(model.get("ignore_merges"))),
         "tokenizer.ggml.tokens": tokens,
-        "tokenizer.ggml.token_type": list(map(int, kinds)),
-        "tokenizer.ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in model["merges"]],
-        "tokenizer.ggml.add_bos_token": begins,
+        "tokenizer.ggml.add_bos_token": before[:1] != alone[:1],
+        "tokenizer.ggml.add_eos_token": before[-1:] != alone[-1:],
     }
+    unknown = model.get("unk_token")
+    if model["type"] == "Unigram":
+        unknown = pieces[model["unk_id"]] if model.get("unk_id") is not None else None
+        found |= _of_unigrams(content, tokens)
+    elif model["type"] != "BPE":
+        raise _unsupported(f"its tokenizer is a {model['type']}, which is not written")
+    elif model.get("byte_fallback"):
+        found |= _of_sentence_piece(model["merges"], tokens)
+    else:
+        found |= {
+            "tokenizer.ggml.model": "gpt2",
+            "tokenizer.ggml.pre": _name_of(own, ignore_merges=bool(model.get("ignore_merges"))),
+            "tokenizer.ggml.merges": [each if isinstance(each, str) else " ".join(each) for each in model["merges"]],
+        }
+    if found["tokenizer.ggml.model"] != "gpt2":
+        found["tokenizer.ggml.add_space_prefix"] = (
+            own.encode("a", add_special_tokens=False).tokens[0].startswith(_SPACE)
+        )
+        for at, token in named.items():
+            if at not in added or token == unknown:
+                kinds[at] = (
+                    TokenType.UNKNOWN if token == unknown else TokenType.BYTE if _BYTE.fullmatch(token) else kinds[at]
+                )
+    found["tokenizer.ggml.token_type"] = list(map(int, kinds))
     ends = _json_at(checkpoint / "generation_config.json").get("eos_token_id")
     for role, key in (("bos", "bos"), ("eos", "eos"), ("pad", "padding"), ("unk", "unknown")):
-        token = said.get(f"{role}_token")
+        token = said.get(f"{role}_token") or (unknown if role == "unk" else None)
         token = token.get("content") if isinstance(token, dict) else token
         if token in tokens:
             found[f"tokenizer.ggml.{key}_token_id"] = tokens.index(token)
@@ -453,6 +481,35 @@ def vocabulary_of(checkpoint: Path) -> Metadata:
     chat = read_foreign(template, _MOST_TOKENIZER).decode() if template.is_file() else said.get("chat_template")
     if isinstance(chat, str) and chat:
         found["tokenizer.chat_template"] = chat
+    return found
+
+
+def _of_sentence_piece(merges: list[Any], tokens: list[str]) -> Metadata:
+    """Neighbours merged in the order of the scores of what they make: the earlier a token's first merge, the higher its
+    score.  What no merge makes has the lowest."""
+    made = ("".join(each.split(" ", 1) if isinstance(each, str) else each) for each in merges)
+    order = {token: float(-rank) for rank, token in enumerate(dict.fromkeys(made))}
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": [order.get(token, float(-len(order))) for token in tokens],
+    }
+
+
+def _of_unigrams(content: Mapping[str, Any], tokens: list[str]) -> Metadata:
+    """The most probable division into tokens."""
+    scores = dict(content["model"]["vocab"])
+    found: Metadata = {
+        "tokenizer.ggml.model": "t5",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": [float(scores.get(token, 0.0)) for token in tokens],
+    }
+    steps = content.get("normalizer") or {}
+    for step in steps.get("normalizers", [steps]):
+        if step.get("type") == "Precompiled":
+            found["tokenizer.ggml.precompiled_charsmap"] = base64.b64decode(step["precompiled_charsmap"])
+        if step.get("type") == "Replace" and step["pattern"].get("Regex") == " {2,}":
+            found["tokenizer.ggml.remove_extra_whitespaces"] = True
     return found
 
 

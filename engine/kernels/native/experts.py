@@ -9,7 +9,7 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16
 from engine.formats.tiles import Pairing
-from engine.kernels.interface import BlockFormat, ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat
+from engine.kernels.interface import BlockFormat, ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat, are_even
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import IN_BLOCKS, ExpertsStruct, RecordPartStruct
 
@@ -79,12 +79,11 @@ class NativeExperts:
 
 
 def _beginnings(layer: LayerRecords) -> ctypes.Array[ctypes.c_void_p] | None:
-    """Addresses of the records, if they are not contiguous."""
-    if len(layer.pieces) == 1:
+    """Where a part of each expert is, if they are not at equal distances; then all of an expert's are at the same
+    distances from it."""
+    if layer.stacked or (len(layer.pieces) == 1 and all(map(are_even, layer.rows.values()))):
         return None
-    addresses = [
-        piece.data_ptr() + row * layer.layout.nbytes for piece in layer.pieces for row in range(piece.shape[0])
-    ]
+    addresses = [row.data_ptr() for row in next(iter(layer.rows.values()))]
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
@@ -92,12 +91,10 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
     layout, activation = layer.layout, math.activation
     assert activation is not None
     offsets = {part.name: part.offset for part in layout.parts}
-    base = layer.pieces[0].data_ptr()
+    base = beginnings[0] if beginnings is not None else layer.pieces[0].data_ptr()
 
     def place(name: str) -> tuple[int, int]:
         """Where a part of the first expert is, and how far that of the next one is from it."""
-        if beginnings is not None:
-            return offsets[name], 0
         first, *others = (row.data_ptr() for row in layer.rows[name][:2])
         return first - base, others[0] - first if others else 0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from typing import Protocol, TypeGuard
+from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 
@@ -46,15 +46,16 @@ StoredFormats = Mapping[str, TiledFormat] | Mapping[str, BlockFormat]
 """Module name -> the format that keeps what a checkpoint has of its weight."""
 
 
-class StoredMatrices(Protocol):
-    """Linear layers whose codes or blocks a checkpoint has."""
+@dataclass(frozen=True)
+class StoredMatrices:
+    """Linear layers whose weights come otherwise than as numbers.
 
-    @property
-    def formats(self) -> StoredFormats:
-        """Those that it has."""
+    Attributes:
+        matrix: module name -> its weight.
+    """
 
-    def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix | Blocks:
-        """The weight of one of them."""
+    formats: StoredFormats
+    matrix: Callable[[str], TiledMatrix | Blocks]
 
 
 def keepable(model: torch.nn.Module, formats: StoredFormats) -> dict[str, torch.nn.Linear]:
@@ -71,7 +72,7 @@ def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: Native
     layers = keepable(model, stored.formats)
     head = _head_of(model)
     for name, module in layers.items():
-        matrix = stored.matrix(name, kernels)
+        matrix = stored.matrix(name)
         module.forward = QuantisedLinear(module, matrix, kernels, is_head=module is head)  # type: ignore[method-assign]
     return len(layers)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from engine.common.config import EngineConfig
+from engine.common.config import CacheSettings, Misses, Prefetch
 from engine.common.footprint import KV_TOKENS
 from engine.devices.device import Device
 from engine.experts.activations import Activations
@@ -31,7 +31,7 @@ from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
 from engine.experts.record import RecordLayout
 from engine.experts.record_memory import HugePages
-from engine.experts.record_source import LentSlots, RamRecords, RecordSource, TierRecords
+from engine.experts.record_source import LentSlots, RecordSource, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
@@ -48,8 +48,6 @@ from engine.planner.placement import cache_slots
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
 from engine.runtime.fast_path.prompt_attention import speed_up_prompts
-from engine.runtime.load.checkpoint import OpenedCheckpoint
-from engine.runtime.load.decision import Decision
 from engine.runtime.load.devices import DeviceExperts
 from engine.runtime.load.foresight import (
     Popularity,
@@ -57,68 +55,70 @@ from engine.runtime.load.foresight import (
     find_gates,
     load_popularity,
 )
+from engine.runtime.load.plan import Plan
 from engine.runtime.load.timed_card import timed
 from engine.runtime.loaded_model import LoadingParts
 
 _log = logging.getLogger(__name__)
 
 
-def bind_experts(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
+def bind_experts(plan: Plan, parts: LoadingParts) -> None:
     """Binds the experts to what computes them; devices get all the memory that is left to them.
 
     Raises:
         EngineError: a device failed, or has no room for what no step can do without.
     """
-    if decision.devices:
-        _bind_devices(opened, decision, parts, config)
+    if plan.devices:
+        _bind_devices(plan, parts)
     elif parts.disk_backed is not None:
-        _bind_read_ahead(opened, decision, parts, config)
+        _bind_read_ahead(plan, parts)
 
 
-def bind_dense(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> None:
+def bind_dense(plan: Plan, parts: LoadingParts) -> None:
     """Lets the native kernels compute what else is on the CPU."""
-    kernels = parts.kernels
+    kernels, model = parts.kernels, plan.file.model
     if kernels is None:
         return
-    precision = careful(decision.precision, opened.weights)
-    is_tiled = decision.precision != STORED and format_of(decision.precision).is_tiled
-    if is_tiled and formats_of_linears(opened.model, precision):  # no file has them converted
+    precision = careful(plan.precision, plan.file.weights)
+    is_tiled = plan.precision != STORED and format_of(plan.precision).is_tiled
+    if is_tiled and formats_of_linears(model, precision):  # no file has them converted
         parts.on_phase("converting")
-        quantise_linears(opened.model, precision, kernels, HugePages().empty)
-    speed_up_linears(opened.model, kernels)
-    speed_up_decoder_layers(opened.model, kernels)
-    speed_up_prompts(opened.model, kernels)
+        quantise_linears(model, precision, kernels, HugePages().empty)
+    speed_up_linears(model, kernels)
+    speed_up_decoder_layers(model, kernels)
+    speed_up_prompts(model, kernels)
 
 
-def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
-    devices, profile = parts.devices, opened.profile
-    able = [site for site in decision.sites if can_be_disk_backed(site)]
-    if decision.placement.all_experts or not able:
+def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
+    file, devices, cache = plan.file, parts.devices, plan.cache
+    profile, key = file.profile, file.key
+    able = [site for site in plan.sites if can_be_disk_backed(site)]
+    if plan.placement.all_experts or not able:
         return
     assert parts.bank is not None
-    context = min(opened.context_tokens(config), KV_TOKENS)
-    budgets = devices.expert_budgets(context, decision.activations)
+    budgets = devices.expert_budgets(min(plan.context_tokens, KV_TOKENS), plan.activations)
     held = devices.experts
-    if decision.dense.type == "cpu" and opened.dtype == torch.bfloat16:
+    if plan.dense.type == "cpu" and file.dtype == torch.bfloat16:
         # The device's own, that compute beside the CPU, unless its time is modelled.
-        held.kernels = load_kernels(1 if decision.devices[0].meter is None else torch.get_num_threads())
-    held.activations = [Activations(device) for device in decision.devices]
+        held.kernels = load_kernels(1 if plan.devices[0].meter is None else torch.get_num_threads())
+    held.activations = [Activations(device) for device in plan.devices]
     for activations in held.activations:  # no step can do without these: if they do not fit, the model runs on the CPU
-        activations.rows((max(profile.experts_per_token, 1), profile.hidden), opened.dtype)
-    records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels, decision.devices[0])
+        activations.rows((max(profile.experts_per_token, 1), profile.hidden), file.dtype)
+    records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels, plan.devices[0])
     experts = [site.num_experts for site in able]
-    known = load_popularity(opened.key, experts)
-    bound = open_caches(held, able, records, decision.layers, config, budgets, known, parts.kernels, opened.dtype)
-    if config.misses == "layer":
+    known = load_popularity(key, experts)
+    bound = open_caches(held, able, records, plan.layers, cache, budgets, known, parts.kernels, file.dtype)
+    if cache.misses == "layer":
         bind_whole_layers(bound, held)
         return
     foresight, per_token = parts.foresight, profile.experts_per_token
-    layers = bind_to_devices(bound, held, config)
-    held.tokens = _open_tokens(opened.model, layers, parts, config, per_token)
+    assert foresight is not None
+    layers = bind_to_devices(bound, held, cache.misses)
+    held.tokens = _open_tokens(plan, layers, parts)
     if held.tokens is None:  # within a token of the device nothing could be brought
-        foresight.prefetcher = _prefetcher_of_devices(opened.model, bound, config, per_token, opened.key)
+        foresight.prefetcher = _prefetcher_of_devices(file.model, bound, cache, per_token, key)
     uses = UseCounts(experts, foresight.prefetcher)
-    foresight.keep_uses(opened.key, uses, known)
+    foresight.keep_uses(key, uses, known)
     for layer in layers:
         layer.observer = uses
     if held.tokens is not None:
@@ -127,15 +127,12 @@ def _bind_devices(opened: OpenedCheckpoint, decision: Decision, parts: LoadingPa
         fill_caches(bound, known)
 
 
-def _bind_read_ahead(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts, config: EngineConfig) -> None:
+def _bind_read_ahead(plan: Plan, parts: LoadingParts) -> None:
     """Lets the experts on disk be predicted, now that the routers can be asked."""
-    disk_backed = parts.disk_backed
-    assert disk_backed is not None
-    on_disk = [site for site in decision.sites if site.name in disk_backed.disk.table.index_of]
-    per_token = opened.profile.experts_per_token
-    prefetcher = _prefetcher_of_ram(opened.model, on_disk, disk_backed, config, per_token, opened.key)
-    parts.foresight.prefetcher = prefetcher
-    for site in on_disk:
+    assert parts.disk_backed is not None
+    assert parts.foresight is not None
+    prefetcher = parts.foresight.prefetcher = _prefetcher_of_ram(plan, parts.disk_backed)
+    for site in plan.on_disk:
         _, experts = bound_kernel(site.module)
         assert isinstance(experts, ExpertExecutor)
         experts.observer = prefetcher
@@ -182,7 +179,7 @@ class RecordsInRam:
         held = self._bank.layers.get(site.name)
         if held is not None:
             kernel = timed(_kernel(site.module, held, self._kernels), held, self._device, on_card=False)
-            return held, kernel, RamRecords(held, kernel)
+            return held, kernel, RecordSource(held, kernel)
         assert self._disk_backed is not None
         assert self._lent is not None
         layer = self._disk_backed.disk.table.index_of[site.name]
@@ -196,7 +193,7 @@ def open_caches(
     sites: Sequence[ExpertsSite],
     records: RecordsInRam,
     layers: LayerDevices,
-    config: EngineConfig,
+    settings: CacheSettings,
     budgets: Sequence[int],
     popularity: Popularity | None,
     kernels: NativeKernels | None,
@@ -224,7 +221,7 @@ def open_caches(
         for group in groups.values():
             share = sum(site.nbytes for site in group) / total
             uses = popularity.of([numbers[site.name] for site in group]) if popularity is not None else None
-            cache = _open_cache(held, device, group, config, int(budgets[index] * share), share, uses)
+            cache = _open_cache(held, device, group, settings, int(budgets[index] * share), share, uses)
             held.add(index, cache)
             makers: dict[object, KernelMaker] = {}
             latency: LatencyModel | None = None
@@ -241,7 +238,7 @@ def open_caches(
 def bind_to_devices(
     bound: Sequence[BoundLayer],
     held: DeviceExperts,
-    config: EngineConfig,
+    misses: Misses,
 ) -> list[HybridExperts]:
     """Lets every experts module be computed where `open_caches` has put it, by what is returned for each."""
     made: list[HybridExperts] = []
@@ -255,7 +252,7 @@ def bind_to_devices(
             layer.make_kernel,
             layer.latency,
             activations[device.name],
-            mode=config.misses,
+            mode=misses,
             number=layer.number,
         )
         made.append(experts)
@@ -266,29 +263,27 @@ def bind_to_devices(
     return made
 
 
-def _open_tokens(
-    model: Any, layers: Sequence[HybridExperts], parts: LoadingParts, config: EngineConfig, per_token: int
-) -> CardTokens | None:
+def _open_tokens(plan: Plan, layers: Sequence[HybridExperts], parts: LoadingParts) -> CardTokens | None:
     """Single tokens that the device computes by itself, where it can: misses then are the CPU's, and none is foreseen.
 
     Unless that was asked for, such tokens have to be worth it by what was measured here, at the share of experts that
     have no slots, or at half of it, as those that are used most come to have them; and while they run it is asked again
     (`TokenChoice`).
     """
-    device = layers[0].device
+    device, cache, per_token = layers[0].device, plan.cache, plan.file.profile.experts_per_token
     card = nvidia_card(device.torch_device)
     wanted = (
-        config.misses in (MIXED, OnCpu.name)
-        and config.prefetch in ("auto", "off")
+        cache.misses in (MIXED, OnCpu.name)
+        and cache.prefetch in ("auto", "off")
         and len({layer.device.name for layer in layers}) == 1
-        and (config.misses == OnCpu.name or _tokens_are_worth_it(layers, per_token))
+        and (cache.misses == OnCpu.name or _tokens_are_worth_it(layers, per_token))
     )
     if not wanted or parts.kernels is None:
         return None
     if card is None:
-        is_known = fast_path_of(model, "model") is not None and CardTokens.can_run(layers, per_token)
+        is_known = fast_path_of(plan.file.model, "model") is not None and CardTokens.can_run(layers, per_token)
         return CardTokens(layers, parts.kernels, per_token) if is_known else None
-    captures = config.graphs != "off" and device.new_capture is not None and len(parts.devices.devices) == 1
+    captures = plan.graphs != "off" and device.new_capture is not None and len(parts.devices.devices) == 1
     if not captures or not CardTokens.can_run(layers, per_token, card):
         return None
     tokens, refused = tried_tokens(layers, parts.kernels, per_token, card)
@@ -323,15 +318,15 @@ def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
 
 
 def _prefetcher_of_devices(
-    model: Any, bound: Sequence[BoundLayer], config: EngineConfig, per_token: int, model_key: str
+    model: Any, bound: Sequence[BoundLayer], cache: CacheSettings, per_token: int, model_key: str
 ) -> Prefetcher | None:
     """A prefetcher over the caches of all devices; None if there is no predictor, or no slot to prefetch into."""
-    if config.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
+    if cache.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
         return None
     latency = bound[0].latency
     target = VramPrefetch([layer.place for layer in bound])
     caches = {id(layer.place.cache): number for number, layer in enumerate(bound)}
-    own_ways = config.cache_ways is not None
+    own_ways = cache.ways is not None
     pools = [number if own_ways else caches[id(layer.place.cache)] for number, layer in enumerate(bound)]
     distinct = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
     return make_prefetcher(
@@ -340,20 +335,17 @@ def _prefetcher_of_devices(
         layers=len(bound),
         experts=[layer.site.num_experts for layer in bound],
         per_token=per_token,
-        choice=config.prefetch,
+        choice=cache.prefetch,
         gates=find_gates(model, [layer.site for layer in bound]),
-        learning=_learning(config, model_key, [layer.site for layer in bound], per_token),
+        learning=_learning(cache.prefetch, model_key, [layer.site for layer in bound], per_token),
         pools=pools,
     )
 
 
-def _prefetcher_of_ram(
-    model: Any, sites: Sequence[ExpertsSite], bank: DiskBackedBank, config: EngineConfig, per_token: int, model_key: str
-) -> Prefetcher | None:
+def _prefetcher_of_ram(plan: Plan, bank: DiskBackedBank) -> Prefetcher | None:
     """A prefetcher over the slots in RAM of a bank on disk; its layers are the bank's."""
-    by_name = {site.name: site for site in sites}
-    in_order = [by_name[layer.name] for layer in bank.disk.table.layers]
-    layouts = [layer.layout for layer in bank.disk.table.layers]
+    in_order, per_token = plan.on_disk, plan.file.profile.experts_per_token
+    layouts = [site.layout for site in in_order]
     nbytes = max(layout.nbytes for layout in layouts)
     return make_prefetcher(
         bank.ram,
@@ -361,15 +353,15 @@ def _prefetcher_of_ram(
         layers=len(in_order),
         experts=[site.num_experts for site in in_order],
         per_token=per_token,
-        choice=config.prefetch,
-        gates=find_gates(model, in_order),
-        learning=_learning(config, model_key, in_order, per_token),
+        choice=plan.cache.prefetch,
+        gates=find_gates(plan.file.model, in_order),
+        learning=_learning(plan.cache.prefetch, plan.file.key, in_order, per_token),
         pools=[layouts.index(layout) for layout in layouts],  # slots are shared by layers of one layout
     )
 
 
-def _learning(config: EngineConfig, model_key: str, sites: Sequence[ExpertsSite], per_token: int) -> Learning | None:
-    if config.prefetch not in ("auto", "mlp"):
+def _learning(prefetch: Prefetch, model_key: str, sites: Sequence[ExpertsSite], per_token: int) -> Learning | None:
+    if prefetch not in ("auto", "mlp"):
         return None
     experts = max(site.num_experts for site in sites)
     return Learning(
@@ -401,7 +393,7 @@ def _open_cache(
     held: DeviceExperts,
     device: Device,
     group: list[ExpertsSite],
-    config: EngineConfig,
+    settings: CacheSettings,
     budget: int,
     share: float,
     uses: dict[Key, float] | None,
@@ -409,10 +401,10 @@ def _open_cache(
     """As many slots as the budget allows, or as were asked for."""
     layout, layers = group[0].layout, len(group)
     experts = max(site.num_experts for site in group)
-    slots, staging, wanted = cache_slots(budget, layout.nbytes, layers * experts, share, config)
-    if config.cache_slots and slots < wanted and config.misses != "layer":
+    slots, staging, wanted = cache_slots(budget, layout.nbytes, layers * experts, share, settings)
+    if settings.slots and slots < wanted and settings.misses != "layer":
         held.shortages.append(f"There is room for only {slots} experts on {device.name}.")
-    policy = config.cache_policy
+    policy = settings.policy
     if policy == "static" and uses is None:
         held.shortages.append(
             "Which experts are used most is not known yet: until the next start the cache picks its policy itself."
@@ -424,7 +416,7 @@ def _open_cache(
         layers=layers,
         experts=experts,
         slots=slots,
-        ways=config.cache_ways,
+        ways=settings.ways,
         policy=policy,
         popularity=uses,
         staging=staging,

@@ -10,9 +10,9 @@ import torch
 from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry, as_array
+from engine.checkpoint.packed import PackedEntry, as_array, is_blocks
 from engine.checkpoint.quantised.packings import ByRows, Codes
-from engine.checkpoint.stored import format_of_codes, in_blocks, order_of
+from engine.checkpoint.stored import format_of_codes, in_rows, order_of
 from engine.kernels.repack import Blocks
 
 
@@ -86,13 +86,15 @@ def stored_of(source: TensorEntry | ExpertSource) -> Stored | None:
     entry = source if isinstance(source, TensorEntry) else source.entry
     if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
         return StoredCodes(entry, entry.packing) if format_of_codes(entry) is not None else None
-    return blocks_of(source)
+    found = blocks_of(source)
+    return found if found is not None and is_blocks(found.kind.name) else None
 
 
 def blocks_of(source: TensorEntry | ExpertSource) -> StoredBlocks | None:
-    """The blocks of a matrix, or of a row of a stack of them; `None` if it is stored otherwise."""
+    """The rows of a matrix, or of a row of a stack of them, in blocks or of plain numbers; `None` if it is stored
+    otherwise."""
     entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
-    stored, order = in_blocks(entry), None
+    stored, order = in_rows(entry), None
     if stored is None or (stored is not entry and row is not None):
         return None
     if stored is not entry:

@@ -68,10 +68,10 @@ class OpenedCheckpoint:
         """Under which what is learned about the model is kept between sessions."""
         return content_digest(self.directory)
 
-    def context_tokens(self, config: EngineConfig) -> int:
-        """The longest context that is asked for."""
+    def context_tokens(self, asked: int | None) -> int:
+        """The longest context, if so much is asked for."""
         own = self.profile.context_tokens or _UNKNOWN_CONTEXT
-        return min(own, config.context_tokens or own)
+        return min(own, asked or own)
 
 
 def open_checkpoint(config: EngineConfig, *, guesses: bool = False) -> OpenedCheckpoint:

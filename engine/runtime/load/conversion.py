@@ -12,9 +12,7 @@ import contextlib
 import logging
 import os
 import re
-import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -23,15 +21,13 @@ from typing import Any
 import torch
 import transformers
 
-from engine.checkpoint.expert_index import ExpertIndex
-from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.library import converted_path, remove_leftovers
 from engine.checkpoint.shards import fingerprint
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import new_folder
 from engine.common.sizes import about
 from engine.devices.host_memory import available_ram
-from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.bank import BankLayer
 from engine.experts.container import (
     CONVERTER,
     Container,
@@ -53,25 +49,20 @@ from engine.kernels.native.linear import formats_of_linears, keepable
 from engine.kernels.quantise import quantise_into
 from engine.planner.placement import Budgets, require_ram
 from engine.runtime.load.checkpoint import OpenedCheckpoint, read_headers
-from engine.runtime.load.fill_bank import fill_bank, working_bytes
 from engine.runtime.load.library_conversion import load_rest, parameter_dtypes
 from engine.runtime.load.library_models import quiet_library
-from engine.runtime.load.stored import StoredLinears, sites_in
+from engine.runtime.load.records import RecordMaker, repack_all, working_bytes
+from engine.runtime.load.stored import entry_of, read_apart, sites_in, stored_linears
 from engine.runtime.load.tensor_reader import TensorReader
 
 KEEP_VARIABLE = "SWITCHYARD_KEEP_PREPARED"
 """Of the environment: 0 keeps nothing for later starts, and reads nothing that was kept."""
-WORTH_KEEPING = 64 * 2**20
-"""Bytes below which converting takes no time to speak of."""
 _LEFT_FREE = 2 * 2**30
 """Bytes of the disk that are left to others: a faster start is worth less than a full disk costs."""
-_ONE_BUFFER_BELOW = 2**30
-"""Bytes of RAM to leave to others: with less, one tensor is converted and then written, not two at once."""
 _CONVERTER = "transformers " + ".".join(transformers.__version__.split(".")[:2])
 """Part of the fingerprint: another version may convert otherwise."""
 _NAMED = re.compile(r".+-(?P<place>[0-9a-f]{12})\.gguf")
 _WEIGHT = "weight"
-_REPORT_S = 0.1
 _CPU = torch.device("cpu")
 _log = logging.getLogger(__name__)
 
@@ -102,7 +93,7 @@ class Conversion:
     ) -> Conversion:
         """All experts that may be read from disk, and the linear layers if these are wanted."""
         sites = [site for site in sites_in(opened, precision) if can_be_disk_backed(site)]
-        return cls(opened, precision, sites, _linears_in(opened, precision) if linears else {}, kernels)
+        return cls(opened, precision, sites, linears_in(opened, precision) if linears else {}, kernels)
 
     @property
     def path(self) -> Path:
@@ -132,21 +123,9 @@ class Conversion:
         return {name: layout.tiled_shape(_WEIGHT).format for name, layout in self.linears.items()}
 
     @property
-    def index_of(self) -> Mapping[str, int]:
-        """Which tensor of the file has this name."""
-        return {spec.name: index for index, spec in enumerate(self.contents.tensors)}
-
-    @property
     def is_needed(self) -> bool:
         """Whether the file is not there as it should be."""
         return not isinstance(_usable(self.path, self.contents), Container)
-
-    @property
-    def apart(self) -> set[str]:
-        """Parameters of the checkpoint that nothing but these linear layers is made of."""
-        weights = {f"{name}.{_WEIGHT}" for name in self.linears}
-        shared = {name for pair in _tied(self.opened).items() for name in pair}
-        return weights & self._direct.keys() - shared
 
     def make(self, index: int, records: torch.Tensor, reader: TensorReader) -> None:
         """Fills the records of one tensor of the file, uint8 [count, nbytes], page-aligned.
@@ -155,18 +134,16 @@ class Conversion:
             EngineError: `CHECKPOINT_DAMAGED` if weights are missing, damaged or do not fit.
             RequestCancelled: the reader's `cancelled()` was true.
         """
-        spec, plan = self.contents.tensors[index], self.opened.plan
-        for begin, end in spec.layout.padding:
-            records[:, begin:end] = 0  # so that the same model gives the same file
+        spec, opened = self.contents.tensors[index], self.opened
         with torch.no_grad(), quiet_library():
             if index < len(self.sites):
-                only = {spec.name: plan.index.modules.get(spec.name, {})}
-                own = replace(plan, index=ExpertIndex(only), rest={})
-                fill_bank(self.opened.model, [self.sites[index]], own, reader, _GivenMemory(records), self.kernels)
+                RecordMaker(opened.model, opened.plan, reader, self.kernels).fill(self.sites[index], records)
                 return
+            for begin, end in spec.layout.padding:
+                records[:, begin:end] = 0  # so that the same model gives the same file
             matrix = matrix_in(self.linears[spec.name], records)
             if self.precision == STORED:
-                StoredLinears(self.opened, reader).read_into(spec.name, matrix, self.kernels)
+                repack_all([([stored_linears(opened)[spec.name][0]], matrix)], reader, self.kernels)
             else:
                 quantise_into(self._weight(spec.name, reader), matrix, self.kernels)
 
@@ -177,48 +154,37 @@ class Conversion:
             EngineError: the model's files cannot be read.
         """
         with torch.no_grad(), quiet_library():
-            again = replace(self, opened=self.reopened(), _rest=None)
-        layer = self.index_of[name]
+            again = replace(self, opened=self._reopened(), _rest=None)
+        layer = next(index for index, spec in enumerate(self.contents.tensors) if spec.name == name)
         spec = self.contents.tensors[layer]
         made = allocate_records(spec.num_experts, spec.layout, _CPU)
         with TensorReader(_ignore, _never, 0, dtype=again.opened.plan.dtype, kernels=self.kernels) as reader:
             again.make(layer, made, reader)
         return made[expert]
 
-    def reopened(self) -> OpenedCheckpoint:
-        """The checkpoint without weights once more."""
+    def _reopened(self) -> OpenedCheckpoint:
         opened = self.opened
         return read_headers(opened.directory, self.precision, guesses=opened.guesses)
 
-    @property
-    def _direct(self) -> Mapping[str, TensorEntry]:
-        """The checkpoint's tensors that are weights as they are; those of a library's quantiser have a use for it."""
-        return self.opened.plan.renamed if self.opened.plan.quantizer is None else {}
-
     def _weight(self, name: str, reader: TensorReader) -> torch.Tensor:
-        weight = f"{name}.{_WEIGHT}"
-        entry = self._direct.get(weight) or self._direct.get(_tied(self.opened).get(weight, ""))
+        entry = entry_of(self.opened, name)
         if entry is not None:
             return reader.read(entry).to(self.opened.dtype)
         if self._rest is None:  # made by the library, together with everything that it makes something else of
-            again = self.reopened()
-            plan = replace(again.plan, index=ExpertIndex({}))
+            again = self._reopened()
             empty_modules(again.model, again.sites)
-            load_rest(again.model, plan, reader, {"": _CPU}, self.apart)
+            load_rest(again.model, again.plan, reader, {"": _CPU}, read_apart(again, self.linears))
             self._rest = again.model
         found: torch.Tensor = self._rest.get_submodule(name).weight.detach()
         return found
 
 
-def _tied(opened: OpenedCheckpoint) -> Mapping[str, str]:
-    return getattr(opened.model, "all_tied_weights_keys", None) or {}
-
-
-def _linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, QuantisedLayout]:
+def linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, QuantisedLayout]:
+    """Layouts of the linear layers that are quantised where experts are in this precision, by name."""
     model, formats = opened.model, dict[str, TiledFormat]()
     if precision == STORED:
-        stored = StoredLinears(opened)
-        formats = {name: stored.shape(name).format for name in keepable(model, stored.formats)}
+        stored = {name: target for name, (_, target) in stored_linears(opened).items()}
+        formats = {name: stored[name] for name in keepable(model, stored)}
     elif format_of(precision).is_tiled:
         dtype_of = parameter_dtypes(model, opened.dtype)
         formats = formats_of_linears(model, careful(precision, opened.weights), dtype_of)
@@ -233,20 +199,7 @@ def _linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, Quantised
 
 def matrix_in(layout: QuantisedLayout, record: torch.Tensor) -> TiledMatrix:
     """The weight of a linear layer, as views of its record, uint8 [1, nbytes]."""
-    parts = {part.name: layout.stacked_view(record, part).unbind(0) for part in layout.parts}
-    return layout.matrix(parts, _WEIGHT, 0)
-
-
-class _GivenMemory(ExpertBank):
-    """A bank of one layer in memory that the caller owns."""
-
-    def __init__(self, records: torch.Tensor) -> None:
-        super().__init__(records.device)
-        self._records = records
-
-    def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:  # noqa: ARG002
-        layer = self.layers[name] = BankLayer(name, layout, self._records)
-        return layer
+    return layout.matrix(BankLayer(_WEIGHT, layout, record).rows, _WEIGHT, 0)
 
 
 @dataclass(frozen=True)
@@ -264,12 +217,8 @@ class Converted:
     made: bool = False
     resumed_bytes: int = 0
 
-    def matrix(self, name: str, record: torch.Tensor) -> TiledMatrix:
-        """The weight of a linear layer in its record, uint8 [1, nbytes]."""
-        return matrix_in(self.conversion.linears[name], record)
 
-
-def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: Callable[[], bool]) -> Converted | str:
+def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: CancelCheck) -> Converted | str:
     """As `convert`, for weights that may as well be converted in memory: if the file cannot be kept, a sentence why.
 
     Raises:
@@ -277,8 +226,7 @@ def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: C
         RequestCancelled: `cancelled()` was true.
     """
     try:
-        stays_cached = conversion.nbytes < available_ram() // 2  # then it is there at once when it is mapped
-        return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE, direct_writes=not stays_cached)
+        return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE)
     except EngineError as error:
         if error.code not in (ErrorCode.DISK_FULL, ErrorCode.INVALID_REQUEST, ErrorCode.NOT_ENOUGH_MEMORY):
             raise
@@ -289,24 +237,20 @@ def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: C
 def convert(
     conversion: Conversion,
     on_progress: OnProgress,
-    cancelled: Callable[[], bool],
+    cancelled: CancelCheck,
     *,
     path: Path | None = None,
     left_free: int = 0,
-    direct: bool = True,
-    direct_writes: bool = True,
 ) -> Converted:
     """Makes the file unless it is there and up to date.
 
-    A tensor is converted while the one before it is written.  If another process makes the same file, this one waits
-    and uses that.
+    If another process makes the same file, this one waits and uses that.
 
     Args:
-        on_progress: called with (bytes of records written, in all), by the calling thread.
+        on_progress: called with (bytes of records written, in all).
         cancelled: asked often.
         path: of the file, if not where it is kept.
         left_free: bytes of the disk that are left to others.
-        direct: whether to try to read and write past the page cache; `direct_writes`: or only to read.
 
     Raises:
         EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
@@ -331,29 +275,19 @@ def convert(
             freed = remove_leftovers()
             if again is not None:
                 reopen(again)
-            writes = direct and direct_writes
-            with ContainerWriter(path, contents, left_free=left_free, direct=writes) as writer:
+            # What fits into half of the memory that is free stays cached: it is there at once when it is mapped.
+            dropped = conversion.nbytes >= available_ram() // 2
+            with ContainerWriter(path, contents, left_free=left_free, direct=dropped) as writer:
                 resumed = sum(contents.tensors[index].nbytes for index in writer.finished)
                 try:
-                    _write(conversion, writer, on_progress, check, direct=direct)
+                    _write(conversion, writer, resumed, on_progress, check)
+                    _check_unchanged(conversion)
                 except EngineError as error:
-                    if left_free and error.code is ErrorCode.DISK_FULL:
+                    if error.code is ErrorCode.CHECKPOINT_DAMAGED or (left_free and error.code is ErrorCode.DISK_FULL):
                         writer.discard()
                     raise
-                if fingerprint(conversion.opened.directory) != {
-                    key: value for key, value in contents.source.items() if key != CONVERTER
-                }:
-                    writer.discard()
-                    raise EngineError(
-                        ErrorCode.CHECKPOINT_DAMAGED,
-                        f"The files in {conversion.opened.directory} changed while they were being converted: try "
-                        "again once they are there.",
-                    )
                 writer.finish()
-            notes = [
-                made_again(found.reason) if found is not None else "",
-                removed(freed),
-            ]
+            notes = [made_again(found.reason) if found is not None else "", removed(freed)]
             made = open_container(path, contents)
             return Converted(conversion, made, " ".join(filter(None, notes)), made=True, resumed_bytes=resumed)
     except OSError as error:
@@ -361,6 +295,15 @@ def convert(
             ErrorCode.INVALID_REQUEST,
             f"{path.parent} cannot be written ({error.strerror}): free it, or choose another data folder.",
         ) from error
+
+
+def _check_unchanged(conversion: Conversion) -> None:
+    folder = conversion.opened.directory
+    if {**fingerprint(folder), CONVERTER: _CONVERTER} != conversion.contents.source:
+        raise EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED,
+            f"The files in {folder} changed while they were being converted: try again once they are there.",
+        )
 
 
 def removed(nbytes: int) -> str:
@@ -403,74 +346,34 @@ def _take_over(path: Path, contents: Contents) -> None:
 
 
 def _write(
-    conversion: Conversion,
-    writer: ContainerWriter,
-    on_progress: OnProgress,
-    check: Callable[[], None],
-    *,
-    direct: bool,
+    conversion: Conversion, writer: ContainerWriter, done: int, on_progress: OnProgress, check: Callable[[], None]
 ) -> None:
-    """Converts into one piece of memory while another is being written; with little RAM there is only one."""
-    contents, stop = writer.contents, threading.Event()
+    """Converts tensor after tensor into the same memory; while one is made, the system writes those before."""
+    contents, opened = writer.contents, conversion.opened
     todo = [index for index in range(len(contents.tensors)) if index not in writer.finished]
     if not todo:
         return
-    buffers = _buffers(conversion, todo)
-    pending: list[Future[None] | None] = [None] * len(buffers)
-    done = sum(contents.tensors[index].nbytes for index in writer.finished)
+    most, working = max(contents.tensors[index].nbytes for index in todo), working_bytes(opened.plan, conversion.sites)
+    require_ram(opened.name, most + working, Budgets(available_ram()))
+    memory = allocate_records(1, RecordLayout((), most), _CPU)[0]
 
-    def written(count: int) -> None:
+    def report(written: int = 0) -> None:
         nonlocal done
-        done += count
-        if stop.is_set():
-            raise RequestCancelled
-
-    def report() -> None:
+        done += written
         on_progress(done, contents.nbytes)
         check()
 
-    def wait_for(future: Future[None] | None) -> None:
-        while future is not None and not future.done():
+    with TensorReader(
+        lambda _done, _total: report(), _never, opened.plan.nbytes, direct=True, dtype=opened.plan.dtype,
+        kernels=conversion.kernels,
+    ) as reader:  # fmt: skip
+        for index in todo:
+            spec = contents.tensors[index]
+            records = memory[: spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
+            conversion.make(index, records, reader)
             report()
-            wait([future], timeout=_REPORT_S)
-        if future is not None:
-            future.result()
-
-    plan = conversion.opened.plan
-    with ThreadPoolExecutor(1, "converted-weights") as pool:
-        try:
-            with TensorReader(
-                lambda _done, _total: report(),
-                _never,
-                plan.nbytes,
-                direct=direct,
-                dtype=plan.dtype,
-                kernels=conversion.kernels,
-            ) as reader:
-                for turn, index in enumerate(todo):
-                    at = turn % len(buffers)
-                    wait_for(pending[at])
-                    spec = contents.tensors[index]
-                    records = buffers[at][: spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
-                    conversion.make(index, records, reader)
-                    report()
-                    pending[at] = pool.submit(writer.write, index, records, written)
-            for future in pending:
-                wait_for(future)
-        except BaseException:
-            stop.set()
-            raise
+            writer.write(index, records, report)
     on_progress(done, contents.nbytes)
-
-
-def _buffers(conversion: Conversion, todo: list[int]) -> list[torch.Tensor]:
-    """Memory for one or two tensors, page-aligned."""
-    most = max(conversion.contents.tensors[index].nbytes for index in todo)
-    working = working_bytes(conversion.opened.plan, conversion.sites)
-    free = available_ram()
-    require_ram(conversion.opened.name, most + working, Budgets(free))
-    count = 2 if len(todo) > 1 and free - _ONE_BUFFER_BELOW > 2 * most + working else 1
-    return [allocate_records(1, RecordLayout((), most), _CPU)[0] for _ in range(count)]
 
 
 def keeps_nothing() -> bool:

@@ -6,7 +6,7 @@ them, or they go to a card, each tensor is read by itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from engine.checkpoint.headers import TensorEntry
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.experts.container import Container
 from engine.experts.early_reads import EARLY_READS
 from engine.experts.file_image import FileImage
@@ -28,121 +28,77 @@ _CHECKERS = 2
 """Threads that compute checksums: of what has just arrived, so that it is still in a core's cache."""
 
 
-class ArrivingFile:
-    """A file on its way into memory; see `engine.runtime.loaded_model.Arriving`.
-
-    Args:
-        container: what its tensors are compared with as they arrive, if it is a file of converted weights.
-    """
-
-    def __init__(self, path: Path, container: Container | None = None) -> None:
-        self.path, self.note = path, ""
-        self.serves_next = False
-        self.done = 0
-        self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
-        self._container, self._pool = container, ThreadPoolExecutor(_CHECKERS, "arriving-file")
-        try:
-            self.image: FileImage = EARLY_READS.take(path)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        except MemoryError as error:
-            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, f"There is no memory for {path.name}: {error}.") from error
-        self._checks: list[Future[None]] = []
-        for entry in container.entries.values() if container is not None else ():
-            self._checks.append(self._pool.submit(self._check, entry))
-
-    @property
-    def nbytes(self) -> int:
-        """Of the file."""
-        return len(self.image.bytes)
-
-    def bytes_of(self, entry: TensorEntry) -> torch.Tensor:
-        """Those of a tensor, uint8 [bytes], which are there after `wait`."""
-        return torch.frombuffer(self.image.bytes[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
-
-    def wait(self, cancelled: Callable[[], bool]) -> None:
-        """Until all of it is there.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
-            UnusableContainerError: it is not what was converted.
-            RequestCancelled: `cancelled()` was true.
-        """
-        try:
-            while self.done < self.nbytes:
-                end = min(self.done + _PIECE, self.nbytes)
-                while not self.image.wait_for(end, _LOOK_S):
-                    if cancelled():
-                        raise RequestCancelled
-                self.done = end
-                self.on_progress(0, 0)
-            for check in self._checks:
-                check.result()
-            self.serves_next = True
-        except OSError as error:
-            raise unreadable(self.path, error) from error
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Stops reading.  Idempotent; the memory lives as long as anything refers to it."""
-        self.image.close()  # wakes who waits for it
-        self._pool.shutdown(cancel_futures=True)
-
-    def _check(self, entry: TensorEntry) -> None:
-        assert self._container is not None
-        count, size = entry.shape
-        together = max(_PIECE // size, 1)
-        for first in range(0, count, together):
-            some = replace(entry, offset=entry.offset + first * size, nbytes=min(together, count - first) * size)
-            self.image.wait_for(some.offset + some.nbytes)
-            if not self._container.is_intact(entry.key, first, self.bytes_of(some).view(-1, size)):
-                raise self._container.damaged(entry.key)
-
-
 class Files:
     """The files of a model whose bytes are used as they are.
 
     Args:
         whole: those that are to be in memory as a whole; of all others tensors are read.
-        container: of converted weights, if there are any.
+        container: of converted weights, if there are any: what arrives of it is compared with its checksums.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if one cannot be opened, `NOT_ENOUGH_MEMORY`.
     """
 
-    def __init__(self, whole: Iterable[Path], container: Container | None = None) -> None:
+    def __init__(self, whole: Iterable[Path] = (), container: Container | None = None) -> None:
         self._container, self._pages = container, HugePages()
-        self._arriving: dict[Path, ArrivingFile] = {}
-        try:
-            for path in dict.fromkeys(whole):
-                own = container if container is not None and container.path == path else None
-                self._arriving[path] = ArrivingFile(path, own)
-        except BaseException:
-            for each in self._arriving.values():
-                each.close()
-            raise
+        self._images: dict[Path, FileImage] = {}
+        self._pool, self._checks = ThreadPoolExecutor(_CHECKERS, "arriving-file"), list[Future[None]]()
+        self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
+        for path in dict.fromkeys(whole):
+            try:
+                self._images[path] = EARLY_READS.take(path)
+            except OSError as error:
+                self.close()
+                raise unreadable(path, error) from error
+            except MemoryError as error:
+                self.close()
+                raise EngineError(
+                    ErrorCode.NOT_ENOUGH_MEMORY, f"There is no memory for {path.name}: {error}."
+                ) from error
+        if container is not None and container.path in self._images:
+            self._checks = [self._pool.submit(self._check, entry) for entry in container.entries.values()]
 
     @property
-    def arriving(self) -> Sequence[ArrivingFile]:
-        """The files, until they have been read."""
-        return list(self._arriving.values())
+    def paths(self) -> tuple[Path, ...]:
+        """Those that are in memory as a whole."""
+        return tuple(self._images)
 
     def is_whole(self, path: Path) -> bool:
-        """Whether this file is on its way into memory."""
-        return path in self._arriving
+        """Whether this file is one of them."""
+        return path in self._images
 
-    def counting(self, on_progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
-        """The same for whoever reads the rest: with what arrives here."""
-        nbytes, rest = sum(each.nbytes for each in self.arriving), [0, 0]
+    @property
+    def nbytes(self) -> int:
+        """Of these."""
+        return sum(len(image.bytes) for image in self._images.values())
 
-        def together(done: int, total: int) -> None:
-            rest[:] = max(done, rest[0]), max(total, rest[1])
-            on_progress(rest[0] + sum(each.done for each in self.arriving), rest[1] + nbytes)
+    def wait(self, cancelled: CancelCheck) -> None:
+        """Until all of them are there.
 
-        for each in self.arriving:
-            each.on_progress = together
-        return together
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`: one cannot be read.
+            UnusableContainerError: it is not what was converted.
+            RequestCancelled: `cancelled()` was true.
+        """
+        before, total = 0, self.nbytes
+        try:
+            for path, image in self._images.items():
+                for end in (*range(_PIECE, len(image.bytes), _PIECE), len(image.bytes)):
+                    while not self._is_there(path, end, _LOOK_S):
+                        if cancelled():
+                            raise RequestCancelled
+                    self.on_progress(before + end, total)
+                before += len(image.bytes)
+            for check in self._checks:
+                check.result()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stops reading.  Idempotent; the memory lives as long as anything refers to it."""
+        for image in self._images.values():
+            image.close()  # wakes who waits for it
+        self._pool.shutdown(cancel_futures=True)
 
     def numbers(self, entry: TensorEntry) -> torch.Tensor | None:
         """A tensor that is stored number by number in a file that arrives, once it is there; None for any other.
@@ -150,14 +106,11 @@ class Files:
         Raises:
             EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
         """
-        arriving, dtype = self._arriving.get(entry.file), torch_dtype(entry)
-        if arriving is None or dtype is None or entry.offset % dtype.itemsize or not entry.nbytes:
+        dtype = torch_dtype(entry)
+        if entry.file not in self._images or dtype is None or entry.offset % dtype.itemsize or not entry.nbytes:
             return None
-        try:
-            arriving.image.wait_for(entry.offset + entry.nbytes)
-        except OSError as error:
-            raise unreadable(entry.file, error) from error
-        return arriving.bytes_of(entry).view(dtype).view(entry.shape)
+        self._is_there(entry.file, entry.offset + entry.nbytes)
+        return self._view(entry).view(dtype).view(entry.shape)
 
     def bytes_of(self, entry: TensorEntry, reader: TensorReader) -> torch.Tensor:
         """Those of a tensor, uint8 [bytes]; if its file arrives as a whole they are there once it has.
@@ -166,9 +119,8 @@ class Files:
             EngineError, RequestCancelled: as `TensorReader.read`.
             UnusableContainerError: they are not what was converted.
         """
-        arriving = self._arriving.get(entry.file)
-        if arriving is not None:
-            return arriving.bytes_of(entry)
+        if entry.file in self._images:
+            return self._view(entry)
         raw = self._pages.empty((entry.nbytes,), dtype=torch.uint8)
         self.read_into(entry, raw, reader)
         return raw
@@ -184,3 +136,23 @@ class Files:
         is_its = container is not None and container.path == entry.file
         if container is not None and is_its and not container.is_intact(entry.key, 0, raw.view(entry.shape)):
             raise container.damaged(entry.key)
+
+    def _view(self, entry: TensorEntry) -> torch.Tensor:
+        whole = self._images[entry.file].bytes
+        return torch.frombuffer(whole[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
+
+    def _is_there(self, path: Path, end: int, patience_s: float | None = None) -> bool:
+        try:
+            return self._images[path].wait_for(end, patience_s)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def _check(self, entry: TensorEntry) -> None:
+        assert self._container is not None
+        count, size = entry.shape
+        together = max(_PIECE // size, 1)
+        for first in range(0, count, together):
+            some = replace(entry, offset=entry.offset + first * size, nbytes=min(together, count - first) * size)
+            self._is_there(entry.file, some.offset + some.nbytes)
+            if not self._container.is_intact(entry.key, first, self._view(some).view(-1, size)):
+                raise self._container.damaged(entry.key)

@@ -1,36 +1,39 @@
-"""GGUF files used as they lie: experts, linear layers and embeddings are rows of blocks.
+"""Files used as they lie: experts, linear layers and embeddings are rows of ggml's types, blocks or plain numbers.
 
-Nothing is made of them and nothing is written.  On the CPU alone each file is in memory as a whole (`Files`).  With a
-card, experts are read into RAM that it can copy from, and the rest into its own.
+Nothing is made of them and nothing is written.  On the CPU alone each file is in memory as a whole (`Files`): GGUF in
+any type, safetensors in bf16 and fp16.  With a card, experts in blocks are read into RAM that it can copy from, and the
+rest into its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.checkpoint.expert_index import ExpertSource, PartSources
-from engine.checkpoint.gguf.types import BY_NAME
+from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import is_blocks
-from engine.checkpoint.stored import heads_in_blocks, in_blocks, pieces_of, rows_of
+from engine.checkpoint.stored import heads_in_rows, in_rows, is_in_gguf, pieces_of
 from engine.experts.bank import ExpertBank, LayerInPlace
 from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import BlockLayout
 from engine.experts.ranges import Part, Place
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import PartSpec, RecordLayout
+from engine.experts.record_memory import HugePages
 from engine.experts.sites import ExpertsSite
-from engine.formats import ROUTERS, STORED
+from engine.formats import BF16, ROUTERS, STORED, TILE_ROWS
 from engine.formats.ggml import GGML, BlockFormat
 from engine.formats.tiles import Pairing
 from engine.kernels.activation import activation_of
 from engine.kernels.dense import card_layers, quantised_sizes
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import kernels_of
+from engine.kernels.interface import are_even
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
 from engine.kernels.repack import Blocks
@@ -38,77 +41,131 @@ from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.files import Files
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.records import PartRows
 from engine.runtime.load.tensor_reader import TensorReader
 
+SIXTEEN_BITS = frozenset(("F16", "BF16"))
+"""Types that a model in bf16 is used in as its files have them."""
+BLOCKS = frozenset(name for name, kind in BY_NAME.items() if kind.split is not None)
+"""Types that cards read in place: plain numbers come to them as their own."""
+ALL_TYPES = frozenset(BY_NAME)
 
-def lies_in_place(opened: OpenedCheckpoint) -> bool:
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One matrix of every expert of a module, as files have it: rows of one of ggml's types.
+
+    Attributes:
+        places: where that of each expert begins.
+    """
+
+    kind: BlockType
+    rows: int
+    columns: int
+    places: Sequence[Place]
+
+    @property
+    def nbytes(self) -> int:
+        """Of one expert's."""
+        return self.rows * self.columns // self.kind.elements * self.kind.nbytes
+
+    @property
+    def is_gapless(self) -> bool:
+        """Whether each expert's begins where that before ends."""
+        file, begin = self.places[0]
+        return all(place == (file, begin + at * self.nbytes) for at, place in enumerate(self.places))
+
+    def entry(self, expert: int, count: int = 1) -> TensorEntry:
+        """The bytes of an expert's, or of several that lie behind one another."""
+        (file, offset), nbytes = self.places[expert], count * self.nbytes
+        return TensorEntry(file, "experts", "U8", (nbytes,), offset, nbytes)
+
+
+def types_in_place(opened: OpenedCheckpoint, precision: str, types: frozenset[str]) -> frozenset[str]:
+    """Those of `types` whose matrices a model in this precision uses as they lie in its files; none if its experts, or
+    all its matrices, are of others."""
+    used = types if precision == STORED else types & SIXTEEN_BITS if precision == BF16.name else frozenset[str]()
+    return used if used and lies_in_place(opened, used) else frozenset()
+
+
+def lies_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> bool:
     """Whether all experts of a checkpoint, and some of its matrices, can be used as they lie in its files."""
     plan = opened.plan
-    if not any(in_blocks(entry) is not None for entry in plan.entries):
+    if plan.quantizer is not None or not any(_is_matrix(entry, types) for entry in plan.entries):
         return False
-    return all(_stacks_of(site, plan) is not None for site in opened.sites)
+    if not opened.sites and not matrices_in_place(opened, types):
+        return False  # a dense model in the library's own numbers
+    return all(_stacks_of(site, plan, types) is not None for site in opened.sites)
 
 
-def site_in_place(site: ExpertsSite, plan: LoadingPlan) -> ExpertsSite:
+def _is_matrix(entry: TensorEntry, types: frozenset[str]) -> bool:
+    stored = in_rows(entry)
+    return stored is not None and stored.dtype in types and len(stored.shape) > 1
+
+
+def site_in_place(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> ExpertsSite:
     """The experts module with records as its files have them; see `lies_in_place`."""
-    stacks = _stacks_of(site, plan)
+    stacks = _stacks_of(site, plan, types)
     assert stacks is not None
-    kinds = {name: [BY_NAME[entry.dtype] for entry in entries] for name, entries in stacks.items()}
+    kinds = {name: [stack.kind for stack in each] for name, each in stacks.items()}
+    return replace(site, layout=BlockLayout.storing(site.layout.unquantised, kinds, alternates=_alternates(site)))
+
+
+def _alternates(site: ExpertsSite) -> bool:
     activation = activation_of(site.module)
-    alternates = activation is not None and activation.pairing is Pairing.ALTERNATING
-    return replace(site, layout=BlockLayout.storing(site.layout.unquantised, kinds, alternates=alternates))
+    return activation is not None and activation.pairing is Pairing.ALTERNATING
 
 
-def _stacks_of(site: ExpertsSite, plan: LoadingPlan) -> dict[str, list[TensorEntry]] | None:
-    """For each matrix of an experts module the stacks [E, rows, columns] of blocks that it is made of: all its rows, or
-    gate and then up rows; `None` if one is made of anything else."""
+def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> dict[str, list[Stack]] | None:
+    """For each matrix of an experts module what it is made of: all its rows, or gate and then up rows; `None` if one is
+    made of anything but rows of these types."""
     sources = plan.index.modules.get(site.name)
     if sources is None or not hasattr(site.module, "has_gate") or activation_of(site.module) is None:
         return None
-    found: dict[str, list[TensorEntry]] = {}
+    if site.module.has_post_expert_norm:  # no native kernel has one, and the library's operators want plain weights
+        types &= BLOCKS
+    found: dict[str, list[Stack]] = {}
     for part in site.layout.unquantised.parts:
         if len(part.shape) == 1:
             continue
-        stacks = _stacks_of_part(sources[part.name], plan) if part.name in sources else None
-        if stacks is None or sum(stack.shape[1] for stack in stacks) != part.shape[0]:
+        stacks = _stacks_of_part(part, sources[part.name], plan, types) if part.name in sources else None
+        if stacks is None or sum(stack.rows for stack in stacks) != part.shape[0]:
             return None
-        if any(stack.shape[0] != site.num_experts or stack.shape[2] != part.shape[1] for stack in stacks):
+        if any(len(stack.places) != site.num_experts or stack.columns != part.shape[1] for stack in stacks):
+            return None
+        if len(stacks) == 1 and part.name.startswith("gate_up") and _alternates(site):
             return None
         found[part.name] = stacks
     return found
 
 
-def _stacks_of_part(part: PartSources, plan: LoadingPlan) -> list[TensorEntry] | None:
-    order = PartConverter(None, {}, plan.converters[part.target]).rows_in_order(part)
-    if order is None or not (part.is_fused or part.is_per_expert):
+def _stacks_of_part(spec: PartSpec, part: PartSources, plan: LoadingPlan, types: frozenset[str]) -> list[Stack] | None:
+    rows = PartRows.of(part, plan)
+    if rows is None or spec.transposed != rows.transposed:
         return None
-    stacks: list[TensorEntry | None] = []
-    for pattern in order:
-        entries = part.by_pattern[pattern]
-        if not part.is_fused:
-            stacks.append(_behind_one_another(entries))
-            continue
-        packing = rows_of(entries[0])
-        stacks += [
-            piece if isinstance(piece, TensorEntry) and is_blocks(piece.dtype) and len(piece.shape) == 3 else None
-            for piece in (pieces_of(entries[0]) if packing is None or packing.order is None else ())
-        ]
+    stacks: list[Stack | None] = []
+    for pattern in rows.order:
+        pieces = zip(*map(pieces_of, part.by_pattern[pattern]), strict=True)
+        stacks += [_stack(piece, types, is_fused=part.is_fused) for piece in pieces]
     found = [stack for stack in stacks if stack is not None]
     return found if len(found) == len(stacks) and 1 <= len(found) <= 2 else None
 
 
-def _behind_one_another(entries: list[TensorEntry]) -> TensorEntry | None:
-    """Matrices of one type and shape that follow each other in a file as one stack; `None` if they are not such."""
-    first, nbytes = entries[0], entries[0].nbytes
-    if not is_blocks(first.dtype) or len(first.shape) != 2:
+def _stack(entries: Sequence[TensorEntry | ExpertSource], types: frozenset[str], *, is_fused: bool) -> Stack | None:
+    """That of a tensor [E, rows, columns], or of E matrices; `None` if they are anything else."""
+    first = entries[0]
+    if not isinstance(first, TensorEntry) or first.dtype not in types or len(first.shape) != 2 + is_fused:
         return None
-    for number, entry in enumerate(entries):
-        if (
-            type(entry) is not TensorEntry
-            or replace(first, key=entry.key, offset=first.offset + number * nbytes) != entry
-        ):
+    kind, (rows, columns) = BY_NAME[first.dtype], first.shape[-2:]
+    if is_fused:
+        each = first.nbytes // first.shape[0]
+        return Stack(kind, rows, columns, [(first.file, first.offset + at * each) for at in range(first.shape[0])])
+    places: list[Place] = []
+    for entry in entries:
+        if type(entry) is not TensorEntry or (entry.dtype, entry.shape) != (first.dtype, first.shape):
             return None
-    return replace(first, shape=(len(entries), *first.shape), nbytes=len(entries) * nbytes)
+        places.append((entry.file, entry.offset))
+    return Stack(kind, rows, columns, places)
 
 
 def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> list[Part]:
@@ -118,25 +175,23 @@ def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorRe
     Raises:
         EngineError, RequestCancelled: as `TensorReader.read`.
     """
-    blocks, biases, parts = _parts_in_blocks(site, opened.plan), _biases(opened, site, reader), list[Part]()
-    for part in site.layout.parts:
-        places: list[Place] | memoryview
-        if part.name in blocks:
-            entry = blocks[part.name]
-            places = [(entry.file, entry.offset + expert * part.nbytes) for expert in range(site.num_experts)]
-        else:
-            places = bytes_of(biases[part.name].view(-1).view(torch.uint8))
-        parts.append(Part(part.offset, part.nbytes, places))
-    return parts
+    stacks, biases = _stacks_by_part(site, opened.plan), _biases(opened, site, reader)
+    return [
+        Part(
+            part.offset,
+            part.nbytes,
+            stacks[part.name].places if part.name in stacks else bytes_of(biases[part.name].view(-1).view(torch.uint8)),
+        )
+        for part in site.layout.parts
+    ]
 
 
-def files_in_place(opened: OpenedCheckpoint) -> list[Path]:
+def files_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> list[Path]:
     """Those that experts, linear layers and embeddings are used in."""
-    stored = (stored for entry in opened.plan.entries if (stored := in_blocks(entry)) is not None)
-    heads = (stack for entry in opened.plan.entries for stack in heads_in_blocks(entry) or ())
-    of_sites = [_stacks_of(site, opened.plan) or {} for site in opened.sites]
-    experts = (stack for each in of_sites for stacks in each.values() for stack in stacks)
-    return list(dict.fromkeys(entry.file for entry in (*stored, *heads, *experts)))
+    used = (entry for entry in opened.plan.entries if _is_matrix(entry, types) or heads_in_rows(entry) is not None)
+    of_sites = [_stacks_of(site, opened.plan, types) or {} for site in opened.sites]
+    experts = (file for each in of_sites for stacks in each.values() for stack in stacks for file, _ in stack.places)
+    return list(dict.fromkeys((*(file for entry in used for file in entry.files), *experts)))
 
 
 def bind_experts_in_place(
@@ -149,22 +204,64 @@ def bind_experts_in_place(
     """
     for site in sites:
         shapes = {part.name: part.shape for part in site.layout.parts}
-        parts = {
-            name: files.bytes_of(entry, reader).view(site.num_experts, *shapes[name])
-            for name, entry in _parts_in_blocks(site, opened.plan).items()
-        }
-        parts |= _biases(opened, site, reader)
+        biases = {name: list(each) for name, each in _biases(opened, site, reader).items()}
+        matrices = _in_memory(_stacks_by_part(site, opened.plan), files, reader, beside=bool(biases))
+        parts = {name: [each.view(shapes[name]) for each in experts] for name, experts in matrices.items()} | biases
         records = torch.empty(site.num_experts, 0, dtype=torch.uint8)
         bank.layers[site.name] = LayerInPlace(site.name, site.layout, records, parts=parts)
 
 
+def _in_memory(
+    stacks: Mapping[str, Stack], files: Files, reader: TensorReader, *, beside: bool
+) -> dict[str, list[torch.Tensor]]:
+    """The bytes of each expert's matrices where files in memory have them, in a way that the kernels can be told of:
+    each matrix at equal distances from one expert to the next, or all of an expert at equal distances from its first.
+
+    Where experts are stored one by one the few whose matrices are in two files are copied; all are if anything else
+    of an expert is `beside` them.
+    """
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, stack in stacks.items():
+        experts = len(stack.places)
+        if stack.is_gapless:
+            found[name] = list(files.bytes_of(stack.entry(0, experts), reader).view(experts, -1))
+        elif all(files.is_whole(file) for file, _ in stack.places):
+            found[name] = [files.bytes_of(stack.entry(expert), reader) for expert in range(experts)]
+        else:
+            found[name] = _copied(stack, reader)
+    if all(map(are_even, found.values())):
+        return found
+    beginnings = [[each.data_ptr() for each in matrices] for matrices in found.values()]
+    apart = [tuple(at - own[0] for at in own) for own in zip(*beginnings, strict=True)]
+    usual = Counter(apart).most_common(1)[0][0]
+    sizes = [stack.nbytes for stack in stacks.values()]
+    low, high = min(usual), max(at + size for at, size in zip(usual, sizes, strict=True))
+    if beside or high - low > 2 * sum(sizes):
+        return {name: _copied(stack, reader) for name, stack in stacks.items()}
+    for expert, own in enumerate(apart):
+        if own == usual:
+            continue
+        room = torch.empty(high - low, dtype=torch.uint8)
+        for (name, stack), at in zip(stacks.items(), usual, strict=True):
+            found[name][expert] = room[at - low : at - low + stack.nbytes]
+            reader.read_into([(stack.entry(expert), found[name][expert])])
+    return found
+
+
+def _copied(stack: Stack, reader: TensorReader) -> list[torch.Tensor]:
+    experts = len(stack.places)
+    rows = list(HugePages().empty((experts, stack.nbytes), dtype=torch.uint8))
+    reader.read_into((stack.entry(expert), row) for expert, row in enumerate(rows))
+    return rows
+
+
 def bind_matrices_in_place(
-    opened: OpenedCheckpoint, files: Files, kernels: NativeKernels, reader: TensorReader
+    opened: OpenedCheckpoint, types: frozenset[str], files: Files, kernels: NativeKernels, reader: TensorReader
 ) -> None:
     """Lets linear layers and embeddings compute from the files."""
     model, made = opened.model, dict[int, Blocks]()  # one for all who share it, which then count it once
-    for name, entry in matrices_in_place(opened).items():
-        stacks = heads_in_blocks(entry)
+    for name, entry in matrices_in_place(opened, types).items():
+        stacks = heads_in_rows(entry)
         if stacks is not None:
             own = model.get_submodule(name.removesuffix(".weight"))
             keys, values = (_rows_of(stack, files.bytes_of(stack, reader)) for stack in stacks)
@@ -189,7 +286,7 @@ def _rows_of(stack: TensorEntry, raw: torch.Tensor) -> Blocks:
     return Blocks(BY_NAME[stack.dtype], raw.view(matrices * rows, -1))
 
 
-def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
+def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[str, TensorEntry]:
     """The weights of linear layers and embeddings that can be used as they lie in the files, by name: an output layer
     that shares the embedding's has a name of its own."""
     model, named = opened.model, opened.plan.renamed
@@ -198,9 +295,9 @@ def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
     for name, module in model.named_modules():
         weight = f"{name}.weight"
         entry = named.get(weight) or named.get(tied.get(weight, ""))
-        if entry is None or (blocks_of(entry) is None and heads_in_blocks(entry) is None):
+        if entry is None or not _is_used(entry, types):
             continue
-        is_linear = type(module) is torch.nn.Linear and name.rpartition(".")[2] not in ROUTERS
+        is_linear = type(module) is torch.nn.Linear and name.rpartition(".")[2] not in (*ROUTERS, *_USED_OTHERWISE)
         is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
         if is_plain or (type(module) is torch.nn.Embedding and module.max_norm is None):
             found[weight] = entry
@@ -209,13 +306,27 @@ def matrices_in_place(opened: OpenedCheckpoint) -> dict[str, TensorEntry]:
     return {name: entry for name, entry in found.items() if tied.get(name, name) not in alone}
 
 
-def _parts_in_blocks(site: ExpertsSite, plan: LoadingPlan) -> dict[str, TensorEntry]:
-    """Where the parts in blocks of a module from `site_in_place` lie."""
-    stacks, layout = _stacks_of(site, plan), site.layout
+def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
+    """Whether the kernels are to read a matrix in place.  Not a few rows of numbers; and bf16 of safetensors, which
+    lies in place as well, is the library's own."""
+    heads = heads_in_rows(entry)
+    if heads is not None:
+        return {stack.dtype for stack in heads} <= types
+    stored = in_rows(entry)
+    if stored is None or stored.dtype not in types or len(stored.shape) != 2:
+        return False
+    if stored.dtype in BLOCKS:
+        return True
+    return stored.shape[0] >= TILE_ROWS and (stored.dtype != BF16.name.upper() or is_in_gguf(entry))
+
+
+def _stacks_by_part(site: ExpertsSite, plan: LoadingPlan) -> dict[str, Stack]:
+    """Where the matrices of a module from `site_in_place` lie, by the parts of its layout."""
+    stacks, layout = _stacks_of(site, plan, ALL_TYPES), site.layout
     assert stacks is not None
     assert isinstance(layout, BlockLayout)
-    parts = (zip(layout.blocks_of(name), entries, strict=True) for name, entries in stacks.items())
-    return {own: entry for each in parts for (own, _), entry in each}
+    parts = (zip(layout.blocks_of(name), each, strict=True) for name, each in stacks.items())
+    return {own: stack for each in parts for (own, _), stack in each}
 
 
 def _biases(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> dict[str, torch.Tensor]:
@@ -237,45 +348,13 @@ def _biases(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -
     return found
 
 
-def formats_in_place(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
-    """The types that kernels have to read together: of gate and up rows, or twice a matrix's own."""
-    stacks = [each for site in opened.sites for each in (_stacks_of(site, opened.plan) or {}).values()]
-    matrices = matrices_in_place(opened).values()
+def formats_on_cards(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
+    """The types that cards' kernels have to read together: of gate and up rows, or twice a matrix's own."""
+    stacks = [each for site in opened.sites for each in (_stacks_of(site, opened.plan, BLOCKS) or {}).values()]
+    matrices = matrices_in_place(opened, BLOCKS).values()
     alone = {each.kind.name for entry in matrices if (each := blocks_of(entry)) is not None}
-    alone |= {stack.dtype for entry in matrices for stack in heads_in_blocks(entry) or ()}
-    return {(each[0].dtype, each[-1].dtype) for each in stacks} | {(name, name) for name in alone}
-
-
-def fill_records(
-    opened: OpenedCheckpoint, sites: Iterable[ExpertsSite], reader: TensorReader, bank: ExpertBank
-) -> None:
-    """Allocates the records of these modules and reads them from the files.
-
-    Raises:
-        EngineError, RequestCancelled: as `TensorReader.read`.
-    """
-    for site in sites:
-        layer = bank.add_layer(site.name, site.num_experts, site.layout)
-        here = layer.device.type == "cpu"
-        records = layer.records if here else allocate_records(site.num_experts, site.layout, torch.device("cpu"))
-        specs = {part.name: part for part in site.layout.parts}
-        places: list[tuple[TensorEntry | ExpertSource, torch.Tensor]] = []
-        for name, entry in _parts_in_blocks(site, opened.plan).items():
-            part = specs[name]
-            for expert in range(site.num_experts):
-                begin = entry.offset + expert * part.nbytes
-                one = replace(entry, dtype="U8", shape=(part.nbytes,), offset=begin, nbytes=part.nbytes)
-                places.append((one, records[expert, part.offset : part.offset + part.nbytes]))
-        reader.read_into(places)
-        for name, value in _biases(opened, site, reader).items():
-            site.layout.stacked_view(records, specs[name]).copy_(value)
-        if not here:
-            layer.records.copy_(records)
-
-
-def bytes_in_place(opened: OpenedCheckpoint, sites: Iterable[ExpertsSite]) -> int:
-    """What `fill_records` reads of blocks."""
-    return sum(entry.nbytes for site in sites for entry in _parts_in_blocks(site, opened.plan).values())
+    alone |= {stack.dtype for entry in matrices for stack in heads_in_rows(entry) or ()}
+    return {(each[0].kind.name, each[-1].kind.name) for each in stacks} | {(name, name) for name in alone}
 
 
 class MatricesOnCards:
@@ -287,7 +366,7 @@ class MatricesOnCards:
     """
 
     def __init__(self, opened: OpenedCheckpoint, reader: TensorReader | None = None) -> None:
-        self._found, self._reader = matrices_in_place(opened), reader
+        self._found, self._reader = matrices_in_place(opened, BLOCKS), reader
         self._tied: Mapping[str, str] = getattr(opened.model, "all_tied_weights_keys", None) or {}
         linears: dict[str, BlockFormat] = {}
         self.embeddings: dict[str, TensorEntry] = {}
@@ -322,7 +401,7 @@ class MatricesOnCards:
             result[f"{name}.weight"] = 0 if f"{name}.weight" in shared else entry.nbytes
         return result
 
-    def matrix(self, name: str, kernels: NativeKernels | None = None) -> Blocks:  # noqa: ARG002
+    def matrix(self, name: str) -> Blocks:
         """Reads the weight of one of them.
 
         Raises:
@@ -353,5 +432,7 @@ class MatricesOnCards:
             module.forward = CardEmbedding(table, kernels)
 
 
+_USED_OTHERWISE = ("dt_proj",)
+"""Linear layers whose weights the library's models use without their `forward`."""
 _READ_BY_ATTENTION = ("kv_b_proj",)
 """Modules whose weights the kernels for latent attention read as numbers."""

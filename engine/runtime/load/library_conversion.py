@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -34,9 +34,10 @@ from engine.checkpoint.expert_index import ExpertIndex, PartSources
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry
 from engine.common.errors import EngineError, ErrorCode
+from engine.experts.record_memory import empty_in_huge_pages
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
-from engine.runtime.load.tensor_reader import InPlace, LazyTensor, ReadApart, TensorReader
+from engine.runtime.load.tensor_reader import LazyTensor, TensorReader
 
 # The library would read in threads of its own: progress and cancelling then come from anywhere, and a load that fails
 # leaves threads running for a while.
@@ -171,6 +172,20 @@ def _by_expert(entry: TensorEntry, experts: int) -> TensorEntry:
     return replace(entry, shape=(experts, entry.shape[0] // experts, *entry.shape[1:]))
 
 
+def rows_in_order(part: PartSources, converter: Any | None) -> list[str] | None:
+    """The patterns whose tensors, one below the other, already are an expert's part; `None` if it takes more."""
+    if converter is None:
+        return list(part.by_pattern)
+    kinds = [type(operation) for operation in converter.operations]
+    dims = [getattr(operation, "dim", None) for operation in converter.operations]
+    patterns = list(converter.source_patterns)
+    stacked = kinds == [MergeModulelist] and dims == [0] and len(patterns) == 1
+    joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
+    joined_fused = kinds == [Concatenate] and dims == [1] and part.is_fused
+    known = stacked or joined or joined_fused
+    return patterns if known and set(patterns) == part.by_pattern.keys() else None
+
+
 @dataclass
 class PartConverter:
     """Makes one part of the experts of one module.
@@ -186,19 +201,6 @@ class PartConverter:
 
     def __post_init__(self) -> None:
         self.converter = deepcopy(self.converter)
-
-    def rows_in_order(self, part: PartSources) -> list[str] | None:
-        """The patterns whose tensors, one below the other, already are an expert's part; `None` if it takes more."""
-        if self.converter is None:
-            return list(part.by_pattern)
-        kinds = [type(operation) for operation in self.converter.operations]
-        dims = [getattr(operation, "dim", None) for operation in self.converter.operations]
-        patterns = list(self.converter.source_patterns)
-        stacked = kinds == [MergeModulelist] and dims == [0] and len(patterns) == 1
-        joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
-        joined_fused = kinds == [Concatenate] and dims == [1] and part.is_fused
-        known = stacked or joined or joined_fused
-        return patterns if known and set(patterns) == part.by_pattern.keys() else None
 
     def convert(self, target: str, experts: int, tensors: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Source tensors of `experts` experts, by pattern -> full target name -> [experts, *module shape].
@@ -257,14 +259,14 @@ def load_rest(
     reader: TensorReader,
     device_map: Mapping[str, torch.device],
     apart: Collection[str] = (),
-    in_place: InPlace = lambda _entry: None,
+    in_place: Callable[[TensorEntry], torch.Tensor | None] = lambda _entry: None,
 ) -> None:
     """Loads everything but the experts through the library, ties, and computes the buffers that are not stored.
 
     Args:
         device_map: module name -> where it goes with all that is in it; the empty name is the whole model.
         apart: parameters that something else reads, by name: they only get their shape.
-        in_place: what need not be read.
+        in_place: gives a tensor that lies in a file in memory, and None for those that have to be read.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a tensor is missing or of another shape, `MODEL_UNSUPPORTED` if the
@@ -282,11 +284,17 @@ def load_rest(
     )
     dtype_of = parameter_dtypes(model, plan.dtype)
     dtypes = {name: dtype_of(name, parameter) for name, parameter in model.named_parameters()}
-    read_apart = {id(plan.renamed[name]): dtypes[name] for name in apart}
-    state = {
-        key: ReadApart(entry, read_apart[id(entry)]) if id(entry) in read_apart else LazyTensor(reader, entry, in_place)
-        for key, entry in plan.rest.items()
-    }
+    shells = {id(plan.renamed[name]): torch.zeros(1, dtype=dtypes[name]) for name in apart}  # all one number: no memory
+
+    def read(entry: TensorEntry) -> torch.Tensor:
+        there = in_place(entry)
+        return there if there is not None else reader.read(entry, empty_in_huge_pages)
+
+    def lazy(entry: TensorEntry) -> LazyTensor:
+        shell = shells.get(id(entry))
+        return LazyTensor(entry, read) if shell is None else LazyTensor(entry, lambda e: shell.expand(e.shape), "BF16")
+
+    state = {key: lazy(entry) for key, entry in plan.rest.items()}
     info, _ = convert_and_load_state_dict_in_model(model, state, config, None)
     if info.conversion_errors or info.mismatched_keys:
         names = sorted([*info.conversion_errors, *(key[0] for key in info.mismatched_keys)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 
 from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, chunk_tokens_in_ram
 from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
@@ -30,7 +30,6 @@ from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
-from engine.kernels.gpu.proof import reads_blocks
 from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
@@ -41,13 +40,12 @@ from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.load.binding import bind_dense, bind_experts
 from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
 from engine.runtime.load.conversion import made_again
-from engine.runtime.load.decision import Decision, decide
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
-from engine.runtime.load.in_place import formats_in_place, lies_in_place
 from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
 from engine.runtime.load.library_models import first_line, quiet_library
 from engine.runtime.load.on_cards import speed_up_on_cards
+from engine.runtime.load.plan import Machine, Plan, resolve
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
@@ -56,6 +54,13 @@ from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, igno
 from engine.runtime.segments import SegmentedCapture
 
 _log = logging.getLogger(__name__)
+
+
+_ATTEMPTS = 2
+"""To read converted weights that turn out to be damaged."""
+
+_WORTH_MEASURING = 2**30
+"""Bytes of a model that is slow enough for kernels chosen by measurement to matter more than the second it takes."""
 
 
 def open_compute_devices(config: EngineConfig) -> tuple[list[Device], str]:
@@ -69,13 +74,6 @@ def open_compute_devices(config: EngineConfig) -> tuple[list[Device], str]:
     return ([], "") if config.device == "cpu" else (open_devices(config.device, config.vram_bytes), "")
 
 
-_ATTEMPTS = 2
-"""To read converted weights that turn out to be damaged."""
-
-_WORTH_MEASURING = 2**30
-"""Bytes of a model that is slow enough for kernels chosen by measurement to matter more than the second it takes."""
-
-
 def set_threads(threads: int | None) -> int:
     """Lets torch compute with this many threads, or one per fast core; never more than this process may use."""
     count = max(1, min(threads or compute_threads(), usable_cpus()))
@@ -87,7 +85,7 @@ def load_model(
     config: EngineConfig,
     *,
     on_progress: Callable[[int, int], None],
-    cancelled: Callable[[], bool],
+    cancelled: CancelCheck,
     on_phase: OnPhase = ignore_phase,
 ) -> LoadedModel:
     """Loads the checkpoint directory `config.model`.
@@ -99,132 +97,113 @@ def load_model(
         RequestCancelled: `cancelled()` was true; everything allocated has been freed.
     """
     set_threads(config.threads)  # before devices are opened: their threads take torch's number over
-    opened, left_out = open_compute_devices(config)  # a missing one is reported before gigabytes are read
-    try:
-        note = left_out
-        for _ in range(_ATTEMPTS):
-            try:
-                return _load(config, ModelDevices(opened), on_progress, cancelled, on_phase, note)
-            except UnusableContainerError as error:
-                reopen(error)
-                note = made_again(error.reason)
-            opened, left_out = open_compute_devices(config)
-            note = " ".join(filter(None, (note, left_out)))
-        return _load(config, ModelDevices(opened), on_progress, cancelled, on_phase, note)
-    except (DeviceMemoryError, torch.OutOfMemoryError) as error:
-        refusal = str(error).partition("\n")[0]
+    said = ""
+    for attempt in range(_ATTEMPTS + 1):
+        devices, left_out = open_compute_devices(config)  # a missing one is reported before gigabytes are read
+        parts = LoadingParts(devices=ModelDevices(devices), on_phase=on_phase)
+        try:
+            return _load(config, parts, on_progress, cancelled, _joined(left_out, said))
+        except UnusableContainerError as error:
+            if attempt == _ATTEMPTS:
+                raise
+            reopen(error)
+            said = made_again(error.reason)
+        except (DeviceMemoryError, torch.OutOfMemoryError) as error:
+            refusal = str(error).partition("\n")[0]
+            break
     # Other programs took the memory during loading, or the estimate was wrong: without the device it runs all the
     # same.  Not in the handler: the error's traceback holds what was allocated.
     gc.collect()
     _log.warning("loading again for the CPU: %s", refusal)
     on_cpu = replace(config, device="cpu")
-    return _load(on_cpu, ModelDevices(()), on_progress, cancelled, on_phase, f"Runs on the CPU: {refusal}")
+    parts = LoadingParts(devices=ModelDevices(()), on_phase=on_phase)
+    return _load(on_cpu, parts, on_progress, cancelled, f"Runs on the CPU: {refusal}")
 
 
 def _load(
     config: EngineConfig,
-    devices: ModelDevices,
+    parts: LoadingParts,
     on_progress: Callable[[int, int], None],
-    cancelled: Callable[[], bool],
-    on_phase: OnPhase,
-    note: str = "",
+    cancelled: CancelCheck,
+    note: str,
 ) -> LoadedModel:
-    on_phase("loading")
-    parts = LoadingParts(
-        on_phase=on_phase, devices=devices, foresight=Foresight(learns_always=config.prefetch == "mlp")
-    )
+    """Opens, resolves and builds; after an error nothing of it is left."""
+    parts.on_phase("loading")
+    parts.foresight = Foresight(learns_always=config.prefetch == "mlp")
     try:
         with torch.no_grad(), quiet_library(), without_collector():
-            return _load_parts(config, parts, on_progress, cancelled, note)
+            devices = parts.devices.devices
+            file = open_checkpoint(config, guesses=config.speculation == "heads" and not devices)
+            with tokenizer_meanwhile(file.directory) as tokenizer:
+
+                def stops() -> bool:
+                    if tokenizer.done():
+                        tokenizer.result()  # if there is something wrong with it, nothing else need be read
+                    return cancelled()
+
+                parts.model = file.model
+                threads = torch.get_num_threads()
+                parts.kernels = load_kernels(threads) if file.dtype == torch.bfloat16 else None
+                machine = Machine.now(config, devices, has_kernels=parts.kernels is not None)
+                plan = resolve(config, machine, file)
+                note = _joined(note, threads_note(config.threads, threads))
+                return build(plan, tokenizer, parts, on_progress, stops, note)
     except BaseException:
         parts.close()
         raise
 
 
-def _load_parts(
-    config: EngineConfig,
-    parts: LoadingParts,
-    on_progress: Callable[[int, int], None],
-    cancelled: Callable[[], bool],
-    note: str,
-) -> LoadedModel:
-    opened = open_checkpoint(config, guesses=config.speculation == "heads" and not parts.devices.devices)
-    with tokenizer_meanwhile(opened.directory) as tokenizer:
-
-        def stops() -> bool:
-            if tokenizer.done():
-                tokenizer.result()  # if there is something wrong with it, nothing else need be read
-            return cancelled()
-
-        return _load_weights(config, opened, tokenizer, parts, on_progress, stops, note)
-
-
-def _load_weights(
-    config: EngineConfig,
-    opened: OpenedCheckpoint,
+def build(
+    plan: Plan,
     tokenizer: Future[Any],
     parts: LoadingParts,
     on_progress: Callable[[int, int], None],
-    cancelled: Callable[[], bool],
-    note: str,
+    cancelled: CancelCheck,
+    note: str = "",
 ) -> LoadedModel:
-    threads = torch.get_num_threads()
-    model = parts.model = opened.model
-    devices = parts.devices.devices
-    lies = opened.dtype == torch.bfloat16 and lies_in_place(opened)
-    needs_kernels = lies or (not devices and opened.dtype == torch.bfloat16)
-    parts.kernels = load_kernels(threads) if needs_kernels else None
-    in_place = lies and parts.kernels is not None and _read_blocks(devices, opened)
-    decision = decide(opened, config, parts.devices.devices, in_place=in_place)
-    parts.place(decision.devices, decision.layers)
-    if decision.uses_cpu and opened.dtype == torch.bfloat16:
-        parts.kernels = parts.kernels or load_kernels(threads)
-        if parts.kernels is not None and opened.profile.bytes >= _WORTH_MEASURING:
-            ensure_measured(parts.kernels)
-    elif devices and parts.kernels is not None:  # the devices compute everything
+    """Reads the weights to where the plan wants them, and binds them to what computes from them.
+
+    Args:
+        parts: what has been opened; everything that is allocated is added to it.
+        note: a sentence for the user that comes first.
+
+    Raises:
+        As `load_model`.
+    """
+    file, model = plan.file, plan.file.model
+    parts.place(plan.devices, plan.layers)
+    if parts.kernels is not None and not plan.uses_cpu:  # the devices compute everything
         parts.kernels.close()
         parts.kernels = None
-    note = " ".join(filter(None, (note, read_weights(opened, decision, parts, on_progress, cancelled))))
-    places = [device.torch_device for device in decision.devices]
-    captures = _graph_device(parts, decision, config)
-    move_between(model, decision.layers, places, is_captured=captures is not None)
+    elif parts.kernels is not None and file.profile.bytes >= _WORTH_MEASURING:
+        ensure_measured(parts.kernels)
+    note = _joined(note, read_weights(plan, parts, on_progress, cancelled))
+    captures = _graph_device(plan, parts)
+    move_between(model, plan.layers, plan.places, is_captured=captures is not None)
     model.eval().requires_grad_(False)
     speed_up_on_cards(model)
-    if decision.devices or parts.disk_backed is not None:
-        parts.wait_for_weights(cancelled)
-        with left_to_cpu() as left, _first_forward(opened):
-            kv = measure_kv(model, decision.dense)  # first: the experts get what room it leaves
-        note = " ".join(filter(None, (note, left_note(left))))
-        if decision.devices:
-            parts.devices.expect_kv(kv, opened.profile.layers)
-        bind_experts(opened, decision, parts, config)
-        time_resident(decision.sites, decision.devices)
-        bind_dense(opened, decision, parts)
-    else:
-        bind_dense(opened, decision, parts)  # while experts arrive
-        parts.wait_for_weights(cancelled)
-        with _first_forward(opened):
-            kv = measure_kv(model, decision.dense)  # by native kernels, in half the time
-    verify(model, decision.sites)
-    tokens = parts.devices.experts.tokens
-    charge_model(model, decision.devices, decision.sites, decision.dense_sizes, tokens)
-    return _hand_over(
-        opened,
-        tokenizer.result(),
-        decision,
-        parts,
-        config,
-        captures=captures,
-        kv_bytes=kv.per_token,
-        threads=threads,
-        note=note,
+    waits_first = bool(plan.devices) or parts.disk_backed is not None
+    if not waits_first:
+        bind_dense(plan, parts)  # while experts arrive
+    prepared = parts.wait_for_weights(cancelled)
+    with left_to_cpu() as left, _first_forward(file):
+        kv = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
+    if waits_first:
+        if plan.devices:
+            parts.devices.expect_kv(kv, file.profile.layers)
+        bind_experts(plan, parts)
+        time_resident(plan.sites, plan.devices)
+        bind_dense(plan, parts)
+    verify(model, plan.sites)
+    charge_model(model, plan.devices, plan.sites, plan.dense_sizes, parts.devices.experts.tokens)
+    return replace(
+        _hand_over(plan, tokenizer.result(), parts, captures, kv.per_token, _joined(note, left_note(left))),
+        prepared=prepared,
     )
 
 
-def _read_blocks(devices: Sequence[Device], opened: OpenedCheckpoint) -> bool:
-    """Whether all devices compute from the model's files, which can be used as they lie, as the native kernels do."""
-    formats = formats_in_place(opened) if devices else set()
-    return all(reads_blocks(device.torch_device, formats) for device in devices)
+def _joined(*sentences: str) -> str:
+    return " ".join(filter(None, sentences))
 
 
 @contextlib.contextmanager
@@ -250,90 +229,84 @@ def _first_forward(opened: OpenedCheckpoint) -> Iterator[None]:
 
 
 def _hand_over(
-    opened: OpenedCheckpoint,
-    tokenizer: Any,
-    decision: Decision,
-    parts: LoadingParts,
-    config: EngineConfig,
-    *,
-    captures: Device | None,
-    kv_bytes: int,
-    threads: int,
-    note: str,
+    plan: Plan, tokenizer: Any, parts: LoadingParts, captures: Device | None, kv_bytes: int, note: str
 ) -> LoadedModel:
     """The model as it runs from now on.
 
     Args:
         captures: where decode steps are captured, if they are.
         kv_bytes: of a token of context.
-        threads: that compute on the CPU.
-        note: a sentence for the user that comes first; may be empty.
 
     Raises:
         DeviceMemoryError: a device has no room for any context to speak of.
     """
-    placement, devices = decision.placement, parts.devices
-    slow = decision.uses_cpu and parts.kernels is None and format_of(decision.precision).native is not None
-    kv_place = captures.torch_device if captures is not None and len(decision.devices) == 1 else None
-    kv_type, kv_note = narrow_type(opened.model, config.kv_precision, kv_place)
+    file, placement, devices = plan.file, plan.placement, parts.devices
+    model, profile = file.model, file.profile
+    kv_place = captures.torch_device if captures is not None and len(plan.devices) == 1 else None
+    kv_type, kv_note = narrow_type(model, plan.kv_precision, kv_place)
     if kv_type is not None:
-        kv_bytes = narrow_token_bytes(opened.model, kv_bytes, kv_type)
-    wanted = opened.context_tokens(config)
-    context = devices.context_room(wanted, FEWEST_KV_TOKENS, decision.activations)
+        kv_bytes = narrow_token_bytes(model, kv_bytes, kv_type)
+    wanted = plan.context_tokens
+    context = devices.context_room(wanted, FEWEST_KV_TOKENS, plan.activations)
     notes = [
         note,
-        threads_note(config.threads, threads),
         *map(placement_note, placement.notes),
         f"There is room for a context of {context:,} tokens, not {wanted:,}." if context < wanted else "",
-        *context_notes(opened.model, opened.profile.trained_tokens, context),
-        devices_note(devices, sum(site.nbytes for site in decision.sites), all_experts=placement.all_experts),
+        *context_notes(model, profile.trained_tokens, context),
+        devices_note(devices, sum(site.nbytes for site in plan.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
-        *(each.note for each in parts.arriving),
-        opened.left_out,
-        f"Switchyard gives this model text only, no {opened.unread.replace(' and ', ' or ')}." if opened.unread else "",
-        missing_note() if slow else "",
-        _card_note(decision),
+        file.left_out,
+        f"Switchyard gives this model text only, no {file.unread.replace(' and ', ' or ')}." if file.unread else "",
+        missing_note()
+        if plan.uses_cpu and parts.kernels is None and format_of(plan.precision).native is not None
+        else "",
+        next(filter(None, (card_note(device.torch_device) for device in plan.devices)), ""),
         kv_note,
-        stored_note(opened.plan) if decision.precision == STORED and not decision.in_place else "",
-        head_note(config, opened.model, on_card=bool(decision.devices)),
+        stored_note(file.plan) if plan.precision == STORED and not plan.in_place else "",
+        head_note(model, wanted=plan.wants_head, on_card=bool(plan.devices)),
     ]
     held = (parts.bank, parts.disk_backed)
     info = ModelInfo(
-        name=opened.name,
-        path=str(opened.directory),
-        family=opened.profile.family,
-        device=", ".join(device.name for device in decision.devices) or str(decision.dense),
-        precision=decision.precision,
-        threads=threads,
-        parameters=decision.dense_parameters + sum(map(_parameters, decision.sites)),
-        layers=opened.profile.layers,
-        experts=max((site.num_experts for site in decision.sites), default=0),
-        experts_per_token=opened.profile.experts_per_token,
+        name=file.name,
+        path=str(file.directory),
+        family=profile.family,
+        device=", ".join(device.name for device in plan.devices) or str(plan.dense),
+        precision=plan.precision,
+        threads=torch.get_num_threads(),
+        parameters=plan.dense_parameters + sum(map(_parameters, plan.sites)),
+        layers=profile.layers,
+        experts=max((site.num_experts for site in plan.sites), default=0),
+        experts_per_token=profile.experts_per_token,
         context_tokens=context,
-        weights_bytes=sum(tensor.nbytes for tensor in (*opened.model.parameters(), *opened.model.buffers())),
+        weights_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
         experts_bytes=sum(each.nbytes for each in held if each is not None),
         kv_bytes_per_token=kv_bytes,
-        device_note=" ".join(filter(None, notes)),
+        device_note=_joined(*notes),
         template_note=template_note(tokenizer),
         thinking=thinking_choices(template_text(tokenizer)),
-        thinks=may_think(template_text(tokenizer), opened.profile.family),
+        thinks=may_think(template_text(tokenizer), profile.family),
     )
+    if plan.devices:
+        chunk = placement.chunk_tokens
+    elif parts.disk_backed is not None:
+        chunk = LONG_TOKENS
+    else:
+        chunk = chunk_tokens_in_ram(profile.experts, profile.experts_per_token)
     return LoadedModel(
-        model=opened.model,
+        model=model,
         tokenizer=tokenizer,
         info=info,
         bank=parts.bank,
         disk_backed=parts.disk_backed,
         kernels=parts.kernels,
-        device=decision.dense,
-        devices=devices if decision.devices else None,
+        device=plan.dense,
+        devices=devices if plan.devices else None,
         foresight=parts.foresight,
         graph_device=captures,
         context_tokens=context,
-        chunk_tokens=_chunk_tokens(opened, decision, parts),
-        ram_bytes=config.ram_bytes,
-        speculates=config.speculation != "off",
-        prepared=parts.prepared,
+        chunk_tokens=chunk,
+        ram_bytes=plan.ram_allowed,
+        speculates=plan.speculates,
         kv_type=kv_type,
     )
 
@@ -342,34 +315,21 @@ def _parameters(site: ExpertsSite) -> int:
     return site.num_experts * sum(part.nbytes // part.dtype.itemsize for part in site.layout.unquantised.parts)
 
 
-def _card_note(decision: Decision) -> str:
-    """Says so where a card computes the plain, slower way."""
-    return next(filter(None, (card_note(device.torch_device) for device in decision.devices)), "")
-
-
-def _chunk_tokens(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> int:
-    if decision.devices:
-        return decision.placement.chunk_tokens
-    if parts.disk_backed is not None:
-        return LONG_TOKENS
-    return chunk_tokens_in_ram(opened.profile.experts, opened.profile.experts_per_token)
-
-
-def _graph_device(parts: LoadingParts, decision: Decision, config: EngineConfig) -> Device | None:
+def _graph_device(plan: Plan, parts: LoadingParts) -> Device | None:
     """Where decode steps are captured: on the card that has all of the model, or where it begins on several, without
     native kernels on the CPU beside, which no card could repeat."""
-    opened, wanted = parts.devices.devices, config.graphs
-    if not decision.devices or wanted == "off" or not all(device.new_capture is not None for device in opened):
+    opened = parts.devices.devices
+    if not opened or plan.graphs == "off" or not all(device.new_capture is not None for device in opened):
         return None
     on_host = opened[0].torch_device.type == "cpu" and parts.kernels is not None
-    if on_host or not (wanted == "on" or all(device.compute_follows_caller for device in opened)):
+    if on_host or not (plan.graphs == "on" or all(device.compute_follows_caller for device in opened)):
         return None
     return opened[0] if len(opened) == 1 else replace(opened[0], new_capture=lambda: SegmentedCapture(opened))
 
 
-def head_note(config: EngineConfig, model: Any, *, on_card: bool) -> str:
+def head_note(model: Any, *, wanted: bool, on_card: bool) -> str:
     """Says so where a layer for drafting tokens was asked for and none is used."""
-    if config.speculation != "heads" or draft_head_of(model) is not None:
+    if not wanted or draft_head_of(model) is not None:
         return ""
     why = "the model runs on a card" if on_card else "this checkpoint has none that Switchyard knows"
     return f"No layer for drafting tokens is used: {why}."

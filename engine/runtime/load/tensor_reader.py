@@ -6,18 +6,13 @@ a signal that kills the process, and nothing stays tied to the file once the mod
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -25,7 +20,8 @@ from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, as_array, is_packed, unpacked
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.experts.direct_file import DirectFile
+from engine.experts.direct_file import bytes_of
+from engine.experts.ranges import OpenFiles, Place
 from engine.experts.record_memory import empty_in_huge_pages
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import unpack_into
@@ -59,6 +55,17 @@ _DTYPES = {
 }
 
 
+Range = tuple[Path, int, memoryview]
+"""A file, where in it something begins, and the memory for that."""
+
+
+def place_of(source: TensorEntry | ExpertSource) -> Place:
+    """Where the bytes of a stored tensor, or of a row of one, begin."""
+    if isinstance(source, TensorEntry):
+        return source.file, source.offset
+    return source.entry.file, source.entry.offset + (source.row or 0) * source.nbytes
+
+
 def torch_dtype(entry: TensorEntry) -> torch.dtype | None:
     """The type of a tensor that is stored number by number; `None` if torch has none for it, or it is packed."""
     return None if is_packed(entry) else _DTYPES.get(entry.dtype)
@@ -71,7 +78,7 @@ class TensorReader:
         on_progress: called with (bytes read, bytes in all) now and then.
         cancelled: asked before every chunk.
         total: bytes that will be read in all.
-        direct: whether to try to read past the page cache, for what is read once.
+        direct: whether to leave nothing in the page cache, for what is read once.
         dtype: what packed tensors are unpacked to, unless they are of 32-bit numbers.
         kernels: unpack blocks, where there are any: a hundred times as fast as without.
     """
@@ -88,11 +95,9 @@ class TensorReader:
     ) -> None:
         self._dtype, self._kernels = dtype, kernels
         self._on_progress, self._cancelled, self._total = on_progress, cancelled, total
-        self._direct = direct
         self._done = self._reported = 0
-        self._files: dict[Path, DirectFile] = {}
+        self._files = OpenFiles(direct=direct)
         self._pool: ThreadPoolExecutor | None = None
-        self._scratch = threading.local()
 
     def __enter__(self) -> TensorReader:
         return self
@@ -102,8 +107,9 @@ class TensorReader:
     ) -> None:
         if self._pool is not None:
             self._pool.shutdown()
-        for file in self._files.values():
-            file.close()
+        self._files.close()
+        if kind is None:
+            self._on_progress(self._total, self._total)
 
     def read(
         self, source: TensorEntry | ExpertSource, empty: Callable[..., torch.Tensor] = torch.empty
@@ -144,14 +150,14 @@ class TensorReader:
 
     def _unpacked(self, entry: TensorEntry, row: int | None) -> torch.Tensor:
         blocks = blocks_of(entry if row is None else ExpertSource(entry, entry.key, row))
+        dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         if blocks is not None and self._kernels is not None:
             raw = [torch.empty(blocks.source.nbytes, dtype=torch.uint8)]
             self.read_into([(blocks.source, raw[0])])
-            matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=self._dtype)
+            matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=dtype)
             unpack_into(blocks.in_memory(raw), matrix, self._kernels)
             return matrix if row is None else matrix[None]
         arrays = self.read_arrays(entry, row)
-        dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         made = torch.empty(entry.shape if row is None else (1, *entry.shape[1:]), dtype=dtype)
         at = 0
         for piece in unpacked(entry, arrays):
@@ -160,58 +166,48 @@ class TensorReader:
         return made
 
     def read_into(self, places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> None:
-        """Fills contiguous CPU tensors, each with exactly the bytes of its source; several reads at a time.
+        """Fills contiguous CPU tensors, each with exactly the bytes of its source.
+
+        Raises:
+            As `read`.
+        """
+        ranges: list[Range] = []
+        for source, tensor in places:
+            file, offset = place_of(source)
+            if tensor.nbytes != source.nbytes:
+                raise ValueError(f"{source.nbytes} bytes at {offset} of {file}, not {tensor.nbytes}")
+            ranges.append((file, offset, bytes_of(tensor.reshape(-1).view(torch.uint8))))
+        self.read_ranges(ranges)
+
+    def read_ranges(self, ranges: Sequence[Range]) -> None:
+        """Fills memory from files, with several reads at a time.
 
         Raises:
             As `read`.
         """
         under_way: deque[Future[int]] = deque()
+        is_small = len(ranges) == 1 and len(ranges[0][2]) <= _CHUNK  # one such by itself is not worth a thread
         try:
-            for read in _reads(places):
-                if self._cancelled():
-                    raise RequestCancelled
-                file = self._open(read.file)
-                if self._pool is None and read.is_all:
-                    self._count(self._fill(file, read))  # a small tensor by itself: not worth a thread
-                    continue
-                if self._pool is None:
-                    self._pool = ThreadPoolExecutor(_THREADS, "tensor-reader")
-                under_way.append(self._pool.submit(self._fill, file, read))
-                if len(under_way) > 2 * _THREADS:
-                    self._count(under_way.popleft().result())
+            for path, offset, target in ranges:
+                self._files.open(path)  # before other threads use it
+                for begin in range(0, len(target), _CHUNK):
+                    if self._cancelled():
+                        raise RequestCancelled
+                    piece = path, offset + begin, target[begin : begin + _CHUNK]
+                    if self._pool is None and is_small:
+                        self._count(self._files.read(*piece))
+                        continue
+                    if self._pool is None:
+                        self._pool = ThreadPoolExecutor(_THREADS, "tensor-reader")
+                    under_way.append(self._pool.submit(self._files.read, *piece))
+                    if len(under_way) > 2 * _THREADS:
+                        self._count(under_way.popleft().result())
             while under_way:
                 self._count(under_way.popleft().result())
         finally:
             for future in under_way:
                 future.cancel()
             wait(under_way)  # they write into memory that the caller takes back
-
-    def _open(self, path: Path) -> DirectFile:
-        if path not in self._files:
-            try:
-                self._files[path] = DirectFile(path, direct=self._direct)
-            except OSError as error:
-                raise _unreadable(path, error) from error
-        return self._files[path]
-
-    def _fill(self, file: DirectFile, read: _ReadRequest) -> int:
-        try:
-            if file.is_direct:
-                # Where a tensor begins in its file is not aligned, and so cannot be read directly into its place.
-                scratch = getattr(self._scratch, "bytes", None)
-                if scratch is None:
-                    scratch = self._scratch.bytes = memoryview(mmap.mmap(-1, _CHUNK + 2 * mmap.PAGESIZE))
-                found = file.read_around(read.position, len(read.target), scratch)
-                _copy(read.target, found)
-            else:
-                file.read_into(read.position, read.target)
-        except OSError as error:
-            raise _unreadable(file.path, error) from error
-        except EOFError as error:
-            raise EngineError(
-                ErrorCode.CHECKPOINT_DAMAGED, f"{file.path} is cut short: download or copy the model again."
-            ) from error
-        return len(read.target)
 
     def _count(self, nbytes: int) -> None:
         self._done += nbytes
@@ -220,57 +216,20 @@ class TensorReader:
             self._on_progress(min(self._done, self._total), self._total)
 
 
-@dataclass(frozen=True, slots=True)
-class _ReadRequest:
-    """Bytes to read at once.  `is_all`: there are no others."""
-
-    file: Path
-    position: int
-    target: memoryview
-    is_all: bool
-
-
-def _reads(places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> Iterator[_ReadRequest]:
-    places = list(places)
-    for source, tensor in places:
-        entry, nbytes = source if isinstance(source, TensorEntry) else source.entry, source.nbytes
-        skip = 0 if isinstance(source, TensorEntry) or source.row is None else source.row * nbytes
-        if tensor.nbytes != nbytes:
-            raise ValueError(f"{entry.key} has {nbytes} bytes, not {tensor.nbytes}")
-        target = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # numpy is a buffer
-        for begin in range(0, nbytes, _CHUNK):
-            is_all = len(places) == 1 and nbytes <= _CHUNK
-            yield _ReadRequest(entry.file, entry.offset + skip + begin, target[begin : begin + _CHUNK], is_all)
-
-
-def _copy(target: memoryview, found: memoryview) -> None:
-    """Without Python's lock, which assigning one to the other would hold, and in this thread alone."""
-    to, source = (np.frombuffer(view, np.uint8).ctypes.data for view in (target, found))
-    ctypes.memmove(to, source, len(target))
-
-
-def _unreadable(path: Path, error: OSError) -> EngineError:
-    return EngineError(
-        ErrorCode.CHECKPOINT_DAMAGED,
-        f"{path} cannot be read ({error.strerror}): check the disk, or download the model again.",
-    )
-
-
-InPlace = Callable[[TensorEntry], torch.Tensor | None]
-"""A tensor -> the same where it lies in a file in memory; None if it has to be read."""
-
-
 class LazyTensor:
-    """Stands in for a safetensors slice in the library's loading: read when indexed, then forgotten."""
+    """Stands in for a safetensors slice in the library's loading: read when indexed, then forgotten.
 
-    def __init__(self, reader: TensorReader, entry: TensorEntry, in_place: InPlace = lambda _entry: None) -> None:
-        self._reader, self._entry, self._in_place = reader, entry, in_place
+    Args:
+        read: gives the tensor.
+        dtype: of what it gives, in safetensors' words.
+    """
+
+    def __init__(self, entry: TensorEntry, read: Callable[[TensorEntry], torch.Tensor], dtype: str = "") -> None:
+        self._entry, self._read = entry, read
+        self._dtype = dtype or ("BF16" if is_packed(entry) else entry.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        there = self._in_place(self._entry)
-        if there is not None:
-            return there[index]
-        return self._reader.read(self._entry, empty_in_huge_pages)[index]
+        return self._read(self._entry)[index]
 
     def get_shape(self) -> list[int]:
         """As a safetensors slice."""
@@ -278,26 +237,8 @@ class LazyTensor:
 
     def get_dtype(self) -> str:
         """As a safetensors slice."""
-        return "BF16" if is_packed(self._entry) else self._entry.dtype
+        return self._dtype
 
     def is_floating_point(self) -> bool:
         """As a tensor."""
-        return self.get_dtype().startswith(("F", "BF"))
-
-
-class ReadApart:
-    """As `LazyTensor` for a weight that is made elsewhere: all of it is one number, for which there is no memory."""
-
-    def __init__(self, entry: TensorEntry, dtype: torch.dtype) -> None:
-        self._entry, self._dtype = entry, dtype
-
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return torch.zeros(1, dtype=self._dtype).expand(self._entry.shape)[index]
-
-    def get_shape(self) -> list[int]:
-        """As a safetensors slice."""
-        return list(self._entry.shape)
-
-    def get_dtype(self) -> str:
-        """As a safetensors slice."""
-        return "BF16"
+        return self._dtype.startswith(("F", "BF"))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.expert_index import ExpertIndex
-from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.library import remove_leftovers
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
@@ -22,57 +19,38 @@ from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.ram_pressure import RamPressure
 from engine.experts.ram_tier import RamTier
 from engine.experts.ranges import Part, RecordRanges, converted_part
-from engine.experts.record import LayerSpec, RecordTable, allocate_records
+from engine.experts.record import LayerSpec, RecordTable
+from engine.experts.record_memory import HugePages
 from engine.experts.sites import ExpertsSite, bind, empty_modules
-from engine.formats import STORED, TiledFormat
+from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.dense import card_layers, quantise_on_cards
-from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import StoredMatrices, keep_linears, keepable
 from engine.planner.placement import InRam
-from engine.runtime.load.checkpoint import OpenedCheckpoint
-from engine.runtime.load.conversion import (
-    WORTH_KEEPING,
-    Conversion,
-    Converted,
-    convert,
-    keep_converted,
-    keeps_nothing,
-    removed,
-)
-from engine.runtime.load.decision import Decision, dense_on_cards
+from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, matrix_in, removed
 from engine.runtime.load.files import Files
-from engine.runtime.load.fill_bank import fill_bank, ranges_as_stored
 from engine.runtime.load.in_place import (
     MatricesOnCards,
     bind_experts_in_place,
     bind_matrices_in_place,
-    bytes_in_place,
     files_in_place,
-    fill_records,
     matrices_in_place,
     parts_in_place,
 )
 from engine.runtime.load.library_conversion import load_rest
-from engine.runtime.load.stored import StoredLinears
+from engine.runtime.load.plan import Plan
+from engine.runtime.load.records import RecordMaker, lies_as_recorded, ranges_of, read_parts, repack_all
+from engine.runtime.load.stored import read_apart, shape_of, stored_linears
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 from engine.runtime.loaded_model import LoadingParts
 
 OnProgress = Callable[[int, int], None]
 _POLICY = ADAPTIVE
-_MOST_FILES = 8
-"""That are read at the same time: a disk without a head to move takes as many."""
 _MOSTLY = 0.9
 """Share of a checkpoint's bytes that must be used as they lie for its files to be held as a whole."""
 
 
-def read_weights(
-    opened: OpenedCheckpoint,
-    decision: Decision,
-    parts: LoadingParts,
-    on_progress: OnProgress,
-    cancelled: Callable[[], bool],
-) -> str:
+def read_weights(plan: Plan, parts: LoadingParts, on_progress: OnProgress, cancelled: Callable[[], bool]) -> str:
     """Fills the model and, with records, `parts`, whose files may still be on their way.
 
     Returns:
@@ -81,289 +59,262 @@ def read_weights(
     Raises:
         EngineError, RequestCancelled: as `engine.runtime.load.model.load_model`.
     """
-    model, plan, placement = opened.model, opened.plan, decision.placement
-    sites, devices, resident, on_disk = decision.sites, parts.devices, decision.resident, decision.on_disk
-    if sites:
-        from_host = decision.devices and not placement.all_experts
-        host_memory = decision.devices[0].host_memory if from_host else None
-        if host_memory is not None:
-            host_memory.expect(sum(site.nbytes for site in resident))
-        parts.bank = ExpertBank(decision.experts, host_memory, decision.experts_elsewhere)
-    devices.count_weights(decision.dense_sizes)
-    if decision.devices and placement.all_experts:
-        for index in range(len(decision.devices)):
-            mine = [site.nbytes for site in sites if decision.layers.of(site.name) == index]
-            devices.count(index, sum(mine), MemoryCategory.EXPERTS)
-    source = _Source(opened, decision, _conversion(opened, decision, parts))
-    progress = _TwoParts(on_progress, source.nbytes + source.nbytes_of_whole)
-    note = " ".join(filter(None, (source.open(parts, progress.first, cancelled), removed(remove_leftovers()))))
-    parts.arriving += source.files.arriving
-    with TensorReader(
-        source.files.counting(progress.second),
-        cancelled,
-        source.nbytes,
-        dtype=plan.dtype,
-        kernels=parts.kernels,
-    ) as reader:
-        if parts.bank is not None:
-            source.fill(parts, reader)
-            empty_modules(model, sites)
-            bind(resident, parts.bank, parts.kernels)
-        if on_disk:
-            parts.disk_backed = _slots_over(source.disk_tier(reader), placement.ram)
-            bind_disk_backed(on_disk, parts.disk_backed, parts.kernels)
+    _count_on_devices(plan, parts)
+    progress, conversion = Progress(on_progress), plan.conversion
+    is_made = conversion is not None and conversion.is_needed
+    converting = progress.part(conversion.nbytes if conversion is not None and is_made else 0)
+    whole = _whole_files(plan, conversion)
+    of_whole = sum(file.stat().st_size for file in whole)
+    if conversion is not None and plan.in_whole_files:
+        of_whole += conversion.contents.size
+    reading, arriving = progress.part(_bytes_read(plan, conversion, whole)), progress.part(of_whole)
+    converted, note = None, ""
+    if conversion is not None:
+        conversion.kernels = parts.kernels
+        parts.on_phase("converting" if is_made else "reading")
+        work = convert if plan.placement.must_be_kept else keep_converted
+        made = work(conversion, converting, cancelled)
+        converted, note = (None, made) if isinstance(made, str) else (made, made.note)
+    note = " ".join(filter(None, (note, removed(remove_leftovers()))))
+    with _Source(plan, converted, parts, reading, cancelled) as source:
+        source.files.on_progress = arriving
+        if plan.sites:
+            source.fill_bank()
+            empty_modules(plan.file.model, plan.sites)
+            assert parts.bank is not None
+            bind(plan.resident, parts.bank, parts.kernels)
+        if plan.on_disk:
+            parts.disk_backed = _slots_over(source.disk_tier(), plan.placement.ram)
+            bind_disk_backed(plan.on_disk, parts.disk_backed, parts.kernels)
         parts.on_phase("reading")
-        _read_rest(source, parts, reader)
+        source.read_rest()
     return note
 
 
-def _conversion(opened: OpenedCheckpoint, decision: Decision, parts: LoadingParts) -> Conversion | None:
-    """What has to be converted; None where there is little of that, which may as well be done in memory each time."""
-    if decision.in_place:
-        return None
-    linears = parts.kernels is not None or _on_cards(opened, decision) is not None
-    conversion = Conversion.of(opened, decision.precision, linears=linears, kernels=parts.kernels)
-    on_disk = {site.name for site in decision.on_disk if ranges_as_stored(site, opened.plan) is None}
-    conversion.sites = [
-        site for site in conversion.sites if site.name in on_disk or isinstance(site.layout, QuantisedLayout)
-    ]
-    is_little = keeps_nothing() or conversion.nbytes < max(WORTH_KEEPING, 1)
-    return None if is_little and not on_disk else conversion
+class Progress:
+    """Bytes that several count of their own, as one figure."""
+
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress, self._parts = on_progress, list[tuple[int, int]]()
+
+    def part(self, total: int = 0) -> OnProgress:
+        """For one of them, who has so much to do: takes (done, total) of it."""
+        number = len(self._parts)
+        self._parts.append((0, total))
+
+        def count(done: int, total: int) -> None:
+            before = self._parts[number]
+            self._parts[number] = max(done, before[0]), max(total, before[1])
+            self._on_progress(sum(done for done, _ in self._parts), sum(total for _, total in self._parts))
+
+        return count
 
 
-def _on_cards(opened: OpenedCheckpoint, decision: Decision) -> str | None:
-    """The precision of linear layers on cards, if they are quantised there."""
-    return dense_on_cards(opened, _places(decision), decision.precision) if decision.devices else None
+def _count_on_devices(plan: Plan, parts: LoadingParts) -> None:
+    """Opens the bank, and counts what goes to devices against their budgets."""
+    devices, all_experts = parts.devices, plan.placement.all_experts
+    if plan.sites:
+        host_memory = plan.devices[0].host_memory if plan.devices and not all_experts else None
+        if host_memory is not None:
+            host_memory.expect(sum(site.nbytes for site in plan.resident))
+        parts.bank = ExpertBank(plan.experts, host_memory, plan.experts_elsewhere)
+    devices.count_weights(plan.dense_sizes)
+    for index in range(len(plan.devices) if all_experts else 0):
+        mine = [site.nbytes for site in plan.sites if plan.layers.of(site.name) == index]
+        devices.count(index, sum(mine), MemoryCategory.EXPERTS)
 
 
-def _places(decision: Decision) -> list[torch.device]:
-    return [device.torch_device for device in decision.devices] or [decision.dense]
+def _whole_files(plan: Plan, conversion: Conversion | None) -> list[Path]:
+    """The checkpoint's files that are in memory as a whole, mapped where that is safe: those that are used in place, or
+    whose tensors nearly all are used as they lie there."""
+    own = plan.file.plan
+    if not plan.in_whole_files or plan.in_place:
+        return files_in_place(plan.file, plan.in_place) if plan.in_whole_files else []
+    there = {site.name for site in conversion.sites} if conversion is not None else set()
+    if own.quantizer is not None or any(site.name not in there for site in plan.sites):
+        return []
+    apart = {id(own.renamed[name]) for name in _apart(plan, conversion)}
+    used = {id(entry): entry for entry in own.renamed.values() if torch_dtype(entry) == own.dtype}
+    files = {file for entry in own.rest.values() for file in entry.files}
+    nbytes = sum(entry.nbytes for key, entry in used.items() if key not in apart)
+    return sorted(files) if nbytes >= _MOSTLY * sum(file.stat().st_size for file in files) else []
+
+
+def _apart(plan: Plan, conversion: Conversion | None) -> set[str]:
+    """Parameters that nothing but converted linear layers is made of."""
+    uses = conversion is not None and (not plan.devices or plan.linears_on_cards is not None)
+    return read_apart(plan.file, conversion.linears) if conversion is not None and uses else set()
+
+
+def _bytes_read(plan: Plan, conversion: Conversion | None, whole: list[Path]) -> int:
+    """What is read besides whole files, about."""
+    own, nbytes, read = plan.file.plan, 0, plan.resident
+    there = {site.name for site in conversion.sites} if conversion is not None else set()
+    if not whole or plan.in_place:
+        apart = _apart(plan, conversion) if plan.in_whole_files else set()
+        if plan.in_place and plan.in_whole_files:
+            apart = matrices_in_place(plan.file, plan.in_place).keys() & own.renamed.keys()
+            apart |= {name for name, entry in own.renamed.items() if torch_dtype(entry) == own.dtype}
+        nbytes = sum(entry.nbytes for entry in own.rest.values()) - sum(own.renamed[name].nbytes for name in apart)
+    if plan.in_whole_files:
+        read = [] if plan.in_place else [site for site in read if site.name not in there]
+    for site in read:
+        stored = own.index.modules.get(site.name, {}).values()
+        nbytes += site.nbytes if site.name in there else sum(part.nbytes for part in stored)
+    return max(nbytes, 0)
 
 
 class _Source:
-    """Where everything is read from: a model's own files, as they are or to be converted in memory, and converted ones.
+    """Where everything is read from: a model's own files, as they are or made into something else, and converted ones.
 
-    Attributes:
-        plan: what of the model's own files is converted in memory, or read by the library.
-        files: whose bytes are used as they are.
-        linears: those that are kept as they are stored or were converted; None if the library reads all.
+    A context manager, which closes files that are not used as a whole.
     """
 
-    def __init__(self, opened: OpenedCheckpoint, decision: Decision, conversion: Conversion | None) -> None:
-        self.opened, self.decision, self.conversion = opened, decision, conversion
-        self.converted: Converted | None = None
-        self.uses_linears = not decision.devices or _on_cards(opened, decision) is not None
-        self.in_whole_files = not decision.devices and not decision.on_disk
-        self.files = Files(())
-        names = {site.name for site in (opened.sites if decision.in_place else decision.on_disk)}
-        if conversion is not None:
-            names |= {site.name for site in conversion.sites}
-        left = {name: each for name, each in opened.plan.index.modules.items() if name not in names}
-        self.plan = replace(opened.plan, index=ExpertIndex(left))
+    def __init__(
+        self,
+        plan: Plan,
+        converted: Converted | None,
+        parts: LoadingParts,
+        on_progress: OnProgress,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        self.plan, self.converted, self.parts = plan, converted, parts
+        self.container = converted.container if converted is not None else None
+        self.entries = self.container.entries if self.container is not None else {}
+        conversion = converted.conversion if converted is not None else None
+        whole, own = _whole_files(plan, conversion), [self.container.path] if self.container is not None else []
+        self.files = parts.files = Files([*own, *whole] if plan.in_whole_files else (), self.container)
+        total = _bytes_read(plan, conversion, whole)
+        self.reader = TensorReader(on_progress, cancelled, total, dtype=plan.file.plan.dtype, kernels=parts.kernels)
 
-    def open(self, parts: LoadingParts, on_progress: OnProgress, cancelled: Callable[[], bool]) -> str:
-        """Converts what is not there yet, and lets files arrive in memory.
+    def __enter__(self) -> _Source:
+        return self
 
-        Returns:
-            A sentence for people; may be empty.
+    def __exit__(self, *failure: Any) -> None:
+        self.reader.__exit__(*failure)
 
-        Raises:
-            EngineError, RequestCancelled: as `convert`.
-        """
-        opened, decision, conversion, note = self.opened, self.decision, self.conversion, ""
-        if conversion is not None:
-            parts.on_phase("converting" if conversion.is_needed else "reading")
-            must = not {site.name for site in decision.on_disk}.isdisjoint(conversion.index_of)
-            made = (convert if must else keep_converted)(conversion, on_progress, cancelled)
-            if isinstance(made, str):
-                note, self.conversion = made, None
-                self.plan = _Source(opened, decision, None).plan
-            else:
-                note, self.converted = made.note, made
-        container = self.converted.container if self.converted is not None else None
-        whole = files_in_place(opened) if decision.in_place else [container.path] if container is not None else []
-        self.files = Files([*whole, *self._of_numbers()] if self.in_whole_files else (), container)
-        return note
+    def _ranges(self, site: ExpertsSite) -> list[Part] | None:
+        """Where the records of an experts module lie; None if they have to be made."""
+        if self.container is not None and site.name in self.entries:
+            return converted_part(self.container, _spec(site))
+        if self.plan.in_place:
+            return parts_in_place(self.plan.file, site, self.reader)
+        own = self.plan.file.plan
+        return ranges_of(site, own) if lies_as_recorded(site, own) else None
 
-    def _of_numbers(self) -> list[Path]:
-        """The checkpoint's files, if nearly all that is in them is used as it lies there: they then are in memory as a
-        whole, mapped where that is safe."""
-        plan, decision = self.plan, self.decision
-        if decision.in_place or not self.in_whole_files or plan.index.modules or plan.quantizer is not None:
-            return []
-        apart = {id(plan.renamed[name]) for name in self.apart_by_conversion}
-        used = {id(entry): entry for entry in plan.renamed.values() if torch_dtype(entry) == plan.dtype}
-        used = {key: entry for key, entry in used.items() if key not in apart}
-        files = {file for entry in plan.rest.values() for file in entry.files}
-        nbytes = sum(entry.nbytes for entry in used.values())
-        stored = sum(file.stat().st_size for file in files)
-        return sorted(files) if nbytes >= _MOSTLY * stored and len(files) <= _MOST_FILES else []
-
-    @property
-    def apart_by_conversion(self) -> set[str]:
-        """Parameters that nothing but converted linear layers is made of."""
-        return self.conversion.apart if self.conversion is not None and self.uses_linears else set()
-
-    def linears(self, kernels: NativeKernels | None, reader: TensorReader) -> StoredMatrices | None:
-        """The linear layers that were converted, or that are made of what the checkpoint stores."""
-        opened, decision, converted = self.opened, self.decision, self.converted
-        if decision.in_place or not self.uses_linears:
-            return None
-        if converted is not None and converted.conversion.linears:
-            return _ConvertedLinears(converted, self.files, reader)
-        on_cpu = kernels is not None and not decision.devices
-        is_stored = decision.precision == STORED and (on_cpu or bool(decision.devices))
-        return StoredLinears(opened, reader) if is_stored else None
-
-    def apart(self, linears: StoredMatrices | None) -> set[str]:
-        """Parameters that are not read by the library."""
-        opened = self.opened
-        if self.decision.in_place and not self.decision.devices:
-            return matrices_in_place(opened).keys() & opened.plan.renamed.keys()
-        if isinstance(linears, _ConvertedLinears):
-            return linears.converted.conversion.apart
-        if isinstance(linears, StoredLinears):
-            of_cards = card_layers(opened.model, STORED, linears.formats) if self.decision.devices else None
-            return linears.read_apart(of_cards or keepable(opened.model, linears.formats))
-        return set()
-
-    @property
-    def nbytes(self) -> int:
-        """What is read besides whole files."""
-        own, decision, conversion = self.opened.plan, self.decision, self.conversion
-        more, apart = 0, self.apart(None)
-        if decision.in_place and decision.devices:
-            more, apart = bytes_in_place(self.opened, decision.resident), set()
-        elif conversion is not None:
-            apart = self.apart_by_conversion
-            if not self.in_whole_files:
-                here = {site.name for site in conversion.sites}
-                more = sum(site.nbytes for site in decision.resident if site.name in here)
-                more += sum(layout.nbytes for layout in conversion.linears.values()) if self.uses_linears else 0
-        mapped = sum(entry.nbytes for entry in self.plan.rest.values()) if self._of_numbers() else 0
-        return self.plan.nbytes + more - (mapped or sum(own.renamed[name].nbytes for name in apart))
-
-    @property
-    def nbytes_of_whole(self) -> int:
-        """Of the files that arrive as a whole."""
-        if not self.in_whole_files:
-            return 0
-        files = files_in_place(self.opened) if self.decision.in_place else self._of_numbers()
-        return sum(file.stat().st_size for file in files) + (
-            self.conversion.contents.size if self.conversion is not None else 0
-        )
-
-    def fill(self, parts: LoadingParts, reader: TensorReader) -> None:
+    def fill_bank(self) -> None:
         """Gives the bank the experts that are held.
 
         Raises:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
-        opened, bank, resident = self.opened, parts.bank, self.decision.resident
+        plan, bank, resident = self.plan, self.parts.bank, self.plan.resident
         assert bank is not None
-        if self.decision.in_place:
-            if self.decision.devices:
-                fill_records(opened, resident, reader, bank)
-            else:
-                bind_experts_in_place(opened, resident, self.files, reader, bank)
+        if plan.in_place and plan.in_whole_files:
+            bind_experts_in_place(plan.file, resident, self.files, self.reader, bank)
             return
-        entries = self.converted.container.entries if self.converted is not None else {}
-        others = [site for site in resident if site.name not in entries]
-        is_converted = any(site.layout is not site.layout.unquantised for site in others)
-        parts.on_phase("converting" if is_converted else "reading")
-        fill_bank(opened.model, others, self.plan, reader, bank, parts.kernels)
+        makes = any(isinstance(site.layout, QuantisedLayout) and site.name not in self.entries for site in resident)
+        self.parts.on_phase("converting" if makes else "reading")
+        maker = RecordMaker(plan.file.model, plan.file.plan, self.reader, self.parts.kernels)
         for site in resident:
-            if site.name in entries:
-                self._fill(site, entries[site.name], bank, reader)
+            entry = self.entries.get(site.name)
+            if entry is not None and bank.takes_memory:
+                records = self.files.bytes_of(entry, self.reader).view(site.num_experts, site.layout.nbytes)
+                bank.adopt(site.name, site.layout, records)
+                continue
+            with bank.add_layer(site.name, site.num_experts, site.layout).filling() as records:
+                ranges = self._ranges(site)
+                if entry is not None:
+                    self.files.read_into(entry, records.view(-1), self.reader)
+                elif ranges is not None:
+                    read_parts(ranges, records, self.reader)
+                else:
+                    maker.fill(site, records)
 
-    def _fill(self, site: ExpertsSite, entry: TensorEntry, bank: ExpertBank, reader: TensorReader) -> None:
-        """Converted records: where they arrive, or read to where they are copied from."""
-        if bank.takes_memory:
-            records = self.files.bytes_of(entry, reader).view(site.num_experts, site.layout.nbytes)
-            bank.adopt(site.name, site.layout, records)
-            return
-        layer = bank.add_layer(site.name, site.num_experts, site.layout)
-        here = layer.device.type == "cpu"
-        records = layer.records if here else allocate_records(site.num_experts, site.layout, torch.device("cpu"))
-        self.files.read_into(entry, records.view(-1), reader)
-        if not here:
-            layer.records.copy_(records)
-
-    def disk_tier(self, reader: TensorReader) -> DiskTier:
+    def disk_tier(self) -> DiskTier:
         """The experts that are read as they are needed.
 
         Raises:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
-        converted, on_disk = self.converted, self.decision.on_disk
-        container = converted.container if converted is not None else None
-        specs = [LayerSpec(site.name, site.num_experts, site.layout) for site in on_disk]
-        parts: list[list[Part]] = []
-        for site, spec in zip(on_disk, specs, strict=True):
-            if container is not None and site.name in container.entries:
-                parts.append(converted_part(container, spec))
-            elif self.decision.in_place:
-                parts.append(parts_in_place(self.opened, site, reader))
-            else:
-                own = ranges_as_stored(site, self.opened.plan)
-                assert own is not None
-                parts.append(own)
-        ranges = RecordRanges(RecordTable(tuple(specs)), parts, container, direct=True)
-        if converted is None:
+        specs = tuple(map(_spec, self.plan.on_disk))
+        found = [self._ranges(site) for site in self.plan.on_disk]
+        parts = [each for each in found if each is not None]
+        assert len(parts) == len(found)
+        ranges = RecordRanges(RecordTable(specs), parts, self.container, direct=True)
+        if self.converted is None:
             return DiskTier(ranges)
-        conversion = converted.conversion
-        return DiskTier(ranges, repair=lambda layer, expert: conversion.record(specs[layer].name, expert))
+        record = self.converted.conversion.record
+        return DiskTier(ranges, repair=lambda layer, expert: record(specs[layer].name, expert))
 
+    def read_rest(self) -> None:
+        """Everything but the experts; where cards hold it quantised, it comes by way of RAM.
 
-class _ConvertedLinears:
-    """See `StoredMatrices`."""
-
-    def __init__(self, converted: Converted, files: Files, reader: TensorReader) -> None:
-        self.converted, self._files, self._reader = converted, files, reader
-
-    @property
-    def formats(self) -> Mapping[str, TiledFormat]:
-        return self.converted.conversion.formats
-
-    def matrix(self, name: str, kernels: NativeKernels | None) -> TiledMatrix:  # noqa: ARG002
-        raw = self._files.bytes_of(self.converted.container.entries[name], self._reader)
-        return self.converted.matrix(name, raw[None])
-
-
-def _read_rest(source: _Source, parts: LoadingParts, reader: TensorReader) -> None:
-    """Everything but the experts; where cards hold it quantised, it comes by way of RAM."""
-    opened, decision, kernels = source.opened, source.decision, parts.kernels
-    layers, model, places = decision.layers, opened.model, _places(decision)
-    precision = _on_cards(opened, decision)
-    if decision.in_place and precision is not None:
-        on_cards = MatricesOnCards(opened, reader)
-        load_rest(model, source.plan, reader, {"": torch.device("cpu")}, on_cards.names & opened.plan.renamed.keys())
-        quantise_on_cards(model, precision, lambda name: places[layers.of(name)], None, on_cards)
-        on_cards.bind_embeddings(model, lambda name: places[layers.of(f"{name}.")])
-        _move_rest(model, decision, places)
-        return
-    linears = source.linears(kernels, reader)
-    apart = source.apart(linears)
-    if precision is None:
-        load_rest(model, source.plan, reader, layers.device_map(places), apart, source.files.numbers)
-        if decision.in_place and not decision.devices and kernels is not None:
-            bind_matrices_in_place(opened, source.files, kernels, reader)
+        Raises:
+            EngineError, RequestCancelled: as `TensorReader.read`.
+        """
+        plan, file, kernels = self.plan, self.plan.file, self.parts.kernels
+        model, renamed, on_cards = file.model, file.plan.renamed.keys(), plan.linears_on_cards
+        blocks = MatricesOnCards(file, self.reader) if plan.in_place and on_cards is not None else None
+        linears, apart = self._linears(), set[str]()
+        if blocks is not None:
+            linears, apart = StoredMatrices(blocks.formats, blocks.matrix), blocks.names & renamed
+        elif plan.in_place and not plan.devices:
+            apart = matrices_in_place(file, plan.in_place).keys() & renamed
+        elif linears is not None:
+            of_cards = card_layers(model, STORED, linears.formats) if plan.devices else keepable(model, linears.formats)
+            apart = read_apart(file, (self.converted and self.converted.conversion.linears) or of_cards)
+        by_way_of_ram = on_cards is not None
+        places = {"": torch.device("cpu")} if by_way_of_ram else plan.layers.device_map(plan.places)
+        load_rest(model, file.plan, self.reader, places, apart, self.files.numbers)
+        if on_cards is not None:
+            quantise_on_cards(model, on_cards, lambda name: self._place(name), kernels, linears)
+            if blocks is not None:
+                blocks.bind_embeddings(model, lambda name: self._place(f"{name}."))
+            self._move_rest()
+        elif plan.in_place and not plan.devices and kernels is not None:
+            bind_matrices_in_place(file, plan.in_place, self.files, kernels, self.reader)
         elif linears is not None and kernels is not None:
             keep_linears(model, linears, kernels)
-        return
-    load_rest(model, source.plan, reader, {"": torch.device("cpu")}, apart)
-    quantise_on_cards(model, precision, lambda name: places[layers.of(name)], kernels, linears)
-    _move_rest(model, decision, places)
+
+    def _linears(self) -> StoredMatrices | None:
+        """The linear layers that were converted, or that are made of what the checkpoint stores."""
+        plan, converted, kernels = self.plan, self.converted, self.parts.kernels
+        if plan.in_place or (plan.devices and plan.linears_on_cards is None):
+            return None
+        if converted is not None and converted.conversion.linears:
+            layouts = converted.conversion.linears
+
+            def read(name: str) -> TiledMatrix:
+                return matrix_in(layouts[name], self.files.bytes_of(self.entries[name], self.reader)[None])
+
+            return StoredMatrices(converted.conversion.formats, read)
+        if plan.precision != STORED or (kernels is None and not plan.devices):
+            return None
+        stored, pages = stored_linears(plan.file), HugePages()
+
+        def make(name: str) -> TiledMatrix:
+            matrix = TiledMatrix.empty(shape_of(*stored[name]), empty=pages.empty)
+            repack_all([([stored[name][0]], matrix)], self.reader, kernels)
+            return matrix
+
+        return StoredMatrices({name: target for name, (_, target) in stored.items()}, make)
+
+    def _place(self, name: str) -> torch.device:
+        return self.plan.places[self.plan.layers.of(name)]
+
+    def _move_rest(self) -> None:
+        """What is still in RAM goes to its card."""
+        for name, module in self.plan.file.model.named_modules():
+            place = self._place(f"{name}.")
+            for own in (module._parameters, module._buffers):
+                for key, tensor in own.items():
+                    if tensor is not None and tensor.device != place:
+                        _move(own, key, place)
 
 
-def _move_rest(model: Any, decision: Decision, places: list[torch.device]) -> None:
-    """What is still in RAM goes to its card."""
-    for name, module in model.named_modules():
-        place = places[decision.layers.of(f"{name}.")]
-        for own in (module._parameters, module._buffers):
-            for key, tensor in own.items():
-                if tensor is not None and tensor.device != place:
-                    _move(own, key, place)
+def _spec(site: ExpertsSite) -> LayerSpec:
+    return LayerSpec(site.name, site.num_experts, site.layout)
 
 
 def _move(own: Any, key: str, place: torch.device) -> None:
@@ -372,22 +323,6 @@ def _move(own: Any, key: str, place: torch.device) -> None:
         own[key].data = own[key].data.to(place)
     else:
         own[key] = own[key].to(place)
-
-
-class _TwoParts:
-    """Progress of preparing and then of reading the rest, as one."""
-
-    def __init__(self, on_progress: OnProgress, rest: int) -> None:
-        self._on_progress = on_progress
-        self._rest = rest
-        self._prepared = 0
-
-    def first(self, done: int, total: int) -> None:
-        self._prepared = total
-        self._on_progress(done, total + self._rest)
-
-    def second(self, done: int, total: int) -> None:
-        self._on_progress(self._prepared + done, self._prepared + total)
 
 
 def _slots_over(disk: DiskTier, placed: InRam) -> DiskBackedBank:

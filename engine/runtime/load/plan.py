@@ -1,0 +1,341 @@
+"""The plan of a load: what is read from where, in which form, and what holds it, before a weight is read.
+
+`resolve` counts the sizes that a checkpoint's headers say and lets `engine.planner.placement` decide, which `fit`,
+`plan` and Tune ask with sizes estimated from a model's shape.  `engine.runtime.load.model.build` carries the plan out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.checkpoint.stored import precisions_of
+from engine.common.config import CacheSettings, EngineConfig, Graphs, KvPrecision
+from engine.common.footprint import activation_token_bytes
+from engine.devices.device import Device
+from engine.devices.host_memory import available_ram
+from engine.experts.disk_backed import can_be_disk_backed
+from engine.experts.early_reads import EARLY_READS
+from engine.experts.quantised_layout import QuantisedLayout
+from engine.experts.sites import ExpertsSite
+from engine.formats import AUTO, LADDER, STORED, careful, format_of
+from engine.kernels.dense import is_held_quantised, quantised_sizes
+from engine.kernels.gpu.proof import reads_blocks
+from engine.planner import placement as placing
+from engine.planner.placement import Budgets, DeviceBudget, Experts, Made, Placement, Sizes, Weights
+from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
+from engine.runtime.load.checkpoint import OpenedCheckpoint
+from engine.runtime.load.conversion import Conversion, keeps_nothing, linears_in
+from engine.runtime.load.in_place import (
+    ALL_TYPES,
+    BLOCKS,
+    MatricesOnCards,
+    formats_on_cards,
+    lies_in_place,
+    matrices_in_place,
+    types_in_place,
+)
+from engine.runtime.load.records import lies_as_recorded, working_bytes
+from engine.runtime.load.stored import shape_of, sites_in, stored_linears, tied_to
+
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a model may run on.
+
+    Attributes:
+        devices: besides the CPU.
+        memory: that there is at this moment.
+        has_kernels: whether native kernels compute on the CPU here.
+    """
+
+    devices: Sequence[Device]
+    memory: Budgets
+    has_kernels: bool
+
+    @classmethod
+    def now(cls, config: EngineConfig, devices: Sequence[Device], *, has_kernels: bool) -> Machine:
+        """As it is now."""
+        held = tuple(
+            DeviceBudget(device.name, device.memory.total, device.memory.free, device.is_unified) for device in devices
+        )
+        memory = Budgets(available_ram() + EARLY_READS.nbytes, config.ram_bytes, held, keeps=not keeps_nothing())
+        return cls(devices, memory, has_kernels)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """How a model is going to be held.
+
+    Attributes:
+        placement: what lies where, and in which precision.
+        devices: that it runs on; none if that is the CPU alone.
+        layers: what is on which of them.
+        sites: its experts modules in that precision.
+        dense_sizes: bytes of every tensor but experts, by name, as they will be held.
+        dense_parameters: how many numbers they are.
+        in_place: types of the experts, linear layers and embeddings that are used as they lie in the model's files, on
+            an emulated device experts alone; none if that is not done.
+        linears_on_cards: the precision of linear layers on cards, if they are quantised there.
+        has_kernels: whether native kernels compute what is on the CPU.
+        conversion: what a file of converted weights holds, if there is to be one.
+        cache: how experts are kept on devices.
+        context_tokens: the longest context that is asked for.
+        ram_allowed: bytes, if there is a budget.
+        graphs, kv_precision: see `EngineConfig`.
+        speculates: whether coming tokens may be guessed; wants_head: with the checkpoint's own layer for that.
+    """
+
+    file: OpenedCheckpoint
+    placement: Placement
+    devices: tuple[Device, ...]
+    layers: LayerDevices
+    sites: list[ExpertsSite]
+    dense_sizes: dict[str, int]
+    dense_parameters: int
+    in_place: frozenset[str]
+    linears_on_cards: str | None
+    has_kernels: bool
+    conversion: Conversion | None
+    cache: CacheSettings
+    context_tokens: int
+    ram_allowed: int | None
+    graphs: Graphs
+    kv_precision: KvPrecision
+    speculates: bool
+    wants_head: bool
+
+    @property
+    def precision(self) -> str:
+        """Of the weights."""
+        return self.placement.precision
+
+    @property
+    def dense(self) -> torch.device:
+        """Where what is not split between devices is."""
+        return self.devices[0].torch_device if self.devices else _CPU
+
+    @property
+    def places(self) -> list[torch.device]:
+        """All that anything but experts is on."""
+        return [device.torch_device for device in self.devices] or [_CPU]
+
+    @property
+    def experts(self) -> torch.device:
+        """Where the bank is that all experts are in."""
+        return self.dense if self.placement.all_experts else _CPU
+
+    @property
+    def experts_elsewhere(self) -> dict[str, torch.device]:
+        """Modules whose records are on a device other than the first, where devices have all of them."""
+        if not self.placement.all_experts:
+            return {}
+        found = {site.name: self.layers.of(site.name) for site in self.sites}
+        return {name: self.devices[index].torch_device for name, index in found.items() if index}
+
+    @property
+    def on_disk(self) -> list[ExpertsSite]:
+        """Experts modules whose records come into slots in RAM from disk."""
+        return [site for site in self.sites if can_be_disk_backed(site)] if self.placement.on_disk else []
+
+    @property
+    def resident(self) -> list[ExpertsSite]:
+        """Experts modules all of whose records are held, in RAM or on the device."""
+        return [site for site in self.sites if not (self.placement.on_disk and can_be_disk_backed(site))]
+
+    @property
+    def activations(self) -> list[int]:
+        """Bytes of each device that a chunk of a prompt may take."""
+        return [device.activations for device in self.placement.devices]
+
+    @property
+    def uses_cpu(self) -> bool:
+        """Whether some of it is computed there."""
+        return "cpu" in (self.dense.type, self.experts.type)
+
+    @property
+    def in_whole_files(self) -> bool:
+        """Whether files are used in memory as a whole."""
+        return not self.devices and not self.on_disk
+
+
+def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> Plan:
+    """Weighs what the model needs against what the devices and the machine have.  Nothing is changed by it.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
+    """
+    layers, devices = layer_names(file.model), machine.devices
+    placement = placing.resolve(config, machine.memory, sizes_of(config, machine, file))
+    precision = placement.precision
+    in_place = types_in_place(file, precision, usable_types(machine, file))
+    used = tuple(devices) if placement.devices else ()
+    sites = sites_in(file, precision, in_place=in_place)
+    return Plan(
+        file=file,
+        placement=placement,
+        devices=used,
+        layers=layers.on(placement.of_layer),
+        sites=sites,
+        dense_sizes=_dense_sizes(file, precision, used, in_place=in_place),
+        dense_parameters=_dense_parameters(file),
+        in_place=in_place,
+        linears_on_cards=dense_on_cards(file, [device.torch_device for device in used], precision),
+        has_kernels=machine.has_kernels,
+        conversion=_conversion(machine, file, placement, sites, in_place=in_place),
+        cache=config.cache,
+        context_tokens=file.context_tokens(config.context_tokens),
+        ram_allowed=config.ram_bytes,
+        graphs=config.graphs,
+        kv_precision=config.kv_precision,
+        speculates=config.speculation != "off",
+        wants_head=config.speculation == "heads",
+    )
+
+
+def usable_types(machine: Machine, file: OpenedCheckpoint) -> frozenset[str]:
+    """Types of matrices that the CPU and all devices compute from as they lie in the model's files; none if they do not
+    lie there as is needed."""
+    types = BLOCKS if machine.devices else ALL_TYPES
+    if not machine.has_kernels or file.dtype != torch.bfloat16 or not lies_in_place(file, types):
+        return frozenset()
+    formats = formats_on_cards(file) if machine.devices else set()
+    return types if all(reads_blocks(device.torch_device, formats) for device in machine.devices) else frozenset()
+
+
+def sizes_of(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> Sizes:
+    """What the model takes, counted tensor by tensor."""
+    layers, types = layer_names(file.model), usable_types(machine, file)
+    precisions = candidates(file) if config.precision == AUTO else (config.precision,)
+    of_layer, elsewhere = layers.sums(_tensor_sizes(file.model))
+    width = file.dtype.itemsize
+    return Sizes(
+        name=file.name,
+        weights=tuple(
+            _weights(machine, file, precision, layers, in_place=types_in_place(file, precision, types))
+            for precision in precisions
+        ),
+        layers=of_layer,
+        elsewhere=elsewhere,
+        kv_per_token=file.profile.kv_elements_per_token * width,
+        activations_per_token=activation_token_bytes(file.profile.hidden, file.profile.experts_per_token, width),
+        context_tokens=file.context_tokens(config.context_tokens),
+        experts_per_token=file.profile.experts_per_token,
+    )
+
+
+def candidates(file: OpenedCheckpoint) -> tuple[str, ...]:
+    """The precisions that `auto` chooses from."""
+    return precisions_of(file.plan.entries, file.weights) if file.dtype == torch.bfloat16 else LADDER
+
+
+def dense_on_cards(file: OpenedCheckpoint, places: Sequence[torch.device], precision: str) -> str | None:
+    """The precision of linear layers on these devices, if they are to be quantised there."""
+    if not format_of(precision).is_tiled or not places or not all(is_held_quantised(place) for place in places):
+        return None
+    if precision == STORED and not stored_linears(file):
+        return None  # a file of plain numbers
+    return careful(precision, file.weights)
+
+
+def _conversion(
+    machine: Machine,
+    file: OpenedCheckpoint,
+    placement: Placement,
+    sites: Sequence[ExpertsSite],
+    *,
+    in_place: frozenset[str],
+) -> Conversion | None:
+    if not placement.converted:
+        return None
+    kinds = (Made.ONCE, Made.FOR_DISK) if placement.on_disk else (Made.ONCE,)
+    chosen = [site for site in sites if can_be_disk_backed(site) and _made(file, site, in_place=in_place) in kinds]
+    return Conversion(
+        file, placement.precision, chosen, _linears(machine, file, placement.precision, in_place=in_place)
+    )
+
+
+def _made(file: OpenedCheckpoint, site: ExpertsSite, *, in_place: frozenset[str]) -> Made:
+    if in_place:
+        return Made.NEVER
+    if isinstance(site.layout, QuantisedLayout):
+        return Made.ONCE
+    return Made.NEVER if lies_as_recorded(site, file.plan) else Made.FOR_DISK
+
+
+def _linears(
+    machine: Machine, file: OpenedCheckpoint, precision: str, *, in_place: frozenset[str]
+) -> dict[str, QuantisedLayout]:
+    """Layouts of the linear layers that are quantised, by name."""
+    places = [device.torch_device for device in machine.devices]
+    are_used = machine.has_kernels or dense_on_cards(file, places, precision) is not None
+    return linears_in(file, precision) if are_used and not in_place else {}
+
+
+def _weights(
+    machine: Machine, file: OpenedCheckpoint, precision: str, layers: LayerNames, *, in_place: frozenset[str]
+) -> Weights:
+    devices = machine.devices
+    sites = sites_in(file, precision, in_place=in_place)
+    in_ram = sum(_dense_sizes(file, precision, (), in_place=in_place).values())
+    dense, elsewhere = layers.sums(_dense_sizes(file, precision, devices, in_place=in_place))
+    layouts: dict[Any, int] = {}
+    is_quantised = dense_on_cards(file, [device.torch_device for device in devices], precision) is not None
+    linears = _linears(machine, file, precision, in_place=in_place)
+    return Weights(
+        precision,
+        dense,
+        elsewhere,
+        in_ram,
+        tuple(
+            Experts(
+                site.layout.nbytes,
+                site.num_experts,
+                layers.index_of(site.name),
+                layouts.setdefault(site.layout, len(layouts)),
+                can_be_disk_backed(site),
+                _made(file, site, in_place=in_place),
+            )
+            for site in sites
+        ),
+        working_bytes(file.plan, sites),
+        in_ram if is_quantised else 0,  # it is quantised in RAM, on its way to the cards
+        sum(layout.nbytes for layout in linears.values()),
+    )
+
+
+def _dense_sizes(
+    file: OpenedCheckpoint, precision: str, devices: Sequence[Device], *, in_place: frozenset[str] = frozenset()
+) -> dict[str, int]:
+    """Bytes of every tensor but experts, as these devices will hold them, or RAM if there are none."""
+    experts = {target for site in file.sites for target in site.targets}
+    sizes = {name: nbytes for name, nbytes in _tensor_sizes(file.model).items() if name not in experts}
+    if in_place and not devices:
+        for name, entry in matrices_in_place(file, in_place).items():
+            if name in sizes:  # a tied one is counted once
+                sizes[name] = entry.nbytes
+        return sizes
+    on_cards = dense_on_cards(file, [device.torch_device for device in devices], precision)
+    if on_cards is None:
+        return sizes
+    if in_place:
+        return MatricesOnCards(file).sizes(file.model, sizes, together=len(devices) == 1)
+    stored = {name: shape_of(*each).format for name, each in stored_linears(file).items()}
+    return quantised_sizes(file.model, on_cards, sizes, stored if on_cards == STORED else None)
+
+
+def _dense_parameters(file: OpenedCheckpoint) -> int:
+    elsewhere = {target for site in file.sites for target in site.targets}.union(tied_to(file.model))
+    return sum(p.numel() for name, p in file.model.named_parameters() if name not in elsewhere)
+
+
+def _tensor_sizes(model: Any) -> dict[str, int]:
+    """Bytes of every tensor by name; tied weights are counted once, as they will be held."""
+    tied = tied_to(model)
+    sizes = {name: p.nbytes for name, p in model.named_parameters() if name not in tied}
+    return {**sizes, **{name: buffer.nbytes for name, buffer in model.named_buffers()}}
