@@ -41,7 +41,7 @@ def _product(blocks: Blocks, x: torch.Tensor, kernels: NativeKernels) -> torch.T
 @every_type
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
 def test_rows_are_multiplied_as_they_lie(kind: BlockType, isa: Isa) -> None:
-    columns = 768 if kind.elements == 256 else 416
+    columns = 416 if kind.elements <= 32 else 5 * kind.elements  # whose last block is none of 256
     blocks = made_up_blocks(kind, 77, columns // kind.elements, 3)
     order = torch.randperm(77, generator=torch.Generator().manual_seed(1))
     x = torch.randn(40, columns, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -112,6 +112,7 @@ def _mixed(name: str) -> str:
     return "Q6_K" if any(part in name for part in ("ffn_up", "attn_v", "token_embd")) else "Q4_K"
 
 
+NEWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0")
 CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
     ("mixtral", "llama", "Q4_0", {"sliding_window": None}),
     ("qwen3_moe", "qwen3moe", "Q8_0", {"use_sliding_window": False, "norm_topk_prob": True}),
@@ -163,6 +164,26 @@ def test_a_file_gives_the_numbers_of_its_weights(
     assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
     assert len(PROMPT[0]) > 8
     assert not list((tmp_path / "home").rglob("*.gguf"))
+
+
+@pytest.mark.parametrize("types", NEWEST)
+def test_files_of_the_smallest_types(types: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", **CASES[1][3], **_K_SIZES)
+    file = write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=types)
+    with loaded(file, "fp32") as reference, torch.no_grad():
+        wanted = logits(reference.model)[0]
+    with loaded(file, "auto") as ours, torch.no_grad():
+        assert ours.bank is not None
+        assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
+        assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
+        stacks = [each.nbytes for name, each in read_gguf(file).tensors.items() if "_exps" in name]
+        assert ours.info.experts_bytes == sum(stacks)
+        assert not {"became", "kept as"} & set(ours.info.device_note.split())
+        found = logits(ours.model)[0].float()
+        one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.04
+    assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
 
 
 def _wider_keys(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
