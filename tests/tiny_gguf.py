@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gguf import (
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 from numpy.typing import NDArray
 
+from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.safetensors_numpy import read_safetensors
 from tests.k_quants import quantise_k
@@ -48,15 +50,43 @@ def write_gguf(
         if kind is None:
             writer.add_tensor(name, np.ascontiguousarray(values, np.float32))
         else:
-            theirs = GGMLQuantizationType[kind]
             plain = np.ascontiguousarray(values, np.float32)
-            blocks = quantise_k(plain, kind) if kind in ("Q4_K", "Q6_K") else quantize(plain, theirs)
-            writer.add_tensor(name, blocks, raw_dtype=theirs)
+            writer.add_tensor(name, _in_blocks(plain, kind), raw_dtype=_type(kind))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def _type(kind: str) -> GGMLQuantizationType:
+    if kind != "Q2_0":
+        return GGMLQuantizationType[kind]
+    unknown = int.__new__(GGMLQuantizationType, BY_NAME[kind].id)  # to the package, that is
+    unknown._name_, unknown._value_ = kind, BY_NAME[kind].id
+    GGML_QUANT_SIZES.setdefault(unknown, (BY_NAME[kind].elements, BY_NAME[kind].nbytes))
+    return unknown
+
+
+def _in_blocks(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
+    """Values in blocks; others of about their size where nothing here quantises to them."""
+    if kind in ("Q4_K", "Q6_K"):
+        return quantise_k(values, kind)
+    with suppress(NotImplementedError, KeyError):
+        return np.asarray(quantize(values, _type(kind)))
+    own, size = BY_NAME[kind], values.std()
+    raw = np.random.default_rng(values.size).integers(0, 256, (values.size // own.elements, own.nbytes), np.uint8)
+
+    def scale(by: float) -> None:
+        scales = np.full(len(raw), by, np.float32)
+        if own.put is not None:
+            own.put(raw, scales)
+        for at in own.halves:
+            raw[:, at : at + 2] = scales.astype("<f2")[:, None].view(np.uint8)
+
+    scale(1.0)
+    scale(float(size / own.dequantise(raw).std()))
+    return raw.reshape(*values.shape[:-1], -1)
 
 
 HIDDEN, WIDTH, EXPERTS = 16, 12, 4
@@ -114,7 +144,7 @@ def write_mixtral(
 
 def dequantised(entry: TensorEntry) -> NDArray[np.float32]:
     """What the `gguf` package says of a tensor."""
-    kind = GGMLQuantizationType[entry.dtype]
+    kind = _type(entry.dtype)
     raw = np.fromfile(entry.file, np.uint8, entry.nbytes, offset=entry.offset)
     shape = quant_shape_to_byte_shape(entry.shape, kind)
     return np.asarray(dequantize(raw.reshape(shape), kind).reshape(entry.shape), np.float32)
@@ -201,8 +231,7 @@ def _as_written(architecture: str, name: str, values: NDArray[Any], config: dict
 
 def takes(kind: str, name: str, values: NDArray[Any]) -> bool:
     """Whether a tensor can be of a type, and is one that llama.cpp would quantise."""
-    group, _nbytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    return values.ndim > 1 and values.shape[-1] % group == 0 and "ffn_gate_inp" not in name
+    return values.ndim > 1 and values.shape[-1] % BY_NAME[kind].elements == 0 and "ffn_gate_inp" not in name
 
 
 def _add_hyperparameters(writer: GGUFWriter, config: dict[str, Any]) -> None:

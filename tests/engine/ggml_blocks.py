@@ -31,8 +31,8 @@ def made_up_blocks(kind: BlockType, rows: int, blocks: int, seed: int, strange: 
         raw[:, at : at + 2] = odd.astype("<f2")[:, None].view(np.uint8)
     if kind.name in ("Q4_K", "Q5_K") and not strange:
         raw[:, 4:8] |= 0xA0  # steps of the scale are 32 at least
-    if kind.name == "MXFP4" and not strange:
-        raw[:, 0] = rng.integers(110, 130, count)
+    if kind.put is not None and not strange:
+        kind.put(raw, rng.uniform(0.001, 0.1, count).astype(np.float32))
     if kind.name == "Q8_0" and not strange:
         raw[:, 2:][raw[:, 2:] == 128] = 129  # ggml makes no -128
     return Blocks(kind, torch.from_numpy(raw.reshape(rows, -1)))

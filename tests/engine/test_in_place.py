@@ -44,7 +44,7 @@ def _product(blocks: Blocks, x: torch.Tensor, kernels: NativeKernels) -> torch.T
 @every_type
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
 def test_rows_are_multiplied_as_they_lie(kind: BlockType, isa: Isa) -> None:
-    columns = 768 if kind.elements == 256 else 416
+    columns = 416 if kind.elements <= 32 else 5 * kind.elements  # whose last block is none of 256
     blocks = made_up_blocks(kind, 77, columns // kind.elements, 3)
     order = torch.randperm(77, generator=torch.Generator().manual_seed(1))
     x = torch.randn(40, columns, generator=torch.Generator().manual_seed(2)).bfloat16()
@@ -123,6 +123,7 @@ def _half_numbers(name: str) -> str:
     return "Q8_0"
 
 
+NEWEST = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0")
 CASES: list[tuple[str, str, str | Callable[[str], str], dict[str, Any]]] = [
     ("mixtral", "llama", "Q4_0", {"sliding_window": None}),
     ("qwen3_moe", "qwen3moe", "Q8_0", {"use_sliding_window": False, "norm_topk_prob": True}),
@@ -184,6 +185,26 @@ def _reference(file: Path, ids: torch.Tensor, routes: Routes) -> torch.Tensor:
         wanted: torch.Tensor = reference.model(input_ids=ids).logits[0]
     assert max(ties, default=0.0) < _NEAR
     return wanted
+
+
+@pytest.mark.parametrize("types", NEWEST)
+def test_files_of_the_smallest_types(types: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    folder = tiny_checkpoint("qwen3_moe", tmp_path / "checkpoint", **CASES[1][3], **_K_SIZES)
+    file = write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=types)
+    with loaded(file, "auto") as ours, torch.no_grad():
+        assert ours.bank is not None
+        assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
+        assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
+        stacks = [each.nbytes for name, each in read_gguf(file).tensors.items() if "_exps" in name]
+        assert ours.info.experts_bytes == sum(stacks)
+        assert not {"became", "kept as"} & set(ours.info.device_note.split())
+        with routes_of(ours.model) as routes:
+            found = logits(ours.model)[0].float()
+        one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()
+    wanted = _reference(file, PROMPT, routes)
+    assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
+    assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
 
 
 def _wider_keys(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

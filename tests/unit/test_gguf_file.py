@@ -134,7 +134,7 @@ def test_other_versions(file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        *((17, "IQ2_XS"), (42, "Q2_0"), (33, "Q4_0_8_8 (which llama.cpp no longer has)"), (36, "IQ4_NL_4_4")),
+        *((15, "Q8_K"), (43, "type 43"), (33, "Q4_0_8_8 (which llama.cpp no longer has)"), (36, "IQ4_NL_4_4")),
         *((144, "IQ4_KS (ik_llama.cpp's own)"), (151, "type 151 (ik_llama.cpp's own)"), (230, "ik_llama.cpp")),
         (77, "type 77"),
     ],

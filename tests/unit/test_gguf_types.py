@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -17,17 +19,43 @@ def _random(kind: BlockType, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (_ROWS, _BLOCKS * kind.nbytes), np.uint8)
 
 
+def _by_bits(bits: int) -> Callable[[np.ndarray], np.ndarray]:
+    """As ggml-quants.c has it, which the package has not: a half, and then codes of so many bits."""
+
+    def values(raw: np.ndarray) -> np.ndarray:
+        blocks = raw.reshape(-1, 18)
+        codes = np.stack([blocks[:, 2:] >> at & 2**bits - 1 for at in range(0, 8, bits)], -1).reshape(len(blocks), -1)
+        weights = 2 * codes.astype(np.float32) - 1 if bits == 1 else codes.astype(np.float32) - 1
+        return (weights * np.ascontiguousarray(blocks[:, :2]).view("<f2").astype(np.float32)).reshape(len(raw), -1)
+
+    return values
+
+
+_OWN = {"Q1_0": _by_bits(1), "Q2_0": _by_bits(2)}
+
+
 @pytest.mark.parametrize("name", BY_NAME)
 def test_a_type_has_the_numbers_of_the_gguf_package(name: str) -> None:
     kind = BY_NAME[name]
-    theirs = GGMLQuantizationType(kind.id)
-    assert theirs.name == name
-    assert GGML_QUANT_SIZES[theirs] == (kind.elements, kind.nbytes)
+    if name not in _OWN:
+        theirs = GGMLQuantizationType(kind.id)
+        assert theirs.name == name
+        assert GGML_QUANT_SIZES[theirs] == (kind.elements, kind.nbytes)
     for seed in range(4):
         raw = _random(kind, seed)
         with np.errstate(all="ignore"):
-            expected = dequantize(raw, theirs)
+            expected = _OWN[name](raw) if name in _OWN else dequantize(raw, theirs)
         np.testing.assert_array_equal(kind.dequantise(raw), expected)
+
+
+def test_a_scale_that_is_no_half_can_be_put() -> None:
+    for kind in BLOCK_TYPES.values():
+        if kind.put is not None:
+            raw, wanted = _random(kind, 3).reshape(-1, kind.nbytes), np.float32(0.0625)
+            kind.put(raw, np.full(len(raw), wanted))
+            scales = kind.apart(raw).scales
+            assert (scales > wanted / 20).all()
+            assert (scales < wanted * 20).all()
 
 
 def test_any_leading_dimensions_are_kept() -> None:

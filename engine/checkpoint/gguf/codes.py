@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
-from engine.checkpoint.gguf.types import BY_NAME, BlockType, Bytes, Floats
+from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.formats.coded import CodedMatrix
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4
 from engine.formats.weight_format import TiledFormat
+
+if TYPE_CHECKING:
+    from engine.formats.ggml import Bytes, Floats
 
 KEPT_IN: dict[str, TiledFormat] = {
     **dict.fromkeys(("Q4_0", "Q4_1", "Q4_K"), INT4),

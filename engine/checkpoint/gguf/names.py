@@ -16,7 +16,7 @@ MOST_PARTS = 999
 PART = re.compile(r"^(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 """The name of a part of a model."""
 LABEL = re.compile(
-    r"(?<![A-Z0-9])((?:UD-)?(?:IQ[1-4]_[A-Z]+|Q[2-8]_K(?:_[A-Z]+)?|Q[2-8]_[01](?:_\d+)*|TQ[12]_0|BF16|FP?16|FP?32"
+    r"(?<![A-Z0-9])((?:UD-)?(?:IQ[1-4]_[A-Z]+|Q[2-8]_K(?:_[A-Z]+)?|Q[1-8]_[01](?:_\d+)*|TQ[12]_0|BF16|FP?16|FP?32"
     r"|MXFP4(?:_MOE)?|NVFP4))(?![A-Z0-9])"
 )
 """The mixture of types in the name of a file, in capitals: `Q4_K_M`."""

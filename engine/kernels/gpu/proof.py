@@ -115,11 +115,11 @@ def _made_up(kind: BlockType, rows: int, columns: int) -> Blocks:
     generator = torch.Generator().manual_seed(kind.id)
     blocks = rows * columns // kind.elements
     raw = torch.randint(0, 256, (blocks, kind.nbytes), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(blocks, generator=generator).mul_(2**-9).add_(2**-10)
     for at in kind.halves:
-        scales = torch.rand(blocks, 1, generator=generator).mul_(2**-9).add_(2**-10).half()
-        raw[:, at : at + 2] = scales.view(torch.uint8)
-    if not kind.halves:  # an exponent instead
-        raw[:, 0] = torch.randint(112, 118, (blocks,), dtype=torch.uint8, generator=generator)
+        raw[:, at : at + 2] = scales[:, None].half().view(torch.uint8)
+    if kind.put is not None:
+        kind.put(raw.numpy(), scales.numpy())
     return Blocks(kind, raw.view(rows, -1))
 
 

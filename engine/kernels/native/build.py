@@ -20,6 +20,8 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from engine.formats.ggml import GRIDS
+
 _OPTIONS = (
     *("-std=c++17", "-O3", "-fvisibility=hidden", "-pthread"),
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
@@ -244,7 +246,7 @@ def library_path() -> Path:
 def library_name(machine: str, suffix: str) -> str:
     """File name of the library of these sources for a machine, as `platform.machine()` names it in lower case."""
     digest = hashlib.sha256()
-    for source in sorted(path for path in _SOURCES.rglob("*") if path.is_file()):
+    for source in [*sorted(path for path in _SOURCES.rglob("*") if path.is_file()), GRIDS]:
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
     return f"switchyard_kernels-{digest.hexdigest()[:16]}-{machine}{suffix}"
 

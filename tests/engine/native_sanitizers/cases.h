@@ -370,12 +370,8 @@ void try_reading(SwitchyardPool *pool, Random &random) {
 
 // Any bytes are blocks; gate and up rows lie apart, one of them in another order.
 void try_repack(SwitchyardPool *pool, Random &random, int32_t format) {
-    static const struct { int32_t number; int64_t elements, bytes; } types[] = {
-        {0, 1, 4},    {1, 1, 2},     {30, 1, 2},    {2, 32, 18},   {3, 32, 20},   {6, 32, 22},   {7, 32, 24},   {8, 32, 34},
-        {10, 256, 84}, {11, 256, 110}, {12, 256, 144}, {13, 256, 176}, {14, 256, 210}, {20, 32, 18}, {23, 256, 136}, {39, 32, 17},
-    };
     const bool one_tile = format == SWITCHYARD_LUT4;  // as in OwnMatrix: fitting would be all that a sanitizer sees
-    for (const auto &type : types) {
+    for (const RowType &type : kPortableRows.types) {
         const int64_t pairs = draw(random, 1, one_tile ? 20 : 40);
         const int64_t columns = one_tile ? std::max<int64_t>(type.elements, 32) : 256 * draw(random, 1, 3);
         OwnMatrix own(pool, random, 2 * pairs, columns, format, SWITCHYARD_HALVES);

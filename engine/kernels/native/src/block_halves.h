@@ -8,6 +8,7 @@
 #include "block_kernels.h"
 #include "block_lanes.h"
 #include "ggml_blocks.h"
+#include "row_kernels.h"
 #include "word_codes.h"
 
 namespace {
@@ -191,13 +192,13 @@ void fit_group(const BlockHalf &half, const float *w, int64_t group) {
     put_codes(weights_of(half.tile(group)), kFormats[half.format].code_bits == 4, q);
 }
 
-template <class Type> void fit_half(const BlockHalf &half) {
+// `unpack` makes numbers of the blocks of some columns.
+template <class Unpack> void fit_by(const BlockHalf &half, int64_t elements, int64_t bytes, Unpack unpack) {
     float values[kLanes][kChunk] = {};  // zeros for rows beyond the matrix
     for (int64_t begin = 0; begin < half.columns; begin += kChunk) {
         const int64_t columns = half.columns - begin < kChunk ? half.columns - begin : kChunk;
         for (int i = 0; i < kLanes; ++i)
-            if (half.rows[i])
-                values_of<Type>(half.rows[i] + begin / Type::kElements * Type::kBytes, columns / Type::kElements, values[i]);
+            if (half.rows[i]) unpack(half.rows[i] + begin / elements * bytes, columns, values[i]);
         for (int64_t from = 0; from < columns; from += kGroup) {
             float w[kGroup * kLanes] = {};
             const int64_t width = columns - from < kGroup ? columns - from : kGroup;
@@ -207,6 +208,14 @@ template <class Type> void fit_half(const BlockHalf &half) {
         }
     }
 }
+
+template <class Type> void unpack_values(const uint8_t *blocks, int64_t columns, float *out) {
+    values_of<Type>(blocks, columns / Type::kElements, out);
+}
+template <class Type> void fit_half(const BlockHalf &half) {
+    fit_by(half, Type::kElements, Type::kBytes, unpack_values<Type>);
+}
+void fit_rows(const BlockHalf &half, const RowType &type) { fit_by(half, type.elements, type.bytes, type.unpack); }
 
 template <class Type, class Side> void fit_side_by_side(const BlockHalf &half) {
     if (!is_full(half)) return fit_half<Type>(half);
@@ -222,15 +231,22 @@ template <class Type, class Side> void fit_side_by_side(const BlockHalf &half) {
     }
 }
 
-template <class Type> void unpack_row(const uint8_t *blocks, int64_t columns, bool floats, void *out) {
-    if (floats) return values_of<Type>(blocks, columns / Type::kElements, static_cast<float *>(out));
+template <class Unpack>
+void unpack_by(const uint8_t *blocks, int64_t columns, int64_t elements, int64_t bytes, bool floats, void *out, Unpack unpack) {
+    if (floats) return unpack(blocks, columns, static_cast<float *>(out));
     float values[kChunk];
     for (int64_t begin = 0; begin < columns; begin += kChunk) {
         const int64_t width = columns - begin < kChunk ? columns - begin : kChunk;
-        values_of<Type>(blocks + begin / Type::kElements * Type::kBytes, width / Type::kElements, values);
+        unpack(blocks + begin / elements * bytes, width, values);
         auto *to = static_cast<uint16_t *>(out) + begin;
         for (int64_t i = 0; i < width; ++i) to[i] = to_bf16(values[i]);
     }
+}
+template <class Type> void unpack_row(const uint8_t *blocks, int64_t columns, bool floats, void *out) {
+    unpack_by(blocks, columns, Type::kElements, Type::kBytes, floats, out, unpack_values<Type>);
+}
+void unpack_rows(const uint8_t *blocks, int64_t columns, const RowType &type, bool floats, void *out) {
+    unpack_by(blocks, columns, type.elements, type.bytes, floats, out, type.unpack);
 }
 
 template <class Type> constexpr BlockType kept(void (*keep)(const BlockHalf &) = keep_half<Type>) {
@@ -245,7 +261,7 @@ constexpr BlockKernels block_kernels() {
              kept<Q8_0>(), fitted<Q2K>(), fitted<Q3K>(), kept<Q4K>(keep_side_by_side<Q4K, Q4KLanes>),
              fitted<Q5K>(fit_side_by_side<Q5K, Q5KLanes>), fitted<Q6K>(fit_side_by_side<Q6K, Q6KLanes>), kept<Iq4Nl>(),
              kept<Iq4Xs>(), kept<Mxfp4>()},
-            keep_codes};
+            keep_codes, fit_rows, unpack_rows};
 }
 
 }  // namespace

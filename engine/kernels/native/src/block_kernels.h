@@ -31,10 +31,15 @@ struct BlockType {
     void (*unpack)(const uint8_t *blocks, int64_t columns, bool floats, void *out);
 };
 
+struct RowType;  // row_kernels.h
+
 struct BlockKernels {
-    BlockType types[16];
+    BlockType types[16];  // what formats keep codes of, or what is faster than by way of numbers
     // Codes that lie in words: half.rows[i] is not null where the half has a row, from[i] its number.
     void (*keep_codes)(const BlockHalf &half, const SwitchyardCodes &codes, const int64_t *from);
+    // The same as a type's own, by way of what unpacks its rows to numbers.
+    void (*fit_rows)(const BlockHalf &half, const RowType &type);
+    void (*unpack_rows)(const uint8_t *blocks, int64_t columns, const RowType &type, bool floats, void *out);
 };
 
 extern const BlockKernels kPortableBlocks;

@@ -8,6 +8,7 @@
 
 namespace {
 
+// Null where blocks go by way of numbers.
 const BlockType *type_of(const Kernels &kernels, const SwitchyardBlocks &blocks) {
     for (const BlockType &type : kernels.blocks->types)
         if (type.number == blocks.type) return &type;
@@ -15,7 +16,7 @@ const BlockType *type_of(const Kernels &kernels, const SwitchyardBlocks &blocks)
 }
 
 bool is_readable(const Kernels &kernels, const SwitchyardBlocks &blocks, int64_t columns) {
-    const BlockType *type = type_of(kernels, blocks);
+    const RowType *type = kernels.types->of(blocks.type);
     return type && columns % type->elements == 0;
 }
 
@@ -32,7 +33,7 @@ bool can_repack(const Kernels &kernels, const SwitchyardBlocks &source, const Sw
 bool is_there(const SwitchyardBlocks &source) { return source.blocks || source.codes; }
 
 // The `index`-th row of a matrix of `columns`.
-const uint8_t *row_of(const SwitchyardBlocks &blocks, const BlockType &type, int64_t columns, int64_t index) {
+const uint8_t *row_of(const SwitchyardBlocks &blocks, const RowType &type, int64_t columns, int64_t index) {
     return blocks.blocks + (blocks.order ? blocks.order[index] : index) * (columns / type.elements * type.bytes);
 }
 
@@ -48,7 +49,7 @@ void repack_half(const RepackCall &call, const SwitchyardRepack &matrix, int64_t
     const SwitchyardMatrix &target = matrix.target;
     const bool apart = is_there(matrix.second);
     const SwitchyardBlocks &source = apart && at == 1 ? matrix.second : matrix.first;
-    const BlockType *type = source.codes ? nullptr : type_of(call.kernels, source);
+    const RowType *type = source.codes ? nullptr : call.kernels.types->of(source.type);
     const auto fit = call.kernels.tiles[target.format]->formats[target.format].fit;
     BlockHalf half = {tile_row(target, block), target.columns, at, target.format, fit, call.rounds, {}};
     int64_t from[kHalfRows];
@@ -58,10 +59,10 @@ void repack_half(const RepackCall &call, const SwitchyardRepack &matrix, int64_t
         from[i] = row;
         half.rows[i] = row < 0 ? nullptr : type ? row_of(source, *type, target.columns, row) : source.codes->words;
     }
-    if (!type)
-        call.kernels.blocks->keep_codes(half, *source.codes, from);
-    else
-        (type->keeps == target.format && type->keep ? type->keep : type->fit)(half);
+    if (!type) return call.kernels.blocks->keep_codes(half, *source.codes, from);
+    const BlockType *own = type_of(call.kernels, source);
+    if (!own) return call.kernels.blocks->fit_rows(half, *type);
+    (own->keeps == target.format && own->keep ? own->keep : own->fit)(half);
 }
 
 void repack_work(void *argument) {
@@ -77,7 +78,9 @@ void repack_work(void *argument) {
 
 struct UnpackCall {
     const SwitchyardBlocks &source;
-    const BlockType &type;
+    const BlockKernels &kernels;
+    const RowType &type;
+    const BlockType *own;
     int64_t columns;
     void *out;
     bool floats;
@@ -88,9 +91,14 @@ void unpack_work(void *argument) {
     auto &call = *static_cast<UnpackCall *>(argument);
     const int64_t bytes = call.columns * (call.floats ? 4 : 2);
     call.rows.run([&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row)
-            call.type.unpack(row_of(call.source, call.type, call.columns, row), call.columns, call.floats,
-                             static_cast<uint8_t *>(call.out) + row * bytes);
+        for (int64_t row = begin; row < end; ++row) {
+            const uint8_t *blocks = row_of(call.source, call.type, call.columns, row);
+            auto *out = static_cast<uint8_t *>(call.out) + row * bytes;
+            if (call.own)
+                call.own->unpack(blocks, call.columns, call.floats, out);
+            else
+                call.kernels.unpack_rows(blocks, call.columns, call.type, call.floats, out);
+        }
     });
 }
 
@@ -117,7 +125,8 @@ SWITCHYARD_API int32_t switchyard_unpack(SwitchyardPool *pool, const SwitchyardB
                                          int64_t columns, int32_t floats, void *out) {
     const Kernels kernels = kernels_in_use();
     if (source->codes || !is_readable(kernels, *source, columns)) return 2;
-    UnpackCall call = {*source, *type_of(kernels, *source), columns, out, floats != 0, Phase(rows, pool->threads(), 1)};
+    UnpackCall call = {*source, *kernels.blocks, *kernels.types->of(source->type), type_of(kernels, *source), columns, out,
+                       floats != 0, Phase(rows, pool->threads(), 1)};
     pool->run_long(unpack_work, &call, rows * columns);
     return 0;
 }

@@ -5,7 +5,7 @@
 
 #include "switchyard_kernels.h"
 
-// How a vector is rounded for a type: types of 32 have a scale per 32 values, as QuantisedVector has them, types of 256 one per
+// How a vector is rounded for a type: types of 32 have a scale per 32 values, as QuantisedVector has them, types of 64 and more one per
 // 256; plain numbers are multiplied with the vector as it is.
 enum class VectorForm { kSpread, kBy32, kBy256, kFloats };
 constexpr int kForms = 4;
@@ -48,18 +48,19 @@ struct RowType {
     void (*unpack)(const uint8_t *row, int64_t columns, float *out);
 };
 
-constexpr int kRowTypes = 16;
+constexpr int kRowTypes = 28;
+constexpr int kTypeNumbers = 43;  // ggml's, from 0 on
 constexpr int32_t kF32Type = 0, kF16Type = 1, kBf16Type = 30;  // ggml's numbers of types of numbers
 
 struct RowKernels {
     RowType types[kRowTypes];
     // n values to form kBy256, padded.
     void (*quantise_wide)(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts);
+    int8_t places[kTypeNumbers];  // of each number's type, or -1
 
     const RowType *of(int32_t number) const {
-        for (const RowType &type : types)
-            if (type.number == number) return &type;
-        return nullptr;
+        const int place = number < 0 || number >= kTypeNumbers ? -1 : places[number];
+        return place < 0 ? nullptr : types + place;
     }
 };
 

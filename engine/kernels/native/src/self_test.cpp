@@ -135,6 +135,7 @@ int32_t test_types(const RowKernels &kernels) {
             if (type.number == 39)  // a byte of exponent
                 for (int64_t block = 0; block < blocks; ++block) row[block * type.bytes] = static_cast<uint8_t>(120 + block % 8);
             std::vector<float> weights(columns), values(whole), scales(whole / kGroup);
+            kPortableRows.of(type.number)->unpack(row.data(), columns, weights.data());
             for (const BlockType &reference : kPortableBlocks.types)
                 if (reference.number == type.number) reference.unpack(row.data(), columns, true, weights.data());
             std::vector<float> unpacked(columns);

@@ -1,11 +1,20 @@
-// Every type, for the instruction set of the including file.  A new one is its values in ggml_values.h, a file beside these
-// and its line here.
+// Every type, for the instruction set of the including file.  A new one is a file beside these and its line here.
 #pragma once
+#include "iq1_m.h"
+#include "iq1_s.h"
+#include "iq2_s.h"
+#include "iq2_xs.h"
+#include "iq2_xxs.h"
+#include "iq3_s.h"
+#include "iq3_xxs.h"
 #include "iq4_nl.h"
 #include "iq4_xs.h"
 #include "mxfp4.h"
+#include "nvfp4.h"
 #include "panel.h"
 #include "plain.h"
+#include "q1_0.h"
+#include "q2_0.h"
 #include "q2_k.h"
 #include "q3_k.h"
 #include "q4_0.h"
@@ -16,6 +25,8 @@
 #include "q5_k.h"
 #include "q6_k.h"
 #include "q8_0.h"
+#include "tq1_0.h"
+#include "tq2_0.h"
 
 namespace {
 
@@ -32,6 +43,7 @@ namespace {
         }                                                                                             \
     }
 SWITCHYARD_BY_COUNT(dot_wide)
+SWITCHYARD_BY_COUNT(dot_apart)
 SWITCHYARD_BY_COUNT(dot_four)
 SWITCHYARD_BY_COUNT(dot_numbers)
 #undef SWITCHYARD_BY_COUNT
@@ -65,23 +77,34 @@ void quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t 
     }
 }
 
-template <class Type> constexpr RowType of_256() {
-    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot_wide_some<Type>, unpack_wide<Type>,
-            multiply_panel<true, Type::kLowest, Type::kWidth, kFit<Type>>, unpack_wide_row<Type>};
+template <class Type> constexpr RowType row_type() {
+    if constexpr (Type::kElements == 1) {
+        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, nullptr, nullptr, unpack_numbers<Type>};
+    } else if constexpr (Type::kElements == kGroup) {
+        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_four<Type>,
+                multiply_panel<false, Type::kOffset == 0 && !Type::kSigned, kGroup, kFit<Type>>, unpack_four_row<Type>};
+    } else {
+        using Dot = decltype(RowType::dot);
+        Dot dot;
+        if constexpr (kIsApart<Type>)
+            dot = dot_apart_some<Type>;
+        else
+            dot = dot_wide_some<Type>;
+        return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy256, dot, unpack_wide<Type>,
+                multiply_panel<true, Type::kLowest, Type::kWidth, kFit<Type>>, unpack_wide_row<Type>};
+    }
 }
-template <class Type> constexpr RowType of_32() {
-    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kBy32, dot_four_some<Type>, unpack_four<Type>,
-            multiply_panel<false, Type::kOffset == 0 && !Type::kSigned, kGroup, kFit<Type>>, unpack_four_row<Type>};
-}
-template <class Type> constexpr RowType of_numbers() {
-    return {Type::kNumber, Type::kElements, Type::kBytes, VectorForm::kFloats, dot_numbers_some<Type>, nullptr, nullptr, unpack_numbers<Type>};
+template <class... Types> constexpr RowKernels kernels_of() {
+    RowKernels made = {{row_type<Types>()...}, quantise_wide, {}};
+    int8_t place = 0;
+    for (int8_t &each : made.places) each = -1;
+    for (const RowType &type : made.types) made.places[type.number] = place++;
+    return made;
 }
 
 constexpr RowKernels row_kernels() {
-    return {{of_numbers<F32>(), of_numbers<F16>(), of_numbers<Bf16>(), of_32<Q4_0>(), of_32<Q4_1>(), of_32<Q5_0>(),
-             of_32<Q5_1>(), of_32<Q8_0>(), of_32<Iq4Nl>(), of_32<Mxfp4>(), of_256<Q2K>(), of_256<Q3K>(), of_256<Q4K>(),
-             of_256<Q5K>(), of_256<Q6K>(), of_256<Iq4Xs>()},
-            quantise_wide};
+    return kernels_of<F32, F16, Bf16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Iq4Nl, Mxfp4, Q2K, Q3K, Q4K, Q5K, Q6K, Iq4Xs,
+                      Iq1S, Iq1M, Iq2Xxs, Iq2Xs, Iq2S, Iq3Xxs, Iq3S, Tq1, Tq2, Nvfp4, Q1_0, Q2_0>();
 }
 
 }  // namespace

@@ -46,6 +46,20 @@ inline void put_bytes(Bytes bytes, uint8_t *to) {
     put_vector(bytes.half[0], to);
     put_vector(bytes.half[1], to + 16);
 }
+inline Bytes four_words(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    const uint64_t all[4] = {a, b, c, d};
+    return bytes_at(all);
+}
+// Of each of 8 bytes the four pairs of bits, the lowest first.
+inline Bytes pairs_of_bits(const uint8_t *at) {
+    typedef uint32_t Four __attribute__((vector_size(16)));
+    Bytes made;
+    for (int half = 0; half < 2; ++half, at += 4) {
+        const Four x = {at[0], at[1], at[2], at[3]};
+        made.half[half] = (Sixteen)((x | x << 6 | x << 12 | x << 18) & 0x03030303);
+    }
+    return made;
+}
 // 16 bytes of nibbles -> 32 codes.
 inline Bytes codes_of_nibbles(const uint8_t *pairs) {
     const auto both = vector_at<Sixteen>(pairs);
@@ -61,6 +75,12 @@ inline Bytes where_set(uint32_t bits, uint8_t value) {
         made.half[half] = (Sixteen)((vector_at<Sixteen>(spread) & each) == each) & value;
     }
     return made;
+}
+
+// Negated where a bit is set.
+inline Bytes with_signs(Bytes codes, uint32_t set) {
+    const Bytes less = where_set(set, 255);
+    return {{(codes.half[0] ^ less.half[0]) - less.half[0], (codes.half[1] ^ less.half[1]) - less.half[1]}};
 }
 
 #if defined(SWITCHYARD_NEON)
@@ -134,6 +154,7 @@ inline float total_of_lanes(Floats sums) { return (sums[0] + sums[2]) + (sums[1]
 struct Wide {
     Words steps, mins;  // per 16 codes
     float of_codes, of_mins;
+    uint32_t signs[8] = {};  // of each 32 codes those that are to be negated, where a type has signs
     float scale() const { return of_codes; }
     float lowest() const { return of_mins; }
 };
@@ -152,7 +173,8 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
         }
 #pragma GCC unroll 8
         for (int part = 0; part < 8; ++part) {
-            const Bytes codes = Type::codes(row, part);
+            Bytes codes = Type::codes(row, part);
+            if constexpr (kHasSigns<Type>) codes = with_signs(codes, wide.signs[part]);
             for (int v = 0; v < count; ++v) {
                 const Bytes q = bytes_at(x[v].q + block * kWide + part * 32);
                 for (int half = 0; half < 2; ++half)
@@ -161,7 +183,7 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
         }
         for (int v = 0; v < count; ++v) {
             const float scale = x[v].scales[block];
-            if constexpr (!Type::kLarge) {
+            if constexpr (!Type::kLarge && !kHasSigns<Type>) {
                 const auto *parts = x[v].parts + block * (kWide / kPart);
                 const Fours below = pair_products(wide.mins.half[0], vector_at<Eights>(parts)) +
                                     pair_products(wide.mins.half[1], vector_at<Eights>(parts + 8));
@@ -174,6 +196,34 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
         }
     }
     for (int v = 0; v < count; ++v) out[v] = total_of_lanes(sums[v] - less[v]);
+}
+
+// Blocks that make 256 weights, whose codes are Type::codes(block, i): a scale per 16 of them.
+struct Apart {
+    float scales[16];
+};
+
+template <class Type, int count> void dot_apart(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    Floats sums[count] = {};
+    uint8_t room[kWideBytes<Type>];
+    for (int64_t block = 0; block * kWide < columns; ++block, row += kWideBytes<Type>) {
+        for (int64_t at = 0; at < kWideBytes<Type>; at += 64) __builtin_prefetch(row + at + kAheadOfRow);
+        const uint8_t *blocks = whole_blocks<Type>(row, columns - block * kWide, room);
+        const Apart apart = Type::apart(blocks);
+        Floats whole[count] = {};
+        for (int part = 0; part < 8; ++part) {
+            const Bytes codes = Type::codes(blocks, part);
+            for (int half = 0; half < 2; ++half)
+                for (int v = 0; v < count; ++v) {
+                    const int64_t at = block * kWide + part * 32 + half * 16;
+                    const Fours products = with_products(Fours{}, codes.half[half], vector_at<Sixteen>(x[v].q + at));
+                    const Fours below = {Type::kOffset * x[v].parts[at / kPart], 0, 0, 0};
+                    whole[v] += floats_of(products - below) * apart.scales[2 * part + half];
+                }
+        }
+        for (int v = 0; v < count; ++v) sums[v] += whole[v] * x[v].scales[block];
+    }
+    for (int v = 0; v < count; ++v) out[v] = total_of_lanes(sums[v]);
 }
 
 // A block of 32: a weight is scale * code + offset.

@@ -59,7 +59,15 @@ inline void put_tiles(const uint8_t *codes, const RowPanel &panel, int64_t at, i
 }
 
 template <class Type> void put_wide(const uint8_t *, const Wide &wide, uint8_t *to) {
-    for (int j = 0; j < 4; ++j) _mm512_store_si512(to + 64 * j, wide.codes[j]);
+    for (int j = 0; j < 4; ++j) {
+        Bytes codes = wide.codes[j];
+        if constexpr (kHasSigns<Type>) codes = raised(_mm512_mask_sub_epi8(codes, wide.signs[j], _mm512_setzero_si512(), codes));
+        _mm512_store_si512(to + 64 * j, codes);
+    }
+}
+template <class Type> void put_apart(const uint8_t *, const Apart &apart, uint8_t *to, float *scales) {
+    for (int j = 0; j < 4; ++j) _mm512_store_si512(to + 64 * j, apart.codes[j]);
+    _mm512_store_ps(scales, apart.scales);
 }
 
 inline void put_floats(__m256i words, float scale, float *to) {
@@ -120,7 +128,7 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
             }
         }
         if constexpr (wide)
-            if ((group + 1) % (kWide / kGroup) == 0)
+            if ((group + 1) % (kWide / kGroup) == 0 || (group + 1) * kGroup == columns)
 #pragma GCC unroll 8
                 for (int v = 0; v < count; ++v)
                     for (int half = 0; half < 2; ++half) {
@@ -141,8 +149,16 @@ constexpr int64_t kTogether = 1;
 constexpr int64_t kMostMultiplied = 4;
 template <class Type> constexpr int kLarger = Type::kSigned ? Type::kOffset : 0;
 
-template <class Type> void put_wide(const uint8_t *block, const Wide &, uint8_t *to) {
-    for (int part = 0; part < 8; ++part) put_bytes(Type::codes(block, part), to + 32 * part);
+template <class Type> void put_wide(const uint8_t *block, const Wide &wide, uint8_t *to) {
+    for (int part = 0; part < 8; ++part) {
+        Bytes codes = Type::codes(block, part);
+        if constexpr (kHasSigns<Type>) codes = with_signs(codes, wide.signs[part]);
+        put_bytes(codes, to + 32 * part);
+    }
+}
+template <class Type> void put_apart(const uint8_t *blocks, const Apart &apart, uint8_t *to, float *scales) {
+    for (int part = 0; part < 8; ++part) put_bytes(Type::codes(blocks, part), to + 32 * part);
+    std::memcpy(scales, apart.scales, sizeof apart.scales);
 }
 
 template <class Type> void put_together(const uint8_t *block, uint8_t *to, float *scales, float *offsets) {
@@ -381,12 +397,25 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
 #endif
 #endif
 
+// Codes and, per 16 of them, scales and, where the type has them, minima of 256 weights.
+template <class Type> void put_block(const uint8_t *at, uint8_t *codes, float *scales, float *mins) {
+    if constexpr (kIsApart<Type>) {
+        put_apart<Type>(at, Type::apart(at), codes, scales);
+    } else {
+        const Wide wide = Type::wide(at);
+        put_wide<Type>(at, wide, codes);
+        put_floats(wide.steps, wide.scale(), scales);
+        if constexpr (Type::kLowest) put_floats(wide.mins, -wide.lowest(), mins);
+    }
+}
+
 template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t columns, RowPanel *panel) {
     panel->width = Type::kWidth;
     panel->offset = Type::kOffset;
     panel->has_mins = Type::kLowest;
     alignas(64) uint8_t codes[kPanelRows * kWide];
     alignas(64) float scales[16], mins[16];
+    uint8_t room[kWideBytes<Type>];
     for (int64_t block = 0; block * kWide < columns; ++block) {
         for (int64_t row = 0; row < kPanelRows; ++row) {
             const int64_t parts = kWide / Type::kWidth, step = Type::kWidth / kPart;
@@ -397,17 +426,13 @@ template <class Type> void unpack_wide(const uint8_t *const *rows, int64_t colum
                 for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = to_mins[part * kPanelRows] = 0;
                 continue;
             }
-            const uint8_t *at = rows[row] + block * Type::kBytes;
-            for (int64_t line = 0; line < Type::kBytes; line += 64)
-                __builtin_prefetch(at + line + 2 * Type::kBytes);
-            const Wide wide = Type::wide(at);
-            put_wide<Type>(at, wide, codes + row * kWide);
-            put_floats(wide.steps, wide.scale(), scales);
+            const uint8_t *at = rows[row] + block * kWideBytes<Type>;
+            for (int64_t line = 0; line < kWideBytes<Type>; line += 64)
+                __builtin_prefetch(at + line + 2 * kWideBytes<Type>);
+            put_block<Type>(whole_blocks<Type>(at, columns - block * kWide, room), codes + row * kWide, scales, mins);
             for (int64_t part = 0; part < parts; ++part) to_scales[part * kPanelRows] = scales[part * step];
-            if constexpr (Type::kLowest) {
-                put_floats(wide.mins, -wide.lowest(), mins);
+            if constexpr (Type::kLowest)
                 for (int64_t part = 0; part < parts; ++part) to_mins[part * kPanelRows] = mins[part * step];
-            }
         }
         put_tiles(codes, *panel, block * kWide, columns);
     }
@@ -459,33 +484,33 @@ void multiply_panel(const RowPanel &panel, int64_t columns, const RowVector *x, 
     }
 }
 
-// Rows' weights as floats.
+// Rows' weights as floats: products of a code and a scale, rounded as ggml's are.
 template <class Type> void unpack_wide_row(const uint8_t *row, int64_t columns, float *out) {
     alignas(64) uint8_t codes[kWide];
     alignas(64) float scales[16], mins[16];
-    for (int64_t block = 0; block * kWide < columns; ++block, row += Type::kBytes, out += kWide) {
-        const Wide wide = Type::wide(row);
-        put_wide<Type>(row, wide, codes);
-        put_floats(wide.steps, wide.scale(), scales);
-        if constexpr (Type::kLowest) put_floats(wide.mins, -wide.lowest(), mins);
+    uint8_t room[kWideBytes<Type>];
+    for (int64_t block = 0; block * kWide < columns; ++block, row += kWideBytes<Type>) {
+        const int64_t left = columns - block * kWide;
+        put_block<Type>(whole_blocks<Type>(row, left, room), codes, scales, mins);
+        for (int part = 0; part < 16 && part * kPart < left; ++part, out += kPart) {
 #if defined(__AVX512VNNI__)
-        // Stores are slow to be read again in parts, but for the codes'.
-        const __m512 each = _mm512_load_ps(scales), under = Type::kLowest ? _mm512_load_ps(mins) : _mm512_mul_ps(each, _mm512_set1_ps(-Type::kOffset));
-        for (int part = 0; part < 16; ++part) {
-            const __m512i which = _mm512_set1_epi32(part);
             const __m512i wider = _mm512_cvtepu8_epi32(_mm_load_si128(reinterpret_cast<const __m128i *>(codes + part * kPart)));
-            const __m512 least = _mm512_permutexvar_ps(which, under), scale = _mm512_permutexvar_ps(which, each);
-            _mm512_storeu_ps(out + part * kPart, _mm512_fmadd_ps(_mm512_cvtepi32_ps(wider), scale, least));
-        }
+            const __m512 code = _mm512_cvtepi32_ps(_mm512_sub_epi32(wider, _mm512_set1_epi32(Type::kOffset)));
+            __m512 values = _mm512_mul_ps(code, _mm512_set1_ps(scales[part]));
+            if constexpr (Type::kLowest) values = _mm512_add_ps(values, _mm512_set1_ps(mins[part]));
+            _mm512_storeu_ps(out, values);
 #else
-        for (int part = 0; part < 16; ++part) {
-            const float scale = scales[part], least = Type::kLowest ? mins[part] : scale * static_cast<float>(-Type::kOffset);
-            for (int64_t i = part * kPart; i < (part + 1) * kPart; ++i) {
-                const auto code = Type::kOffset ? static_cast<float>(codes[i]) : static_cast<float>(static_cast<int8_t>(codes[i]));
-                out[i] = code * scale + least;
+            float values[kPart];
+            for (int64_t i = 0; i < kPart; ++i) {
+                const uint8_t byte = codes[part * kPart + i];
+                const int32_t code = Type::kMost == 128 ? static_cast<int8_t>(byte) : byte - Type::kOffset;
+                values[i] = static_cast<float>(code) * scales[part];
             }
-        }
+            if constexpr (Type::kLowest)
+                for (float &value : values) value += mins[part];
+            std::memcpy(out, values, sizeof values);
 #endif
+        }
     }
 }
 

@@ -4,13 +4,16 @@
 // A type has, besides what ggml_values.h says, for products in vectors of 512 bits, and again for those of fewer, either
 //   wide(block)                 a block of 256: codes, a scale and a minimum per 16 of them (Wide); in narrower vectors without
 //                               codes, of which codes(block, i) are 32
+//   apart(blocks)               blocks of 64 or 128 that are 256: the same, but that scales have no common factor, and codes
+//                               are kOffset too large (Apart)
 //   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
-// and for panels
+// where kSigns says that signs are apart from codes (Wide::signs), and for panels
 //   kWidth, kOffset, kMost      codes that share a scale; what makes them unsigned; the largest, 128 where they stay signed
 #pragma once
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "../ggml_values.h"
 #include "../row_kernels.h"
@@ -50,6 +53,21 @@ inline uint64_t unpack_split_steps(const uint8_t *low, const uint8_t *high) {
     return nibbles | pairs << 4;
 }
 
+template <class Type, class = void> constexpr bool kHasSigns = false;
+template <class Type> constexpr bool kHasSigns<Type, std::void_t<decltype(Type::kSigns)>> = true;
+template <class Type, class = void> constexpr bool kIsApart = false;
+template <class Type> constexpr bool kIsApart<Type, std::void_t<decltype(Type::kApart)>> = true;
+
+template <class Type> constexpr int64_t kWideBytes = kWide / Type::kElements * Type::kBytes;  // of 256 weights
+
+// The blocks of 256 weights at `row`, of which `left` are there: a copy in `room` with zeros behind them if they are fewer.
+template <class Type> inline const uint8_t *whole_blocks(const uint8_t *row, int64_t left, uint8_t *room) {
+    if (Type::kElements == kWide || left >= kWide) return row;
+    std::memset(room, 0, static_cast<size_t>(kWideBytes<Type>));
+    std::memcpy(room, row, static_cast<size_t>(left / Type::kElements * Type::kBytes));
+    return room;
+}
+
 constexpr int64_t kAheadOfRow = 6144;  // bytes between a prefetch and its use: about what a core reads meanwhile
 
 }  // namespace
@@ -83,6 +101,8 @@ inline Words subtracted(Words words, int number) { return _mm256_sub_epi16(words
 template <int bits> inline Words doubled(Words words) { return _mm256_slli_epi16(words, bits); }
 
 #endif
+// Of each, twice it and one.
+inline Words odd_words(Words words) { return subtracted(doubled<1>(words), -1); }
 #if defined(__AVX512VNNI__)
 
 using Bytes = __m512i;
@@ -122,6 +142,7 @@ struct Wide {
     Bytes codes[4], first, second;
     __m256i steps, mins;  // per 16 weights
     __m128 factors;       // the scale, and, beside it, that of minima
+    __mmask64 signs[4];   // of codes that are to be negated, where a type has signs
     float scale() const { return _mm_cvtss_f32(factors); }
     float lowest() const { return _mm_cvtss_f32(_mm_movehdup_ps(factors)); }
 };
@@ -150,7 +171,11 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
         for (int v = 0; v < count; ++v) {
             const int8_t *q = x[v].q + block * kWide;
             __m512i products[4];
-            for (int j = 0; j < 4; ++j) products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], bytes_at(q + 64 * j));
+            for (int j = 0; j < 4; ++j) {
+                Bytes values = bytes_at(q + 64 * j);
+                if constexpr (kHasSigns<Type>) values = _mm512_mask_sub_epi8(values, wide.signs[j], none, values);
+                products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], values);
+            }
             __m512i whole;
             if constexpr (Type::kLarge) {  // products do not fit words
                 whole = _mm512_setzero_si512();
@@ -165,13 +190,15 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
                 whole = _mm512_dpwssd_epi32(none, _mm512_packs_epi32(products[0], products[1]), wide.first);
                 whole = _mm512_dpwssd_epi32(whole, _mm512_packs_epi32(products[2], products[3]), wide.second);
             }
-            const auto *parts = reinterpret_cast<const __m256i *>(x[v].parts + block * (kWide / kPart));
-            const __m256i below = _mm256_madd_epi16(wide.mins, _mm256_loadu_si256(parts));
             const __m128 scales = _mm_mul_ps(wide.factors, _mm_set1_ps(x[v].scales[block]));
-            if constexpr (Type::kLowest)
-                less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_broadcastss_ps(_mm_movehdup_ps(scales)), less[v]);
-            else
-                whole = _mm512_sub_epi32(whole, _mm512_zextsi256_si512(below));
+            if constexpr (!kHasSigns<Type>) {
+                const auto *parts = reinterpret_cast<const __m256i *>(x[v].parts + block * (kWide / kPart));
+                const __m256i below = _mm256_madd_epi16(wide.mins, _mm256_loadu_si256(parts));
+                if constexpr (Type::kLowest)
+                    less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_broadcastss_ps(_mm_movehdup_ps(scales)), less[v]);
+                else
+                    whole = _mm512_sub_epi32(whole, _mm512_zextsi256_si512(below));
+            }
             sums[v] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(whole), _mm512_broadcastss_ps(scales), sums[v]);
         }
     }
@@ -183,6 +210,37 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
         four = _mm_add_ps(four, _mm_movehl_ps(four, four));
         out[v] = _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
     }
+}
+
+// Blocks that make 256 weights: codes in their order, and a scale per 16 of them.
+struct Apart {
+    Bytes codes[4];
+    __m512 scales;
+};
+
+template <class Type, int count> void dot_apart(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    __m512 sums[count];
+    for (int v = 0; v < count; ++v) sums[v] = _mm512_setzero_ps();
+    const __m512i none = _mm512_setzero_si512(), lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+    uint8_t room[kWideBytes<Type>];
+    for (int64_t block = 0; block * kWide < columns; ++block, row += kWideBytes<Type>) {
+        for (int64_t at = 0; at < kWideBytes<Type>; at += 64) __builtin_prefetch(row + at + kAheadOfRow);
+        const Apart apart = Type::apart(whole_blocks<Type>(row, columns - block * kWide, room));
+        __m512 scales[4];
+        for (int j = 0; j < 4; ++j) scales[j] = _mm512_permutexvar_ps(_mm512_add_epi32(lanes, _mm512_set1_epi32(4 * j)), apart.scales);
+        const __m512 offsets = _mm512_mul_ps(apart.scales, _mm512_set1_ps(Type::kOffset));
+        for (int v = 0; v < count; ++v) {
+            const int8_t *q = x[v].q + block * kWide;
+            const __m256i parts = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(x[v].parts + block * (kWide / kPart)));
+            __m512 whole = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(parts)), _mm512_sub_ps(_mm512_setzero_ps(), offsets));
+            for (int j = 0; j < 4; ++j) {
+                const __m512i products = _mm512_dpbusd_epi32(none, apart.codes[j], bytes_at(q + 64 * j));
+                whole = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products), scales[j], whole);
+            }
+            sums[v] = _mm512_fmadd_ps(whole, _mm512_set1_ps(x[v].scales[block]), sums[v]);
+        }
+    }
+    for (int v = 0; v < count; ++v) out[v] = _mm512_reduce_add_ps(sums[v]);
 }
 
 // Four blocks of 32: codes in their order, a weight is scale * code + offset.
@@ -271,6 +329,15 @@ inline Bytes shifted_left(Bytes bytes, int bits) { return _mm256_sll_epi16(bytes
 inline Bytes joined(Bytes a, Bytes b) { return _mm256_or_si256(a, b); }
 inline Bytes added(Bytes bytes, int number) { return _mm256_add_epi8(bytes, _mm256_set1_epi8(static_cast<char>(number))); }
 inline void put_bytes(Bytes bytes, uint8_t *to) { _mm256_store_si256(reinterpret_cast<__m256i *>(to), bytes); }
+inline Bytes four_words(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    return _mm256_set_epi64x(static_cast<long long>(d), static_cast<long long>(c), static_cast<long long>(b), static_cast<long long>(a));
+}
+// Of each of 8 bytes the four pairs of bits, the lowest first.
+inline Bytes pairs_of_bits(const uint8_t *at) {
+    const __m256i x = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(at)));
+    const __m256i upper = _mm256_or_si256(_mm256_slli_epi32(x, 12), _mm256_slli_epi32(x, 18));
+    return low_bits(_mm256_or_si256(_mm256_or_si256(x, _mm256_slli_epi32(x, 6)), upper), 3);
+}
 // `value` where a bit is set.
 inline Bytes where_set(uint32_t set, uint8_t value) {
     const __m256i which = _mm256_set_epi64x(0x0303030303030303, 0x0202020202020202, 0x0101010101010101, 0);
@@ -279,10 +346,15 @@ inline Bytes where_set(uint32_t set, uint8_t value) {
     return low_bits(_mm256_cmpeq_epi8(_mm256_and_si256(spread, bits), bits), value);
 }
 
+// -1 where a bit is set, else 1.
+inline Bytes signs_of(uint32_t set) { return _mm256_or_si256(where_set(set, 255), _mm256_set1_epi8(1)); }
+inline Bytes with_signs(Bytes codes, uint32_t set) { return _mm256_sign_epi8(codes, signs_of(set)); }
+
 // A block of 256: Type::codes(block, i) are 32 of them.
 struct Wide {
     Words steps, mins;  // per 16 codes
     float of_codes, of_mins;
+    uint32_t signs[8] = {};  // of each 32 codes those that are to be negated, where a type has signs
     float scale() const { return of_codes; }
     float lowest() const { return of_mins; }
 };
@@ -300,10 +372,15 @@ template <int part> inline __m256i spread_scales(__m256i scales) {
 template <class Type, int part> inline void add_part(const uint8_t *row, const Wide &wide, const RowVector *x, int count, int64_t at,
                                                      __m256i *whole) {
     const __m256i codes = Type::codes(row, part), scales = spread_scales<part>(wide.steps);
+    const __m256i signs = kHasSigns<Type> ? signs_of(wide.signs[part]) : codes;
     for (int v = 0; v < count; ++v) {
         const __m256i q = bytes_at(x[v].q + at + part * 32);
-        const __m256i pairs = Type::kLarge ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(q, codes))
-                                           : _mm256_maddubs_epi16(codes, q);
+        __m256i pairs;
+        if constexpr (kHasSigns<Type>)
+            pairs = _mm256_maddubs_epi16(codes, _mm256_sign_epi8(q, signs));
+        else
+            pairs = Type::kLarge ? _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(q, codes))
+                                 : _mm256_maddubs_epi16(codes, q);
         whole[v] = _mm256_add_epi32(whole[v], _mm256_madd_epi16(pairs, scales));
     }
 }
@@ -328,7 +405,7 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
         add_part<Type, 7>(row, wide, x, count, at, whole);
         for (int v = 0; v < count; ++v) {
             const float scale = x[v].scales[block];
-            if constexpr (!Type::kLarge) {
+            if constexpr (!Type::kLarge && !kHasSigns<Type>) {
                 const __m256i below = _mm256_madd_epi16(wide.mins, bytes_at(x[v].parts + at / kPart));
                 if constexpr (Type::kLowest)
                     less[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(below), _mm256_set1_ps(wide.lowest() * scale), less[v]);
@@ -341,6 +418,46 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
     for (int v = 0; v < count; ++v) {
         const __m256 both = _mm256_sub_ps(sums[v], less[v]);
         __m128 four = _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1));
+        four = _mm_add_ps(four, _mm_movehl_ps(four, four));
+        out[v] = _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
+    }
+}
+
+// Blocks that make 256 weights, whose codes are Type::codes(block, i): a scale per 16 of them.
+struct Apart {
+    float scales[16];
+};
+
+template <class Type, int count> void dot_apart(const uint8_t *row, int64_t columns, const RowVector *x, float *out) {
+    __m256 sums[count];
+    for (int v = 0; v < count; ++v) sums[v] = _mm256_setzero_ps();
+    const __m256i ones = _mm256_set1_epi16(1);
+    uint8_t room[kWideBytes<Type>];
+    for (int64_t block = 0; block * kWide < columns; ++block, row += kWideBytes<Type>) {
+        for (int64_t at = 0; at < kWideBytes<Type>; at += 64) __builtin_prefetch(row + at + kAheadOfRow);
+        const uint8_t *blocks = whole_blocks<Type>(row, columns - block * kWide, room);
+        const Apart apart = Type::apart(blocks);
+        __m256 whole[count];
+        for (int half = 0; half < 2; ++half) {
+            const __m256 offsets = _mm256_mul_ps(_mm256_loadu_ps(apart.scales + 8 * half), _mm256_set1_ps(-Type::kOffset));
+            for (int v = 0; v < count; ++v) {
+                const auto *parts = reinterpret_cast<const __m128i *>(x[v].parts + block * (kWide / kPart) + 8 * half);
+                const __m256 below = _mm256_mul_ps(_mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm_loadu_si128(parts))), offsets);
+                whole[v] = half ? _mm256_add_ps(whole[v], below) : below;
+            }
+        }
+        for (int part = 0; part < 8; ++part) {
+            const __m256i codes = Type::codes(blocks, part);
+            const __m256 scales = _mm256_set_m128(_mm_set1_ps(apart.scales[2 * part + 1]), _mm_set1_ps(apart.scales[2 * part]));
+            for (int v = 0; v < count; ++v) {
+                const __m256i pairs = _mm256_maddubs_epi16(codes, bytes_at(x[v].q + block * kWide + part * 32));
+                whole[v] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(_mm256_madd_epi16(pairs, ones)), scales, whole[v]);
+            }
+        }
+        for (int v = 0; v < count; ++v) sums[v] = _mm256_fmadd_ps(whole[v], _mm256_set1_ps(x[v].scales[block]), sums[v]);
+    }
+    for (int v = 0; v < count; ++v) {
+        __m128 four = _mm_add_ps(_mm256_castps256_ps128(sums[v]), _mm256_extractf128_ps(sums[v], 1));
         four = _mm_add_ps(four, _mm_movehl_ps(four, four));
         out[v] = _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
     }

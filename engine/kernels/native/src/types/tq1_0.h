@@ -1,0 +1,79 @@
+// TQ1_0: 256 codes of base 3, 1 too large; a weight is scale * (code - 1).  A byte is a fraction of 256 whose first five digits are
+// codes: 32 bytes have those of 160 weights, the first digits of all before the second ones, 16 those of 80, and 4 four each; d: fp16.
+#pragma once
+#include "tq2_0.h"
+
+namespace {
+
+struct Tq1 {
+    static constexpr int kNumber = 34, kElements = 256, kBytes = 54;
+    static constexpr bool kLowest = false, kLarge = false;
+    static constexpr int kWidth = 32, kOffset = 1, kMost = 2;
+
+    // The bytes whose first digits are the last 16 codes.
+    static void put_last(const uint8_t *block, uint8_t *to) {
+        uint32_t four = u32_at(block + 48);
+        for (int digit = 0; digit < 4; ++digit) {
+            std::memcpy(to + 4 * digit, &four, 4);
+            const uint32_t even = four & 0x00ff00ff, odd = four >> 8 & 0x00ff00ff;
+            four = (even * 3 & 0x00ff00ff) | (odd * 3 & 0x00ff00ff) << 8;
+        }
+    }
+#if defined(__AVX512VNNI__)
+    static Bytes times(Bytes bytes, int power) {
+        const Bytes two = _mm512_add_epi8(bytes, bytes);
+        if (power == 1) return _mm512_add_epi8(two, bytes);
+        const Bytes four = _mm512_add_epi8(two, two);
+        return _mm512_add_epi8(_mm512_add_epi8(four, four), bytes);
+    }
+    static Bytes first_digits(Bytes bytes) {
+        const __mmask64 one = _mm512_cmpgt_epu8_mask(bytes, _mm512_set1_epi8(85));
+        const __mmask64 two = _mm512_cmpgt_epu8_mask(bytes, _mm512_set1_epi8(static_cast<char>(170)));
+        return _mm512_mask_mov_epi8(_mm512_maskz_mov_epi8(one, _mm512_set1_epi8(1)), two, _mm512_set1_epi8(2));
+    }
+    static Wide wide(const uint8_t *block) {
+        Wide made;
+        const Bytes begin = twice(block);
+        const Bytes first = _mm512_mask_mov_epi8(begin, 0xffffffff00000000, times(begin, 1));  // and its third
+        const Bytes second = times(first, 2), third = times(second, 2);
+        const __m128i b = sixteen_at(block + 32);
+        const __m128i b3 = _mm_add_epi8(_mm_add_epi8(b, b), b);
+        const __m256i both = _mm256_set_m128i(b3, b), four = _mm256_add_epi8(_mm256_add_epi8(both, both), _mm256_add_epi8(both, both));
+        const __m256i ninth = _mm256_add_epi8(_mm256_add_epi8(four, four), both);  // times 9 and 27
+        const __m128i b9 = _mm256_castsi256_si128(ninth), twice9 = _mm_add_epi8(b9, b9), four9 = _mm_add_epi8(twice9, twice9);
+        uint8_t last[16];
+        put_last(block, last);
+        const __m256i end = _mm256_set_m128i(sixteen_at(last), _mm_add_epi8(_mm_add_epi8(four9, four9), b9));
+        made.codes[0] = first_digits(first);
+        made.codes[1] = first_digits(second);
+        made.codes[2] = first_digits(_mm512_inserti64x4(third, both, 1));
+        made.codes[3] = first_digits(_mm512_inserti64x4(_mm512_castsi256_si512(ninth), end, 1));
+        Tq2::put_one_scale(block + 52, &made);
+        return made;
+    }
+#else
+    static Wide wide(const uint8_t *block) { return Tq2::one_scale(block + 52); }
+    // 16 bytes times a power of 3.
+    static void put_times(const uint8_t *bytes, int power, uint8_t *to) {
+        constexpr uint8_t powers[] = {1, 3, 9, 27, 81};
+        for (int i = 0; i < 16; ++i) to[i] = static_cast<uint8_t>(bytes[i] * powers[power]);
+    }
+    static Bytes codes(const uint8_t *block, int part) {
+        uint8_t bytes[32];
+        if (part < 5) {
+            put_times(block, part, bytes);
+            put_times(block + 16, part, bytes + 16);
+        } else {
+            put_times(block + 32, 2 * part - 10, bytes);
+            if (part < 7)
+                put_times(block + 32, 2 * part - 9, bytes + 16);
+            else
+                put_last(block, bytes + 16);
+        }
+        for (uint8_t &byte : bytes) byte = static_cast<uint8_t>(byte * 3 >> 8);
+        return bytes_at(bytes);
+    }
+#endif
+};
+
+}  // namespace
