@@ -68,7 +68,7 @@ class Machine:
         return cls(devices, memory, has_kernels)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """How a model is going to be held.
 
