@@ -375,12 +375,13 @@ class ContainerWriter:
         with ThreadPoolExecutor(1, "checksums") as beside, self._reporting():
             row = beside.submit(lambda: b"".join(self._checksum(bytes_of(record)) for record in records))
             for at in range(0, len(data), _PIECE):
-                piece = data[at : at + _PIECE]
-                self._file.write(begin + at, piece)
-                on_written(len(piece))
+                self._file.write(begin + at, data[at : at + _PIECE])
+                if at + _PIECE < len(data):
+                    on_written(_PIECE)
             self._pending.append((index, row.result()))
             if sum(self.contents.tensors[each].nbytes for each, _ in self._pending) >= _TOGETHER:
                 self._settle()
+        on_written((len(data) - 1) % _PIECE + 1)  # of the last one: what stops now leaves all of it
 
     def finish(self) -> None:
         """Atomically replaces any previous file with the complete one, and syncs the rename to disk."""

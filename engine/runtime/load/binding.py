@@ -14,7 +14,7 @@ from engine.common.config import CacheSettings, Misses, Prefetch
 from engine.common.footprint import KV_TOKENS
 from engine.devices.device import Device
 from engine.experts.activations import Activations
-from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens, choice_for
 from engine.experts.card_trial import tried_tokens
@@ -31,7 +31,7 @@ from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
 from engine.experts.record import RecordLayout
 from engine.experts.record_memory import HugePages
-from engine.experts.record_source import LentSlots, RecordSource, TierRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
@@ -45,7 +45,6 @@ from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
 from engine.kernels.native.linear import formats_of_linears, quantise_linears, speed_up_linears
 from engine.planner.placement import cache_slots
-from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
 from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from engine.runtime.load.devices import DeviceExperts
@@ -104,10 +103,9 @@ def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
     held.activations = [Activations(device) for device in plan.devices]
     for activations in held.activations:  # no step can do without these: if they do not fit, the model runs on the CPU
         activations.rows((max(profile.experts_per_token, 1), profile.hidden), file.dtype)
-    records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels, plan.devices[0])
     experts = [site.num_experts for site in able]
     known = load_popularity(key, experts)
-    bound = open_caches(held, able, records, plan.layers, cache, budgets, known, parts.kernels, file.dtype)
+    bound = open_caches(plan, parts, able, budgets, known)
     if cache.misses == "layer":
         bind_whole_layers(bound, held)
         return
@@ -161,59 +159,44 @@ class BoundLayer:
     latency: LatencyModel
 
 
-class RecordsInRam:
-    """Where the records of each experts module are in RAM, all of them or as many as there are slots for."""
-
-    def __init__(
-        self,
-        bank: ExpertBank,
-        disk_backed: DiskBackedBank | None,
-        kernels: NativeKernels | None,
-        device: Device | None = None,
-    ) -> None:
-        self._bank, self._disk_backed, self._kernels, self._device = bank, disk_backed, kernels, device
-        self._lent = LentSlots(disk_backed.ram) if disk_backed is not None else None
-
-    def of(self, site: ExpertsSite) -> tuple[BankLayer, ExpertKernel, RecordSource]:
-        """(what the CPU's kernel sees, that kernel, the source)."""
-        held = self._bank.layers.get(site.name)
-        if held is not None:
-            kernel = timed(_kernel(site.module, held, self._kernels), held, self._device, on_card=False)
-            return held, kernel, RecordSource(held, kernel)
-        assert self._disk_backed is not None
-        assert self._lent is not None
-        layer = self._disk_backed.disk.table.index_of[site.name]
-        slots = self._disk_backed.ram.slots(layer)
-        kernel = timed(_kernel(site.module, slots, self._kernels), slots, self._device, on_card=False)
-        return slots, kernel, TierRecords(self._lent, layer, site.num_experts, kernel)
+def _records_in_ram(
+    site: ExpertsSite, parts: LoadingParts, device: Device
+) -> tuple[BankLayer, ExpertKernel, RecordSource]:
+    """(what the CPU's kernel sees, that kernel, the source): all records of a module, or as many as have slots."""
+    assert parts.bank is not None
+    held, over_disk = parts.bank.layers.get(site.name), parts.disk_backed
+    if held is None:
+        assert over_disk is not None
+        seen = over_disk.slots(site)
+        kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
+        return seen, kernel, over_disk.source(site, kernel)
+    kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
+    return held, kernel, RecordSource(held, kernel)
 
 
 def open_caches(
-    held: DeviceExperts,
+    plan: Plan,
+    parts: LoadingParts,
     sites: Sequence[ExpertsSite],
-    records: RecordsInRam,
-    layers: LayerDevices,
-    settings: CacheSettings,
     budgets: Sequence[int],
     popularity: Popularity | None,
-    kernels: NativeKernels | None,
-    dtype: torch.dtype,
 ) -> list[BoundLayer]:
     """Makes the caches of all devices, and says for each experts module where it is kept.
 
+    What is made is added to the devices' experts, and so is closed with these even if this fails.
+
     Args:
-        held: of the devices; what is made here is added to it, and so is closed with it even if this fails.
         budgets: bytes of each device for slots and staging.
         popularity: of the experts, by the number of the layer, if it is known.
-        kernels: native ones for the CPU.
 
     Raises:
         EngineError: a device failed.
     """
+    held, first = parts.devices.experts, plan.devices[0]
     numbers = {site.name: number for number, site in enumerate(sites)}
     bound: list[BoundLayer] = []
     for index, device in enumerate(held.devices):
-        mine = [site for site in sites if layers.of(site.name) == index]
+        mine = [site for site in sites if plan.layers.of(site.name) == index]
         groups: dict[RecordLayout, list[ExpertsSite]] = {}
         for site in mine:
             groups.setdefault(site.layout, []).append(site)
@@ -221,17 +204,16 @@ def open_caches(
         for group in groups.values():
             share = sum(site.nbytes for site in group) / total
             uses = popularity.of([numbers[site.name] for site in group]) if popularity is not None else None
-            cache = _open_cache(held, device, group, settings, int(budgets[index] * share), share, uses)
+            cache = _open_cache(held, device, group, plan.cache, int(budgets[index] * share), share, uses)
             held.add(index, cache)
             makers: dict[object, KernelMaker] = {}
             latency: LatencyModel | None = None
             for layer, site in enumerate(group):
-                seen, kernel, source = records.of(site)
+                seen, kernel, source = _records_in_ram(site, parts, first)
                 make = makers.setdefault(_kernel_kind(site.module), _maker(site.module, held.kernels, device))
                 if latency is None:
-                    latency = _latency(device, seen, kernel, make, kernels, dtype)
-                place = Place(cache, layer, source)
-                bound.append(BoundLayer(site, numbers[site.name], place, make, latency))
+                    latency = _latency(device, seen, kernel, make, parts.kernels, plan.file.dtype)
+                bound.append(BoundLayer(site, numbers[site.name], Place(cache, layer, source), make, latency))
     return sorted(bound, key=lambda layer: layer.number)
 
 
