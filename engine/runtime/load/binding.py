@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from engine.common.config import CacheSettings, Misses, Prefetch
+from engine.common.config import CacheSettings, Misses
 from engine.common.footprint import KV_TOKENS
 from engine.devices.device import Device
 from engine.experts.activations import Activations
@@ -28,7 +28,14 @@ from engine.experts.misses import MIXED
 from engine.experts.misses.on_cpu import OnCpu
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
-from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
+from engine.experts.prediction.target import (
+    Place,
+    PrefetchTarget,
+    PrefetchTimes,
+    VramPrefetch,
+    over_disk,
+    over_link,
+)
 from engine.experts.record import RecordLayout
 from engine.experts.record_memory import HugePages
 from engine.experts.record_source import RecordSource
@@ -109,12 +116,12 @@ def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
     if cache.misses == "layer":
         bind_whole_layers(bound, held)
         return
-    foresight, per_token = parts.foresight, profile.experts_per_token
+    foresight = parts.foresight
     assert foresight is not None
     layers = bind_to_devices(bound, held, cache.misses)
     held.tokens = _open_tokens(plan, layers, parts)
     if held.tokens is None:  # within a token of the device nothing could be brought
-        foresight.prefetcher = _prefetcher_of_devices(file.model, bound, cache, per_token, key)
+        foresight.prefetcher = _prefetcher_of_devices(plan, bound)
     uses = UseCounts(experts, foresight.prefetcher)
     foresight.keep_uses(key, uses, known)
     for layer in layers:
@@ -299,59 +306,56 @@ def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
             setattr(layer.site.module, BANK_LAYER, (ComputedOn(cache.device.torch_device), experts))
 
 
-def _prefetcher_of_devices(
-    model: Any, bound: Sequence[BoundLayer], cache: CacheSettings, per_token: int, model_key: str
-) -> Prefetcher | None:
+def _prefetcher_of_devices(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetcher | None:
     """A prefetcher over the caches of all devices; None if there is no predictor, or no slot to prefetch into."""
-    if cache.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
+    if plan.cache.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
         return None
-    latency = bound[0].latency
-    target = VramPrefetch([layer.place for layer in bound])
-    caches = {id(layer.place.cache): number for number, layer in enumerate(bound)}
-    own_ways = cache.ways is not None
-    pools = [number if own_ways else caches[id(layer.place.cache)] for number, layer in enumerate(bound)]
-    distinct = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
-    return make_prefetcher(
-        target,
-        lambda: over_link(latency, [cache.counters for cache in distinct]),
-        layers=len(bound),
-        experts=[layer.site.num_experts for layer in bound],
-        per_token=per_token,
-        choice=cache.prefetch,
-        gates=find_gates(model, [layer.site for layer in bound]),
-        learning=_learning(cache.prefetch, model_key, [layer.site for layer in bound], per_token),
-        pools=pools,
+    latency, caches = bound[0].latency, list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
+    shared = [next(at for at, cache in enumerate(caches) if cache is layer.place.cache) for layer in bound]
+    return _prefetcher(
+        plan,
+        [layer.site for layer in bound],
+        VramPrefetch([layer.place for layer in bound]),
+        lambda: over_link(latency, [cache.counters for cache in caches]),
+        list(range(len(bound))) if plan.cache.ways is not None else shared,
     )
 
 
 def _prefetcher_of_ram(plan: Plan, bank: DiskBackedBank) -> Prefetcher | None:
-    """A prefetcher over the slots in RAM of a bank on disk; its layers are the bank's."""
-    in_order, per_token = plan.on_disk, plan.file.profile.experts_per_token
-    layouts = [site.layout for site in in_order]
+    """A prefetcher over the slots in RAM of a bank on disk, which layers of one layout share."""
+    layouts = [site.layout for site in plan.on_disk]
     nbytes = max(layout.nbytes for layout in layouts)
+    pools = [layouts.index(layout) for layout in layouts]
+    return _prefetcher(plan, plan.on_disk, bank.ram, lambda: over_disk(bank.disk, nbytes), pools)
+
+
+def _prefetcher(
+    plan: Plan,
+    sites: Sequence[ExpertsSite],
+    target: PrefetchTarget,
+    times: Callable[[], PrefetchTimes],
+    pools: Sequence[int],
+) -> Prefetcher | None:
+    experts, per_token = [site.num_experts for site in sites], plan.file.profile.experts_per_token
+    learning = None
+    if plan.cache.prefetch in ("auto", "mlp"):
+        learning = Learning(
+            f"{plan.file.key} {len(sites)}",
+            layers=len(sites),
+            experts=max(experts),
+            per_token=per_token,
+            limit=min(2 * per_token, max(experts)),
+        )
     return make_prefetcher(
-        bank.ram,
-        lambda: over_disk(bank.disk, nbytes),
-        layers=len(in_order),
-        experts=[site.num_experts for site in in_order],
-        per_token=per_token,
-        choice=plan.cache.prefetch,
-        gates=find_gates(plan.file.model, in_order),
-        learning=_learning(plan.cache.prefetch, plan.file.key, in_order, per_token),
-        pools=[layouts.index(layout) for layout in layouts],  # slots are shared by layers of one layout
-    )
-
-
-def _learning(prefetch: Prefetch, model_key: str, sites: Sequence[ExpertsSite], per_token: int) -> Learning | None:
-    if prefetch not in ("auto", "mlp"):
-        return None
-    experts = max(site.num_experts for site in sites)
-    return Learning(
-        f"{model_key} {len(sites)}",
+        target,
+        times,
         layers=len(sites),
         experts=experts,
         per_token=per_token,
-        limit=min(2 * per_token, experts),
+        choice=plan.cache.prefetch,
+        gates=find_gates(plan.file.model, sites),
+        learning=learning,
+        pools=pools,
     )
 
 
