@@ -6,7 +6,7 @@ Plain frozen dataclasses: they travel over the protocol, so their fields are JSO
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from engine.common.errors import EngineError, ErrorCode
@@ -68,6 +68,11 @@ class EngineConfig:
     graphs: Graphs = "auto"
     speculation: Guesses = "auto"
     kv_precision: KvPrecision = "auto"
+
+    @property
+    def asked(self) -> str:
+        """All of it but the model, as a text."""
+        return repr(replace(self, model=""))
 
     @property
     def cache(self) -> CacheSettings:

@@ -178,22 +178,29 @@ class Contents:
 
 @dataclass(frozen=True)
 class Container:
-    """A finished file whose header has been read.
+    """A file whose header has been read.
 
     Attributes:
-        entries: of the tensors that were wanted, by name, as bytes [records, bytes of one].
-        digests: of their records.
+        precision, source: see `Contents`; checksum: its name.
+        entries, layouts: of the tensors, by name: as bytes [records, bytes of one], and descriptions of the records.
+        digests: the checksums of the records of each tensor that is sealed.
+        table: where the checksums begin; identity: of the file, whatever is sealed of it.
     """
 
     path: Path
-    checksum: Checksum
+    precision: str
+    source: Mapping[str, Any]
+    checksum: str
     entries: Mapping[str, TensorEntry]
+    layouts: Mapping[str, str]
     digests: Mapping[str, Sequence[bytes]]
+    table: int
+    identity: bytes
 
     def is_intact(self, name: str, first: int, records: torch.Tensor) -> bool:
         """Whether these are the records of a tensor from `first` on, uint8 [count, bytes of one], contiguous."""
-        wanted = self.digests[name][first : first + len(records)]
-        return all(self.checksum(bytes_of(each)) == digest for each, digest in zip(records, wanted, strict=True))
+        checksum, wanted = CHECKSUMS[self.checksum], self.digests[name][first : first + len(records)]
+        return all(checksum(bytes_of(each)) == digest for each, digest in zip(records, wanted, strict=True))
 
     def damaged(self, name: str) -> UnusableContainerError:
         """The error for a tensor that is not what it was."""
@@ -201,7 +208,7 @@ class Container:
 
 
 def open_container(path: Path, wanted: Contents) -> Container:
-    """Reads the header of a file that holds what is wanted, and perhaps more.
+    """Reads the header of a file that holds what is wanted, and perhaps more; of its tensors only these are given.
 
     Raises:
         FileNotFoundError: there is none.
@@ -210,38 +217,16 @@ def open_container(path: Path, wanted: Contents) -> Container:
     found = _read(path)
     if (reason := wanted.difference(found.precision, found.source)) is not None:
         raise UnusableContainerError(path, reason)
-    entries: dict[str, TensorEntry] = {}
     for spec, layout in zip(wanted.tensors, wanted.layouts, strict=True):
-        entry = found.tensors.get(spec.name)
+        entry = found.entries.get(spec.name)
         if entry is None or entry.shape != (spec.num_experts, spec.layout.nbytes) or found.layouts[spec.name] != layout:
             raise UnusableContainerError(path, "its layers are not those of the model")
-        entries[spec.name] = replace(entry, dtype="U8")
-    if unsealed := found.tensors.keys() - found.digests.keys():
+    if unsealed := found.entries.keys() - found.digests.keys():
         raise UnusableContainerError(path, "their checksums are damaged", min(unsealed))
-    return Container(path, CHECKSUMS[found.checksum], entries, found.digests)
+    return replace(found, entries={spec.name: replace(found.entries[spec.name], dtype="U8") for spec in wanted.tensors})
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What the header of a file says.
-
-    Attributes:
-        table: where the checksums begin; identity: see `Contents`.
-        tensors, layouts: by name; of the latter the descriptions.
-        digests: the checksums of the records of each tensor that is sealed.
-    """
-
-    table: int
-    identity: bytes
-    precision: str
-    checksum: str
-    source: Mapping[str, Any]
-    tensors: Mapping[str, TensorEntry]
-    layouts: Mapping[str, str]
-    digests: Mapping[str, Sequence[bytes]]
-
-
-def _read(path: Path) -> _Found:
+def _read(path: Path) -> Container:
     try:
         raw, said, tensors = read_converted(path)
         if said.get("switchyard.version") != VERSION:
@@ -262,7 +247,8 @@ def _read(path: Path) -> _Found:
                 digests[name] = row
         source = json.loads(str(said["switchyard.source"]))
         precision = str(said["switchyard.precision"])
-        return _Found(_table_at(raw, len(table)), identity, precision, checksum, source, tensors, layouts, digests)
+        at = _table_at(raw, len(table))
+        return Container(path, precision, source, checksum, tensors, layouts, digests, at, identity)
     except (UnusableContainerError, FileNotFoundError):
         raise
     except (EngineError, OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
@@ -296,7 +282,7 @@ def reopen(error: UnusableContainerError) -> None:
         if error.damaged:
             with contextlib.suppress(UnusableContainerError, ValueError):
                 found = _read(path)
-                before = list(found.tensors.values())[: list(found.tensors).index(error.damaged) + 1]
+                before = list(found.entries.values())[: list(found.entries).index(error.damaged) + 1]
                 at = found.table + (sum(entry.shape[0] + 1 for entry in before) - 1) * DIGEST_BYTES
                 with path.open("r+b") as stream:
                     stream.seek(at)
@@ -389,12 +375,13 @@ class ContainerWriter:
         with ThreadPoolExecutor(1, "checksums") as beside, self._reporting():
             row = beside.submit(lambda: b"".join(self._checksum(bytes_of(record)) for record in records))
             for at in range(0, len(data), _PIECE):
-                piece = data[at : at + _PIECE]
-                self._file.write(begin + at, piece)
-                on_written(len(piece))
+                self._file.write(begin + at, data[at : at + _PIECE])
+                if at + _PIECE < len(data):
+                    on_written(_PIECE)
             self._pending.append((index, row.result()))
             if sum(self.contents.tensors[each].nbytes for each, _ in self._pending) >= _TOGETHER:
                 self._settle()
+        on_written((len(data) - 1) % _PIECE + 1)  # of the last one: what stops now leaves all of it
 
     def finish(self) -> None:
         """Atomically replaces any previous file with the complete one, and syncs the rename to disk."""

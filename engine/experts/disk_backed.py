@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from engine.experts.bank import BankLayer
 from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.executor import ExpertExecutor
@@ -12,6 +13,7 @@ from engine.experts.ram_tier import RamTier
 from engine.experts.record_source import LentSlots, TierRecords
 from engine.experts.sites import ExpertsSite
 from engine.kernels import choose_kernel
+from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.library import NativeKernels
 
 
@@ -21,6 +23,10 @@ class DiskBackedBank:
 
     disk: DiskTier
     ram: RamTier
+    lent: LentSlots = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lent = LentSlots(self.ram)
 
     @property
     def nbytes(self) -> int:
@@ -31,6 +37,14 @@ class DiskBackedBank:
     def notes(self) -> list[str]:
         """Sentences for the user about current problems."""
         return [note for note in (self.disk.note, self.ram.note) if note is not None]
+
+    def slots(self, site: ExpertsSite) -> BankLayer:
+        """What the kernels of an experts module see."""
+        return self.ram.slots(self.disk.table.index_of[site.name])
+
+    def source(self, site: ExpertsSite, kernel: ExpertKernel) -> TierRecords:
+        """Its records, for this kernel on the CPU."""
+        return TierRecords(self.lent, self.disk.table.index_of[site.name], site.num_experts, kernel)
 
     def close(self) -> None:
         """Stops the reader threads and frees the slots.  Idempotent."""
@@ -48,15 +62,12 @@ def can_be_disk_backed(site: ExpertsSite) -> bool:
 
 def bind_disk_backed(sites: list[ExpertsSite], bank: DiskBackedBank, kernels: NativeKernels | None) -> None:
     """Binds every experts module to its slots and to the kernels that compute from them."""
-    lent = LentSlots(bank.ram)
     ahead = ReadAhead(bank.ram, [layer.num_experts for layer in bank.disk.table.layers])
     for site in sites:
-        layer = bank.disk.table.index_of[site.name]
-        slots = bank.ram.slots(layer)
+        slots = bank.slots(site)
         kernel = choose_kernel(site.module, slots, kernels)
         assert kernel is not None
-        source = TierRecords(lent, layer, site.num_experts, kernel)
-        experts = ExpertExecutor(source, layer, ahead=ahead)
+        experts = ExpertExecutor(bank.source(site, kernel), bank.disk.table.index_of[site.name], ahead=ahead)
         setattr(site.module, BANK_LAYER, (slots, experts))
 
 

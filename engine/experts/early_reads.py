@@ -12,12 +12,10 @@ import json
 import logging
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 from engine.checkpoint.names import resolve
 from engine.checkpoint.usage import where
-from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign
@@ -40,7 +38,7 @@ class EarlyReads:
         self._starting: threading.Thread | None = None
         self._images: dict[Path, FileImage] = {}
 
-    def begin(self, config: EngineConfig) -> bool:
+    def begin(self, model: str, asked: str) -> bool:
         """Begins to read what the last start with these settings has read, on threads.  Once: a process that has its
         engine has other things in RAM and to do.
 
@@ -51,7 +49,7 @@ class EarlyReads:
             if self._has_begun:
                 return False
             self._has_begun = True
-            self._starting = threading.Thread(target=self._begin, args=(config,), name="early-reads", daemon=True)
+            self._starting = threading.Thread(target=self._begin, args=(model, asked), name="early-reads", daemon=True)
             self._starting.start()
         return True
 
@@ -91,8 +89,8 @@ class EarlyReads:
         if starting is not None:
             starting.join()
 
-    def _begin(self, config: EngineConfig) -> None:
-        for path in remembered(config):
+    def _begin(self, model: str, asked: str) -> None:
+        for path in remembered(model, asked):
             try:
                 if path.stat().st_size + _LEFT_FREE > available_ram():
                     break
@@ -107,28 +105,27 @@ EARLY_READS = EarlyReads()
 """Of this process."""
 
 
-def remember(config: EngineConfig, files: Iterable[Path]) -> None:
-    """Notes what the next start that is asked for these settings can read.  Never fails: it is not worth a start."""
+def remember(model: str, asked: str, files: Iterable[Path]) -> None:
+    """Notes what the next start that is asked for this model and these settings can read.
+
+    Never fails: it is not worth a start.
+    """
     with contextlib.suppress(OSError, EngineError, ValueError):
-        note = _note_of(config)
-        record = json.dumps({"asked": _asked(config), "files": [str(file) for file in files]})
+        note = _note_of(model)
+        record = json.dumps({"asked": asked, "files": [str(file) for file in files]})
         if not note.exists() or note.read_text(encoding="utf-8") != record:
             write_private(note, record)
 
 
-def remembered(config: EngineConfig) -> list[Path]:
-    """The files of the last start that was asked for these settings, those that are there."""
+def remembered(model: str, asked: str) -> list[Path]:
+    """The files of the last start that was asked for the same, those that are there."""
     try:
-        found = parse_json(read_foreign(_note_of(config), _MOST_BYTES))
-        files = [Path(file) for file in found["files"]] if found["asked"] == _asked(config) else []
+        found = parse_json(read_foreign(_note_of(model), _MOST_BYTES))
+        files = [Path(file) for file in found["files"]] if found["asked"] == asked else []
         return [file for file in files if file.is_file()]
     except (OSError, EngineError, ValueError, LookupError, TypeError):
         return []
 
 
-def _note_of(config: EngineConfig) -> Path:
-    return cache_dir() / "starts" / f"{where(Path(resolve(config.model)))}.json"
-
-
-def _asked(config: EngineConfig) -> str:
-    return repr(replace(config, model=""))
+def _note_of(model: str) -> Path:
+    return cache_dir() / "starts" / f"{where(Path(resolve(model)))}.json"

@@ -122,6 +122,15 @@ class RecordTable:
         return sum(layer.nbytes for layer in self.layers)
 
     @cached_property
+    def experts(self) -> dict[RecordLayout, tuple[int, int]]:
+        """How many experts have records of a layout: in all, and at most in a layer."""
+        found: dict[RecordLayout, tuple[int, int]] = {}
+        for layer in self.layers:
+            whole, most = found.get(layer.layout, (0, 0))
+            found[layer.layout] = whole + layer.num_experts, max(most, layer.num_experts)
+        return found
+
+    @cached_property
     def index_of(self) -> dict[str, int]:
         """Layer name -> its index."""
         return {layer.name: index for index, layer in enumerate(self.layers)}

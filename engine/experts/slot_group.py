@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
@@ -115,31 +115,9 @@ class SlotGroup:
         return removed + low
 
 
-def fewest_slots(layers: Iterable[tuple[RecordLayout, int]], at_least: int) -> dict[RecordLayout, int]:
-    """Minimum slots of each layout to compute a step.
-
-    Args:
-        layers: layout and number of experts of each layer.
-        at_least: experts of one layer that must fit at once.
-    """
-    fewest: dict[RecordLayout, int] = {}
-    for layout, experts in layers:
-        fewest[layout] = max(fewest.get(layout, 0), min(at_least, experts))
-    return fewest
-
-
-def experts_of_layout(table: RecordTable) -> dict[RecordLayout, int]:
-    """Number of records of each layout."""
-    experts: dict[RecordLayout, int] = {}
-    for layer in table.layers:
-        experts[layer.layout] = experts.get(layer.layout, 0) + layer.num_experts
-    return experts
-
-
 def least_nbytes(table: RecordTable, at_least: int) -> int:
     """Minimum budget for `share_slots`."""
-    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in table.layers), at_least)
-    return sum(count * layout.nbytes for layout, count in floor.items())
+    return sum(min(at_least, most) * layout.nbytes for layout, (_, most) in table.experts.items())
 
 
 def share_slots(table: RecordTable, budget: int, at_least: int) -> dict[RecordLayout, int]:
@@ -151,8 +129,6 @@ def share_slots(table: RecordTable, budget: int, at_least: int) -> dict[RecordLa
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`; the message gives the minimum budget.
     """
-    experts = experts_of_layout(table)
-    floor = fewest_slots(((layer.layout, layer.num_experts) for layer in table.layers), at_least)
     least = least_nbytes(table, at_least)
     if least > budget:
         raise EngineError(
@@ -163,10 +139,11 @@ def share_slots(table: RecordTable, budget: int, at_least: int) -> dict[RecordLa
     # Proportional above the floor.  Rounding remainders carry over to later layouts, so the smallest come last.
     spare, wanted = budget - least, table.nbytes - least
     shares: dict[RecordLayout, int] = {}
-    for layout in sorted(experts, key=lambda layout: layout.nbytes, reverse=True):
-        more = (experts[layout] - floor[layout]) * layout.nbytes
+    for layout, (experts, most) in sorted(table.experts.items(), key=lambda each: -each[0].nbytes):
+        floor = min(at_least, most)
+        more = (experts - floor) * layout.nbytes
         extra = min(spare * more // max(wanted, 1), more) // layout.nbytes
-        shares[layout] = floor[layout] + extra
+        shares[layout] = floor + extra
         spare -= extra * layout.nbytes
         wanted -= more
     return shares
@@ -186,7 +163,7 @@ def make_groups(
     Raises:
         EngineError: as `share_slots`.
     """
-    most = experts_of_layout(table) if CAN_GIVE_BACK else {}
+    most = {layout: experts for layout, (experts, _) in table.experts.items()} if CAN_GIVE_BACK else {}
     while True:
         shares = share_slots(table, budget, at_least)
         try:

@@ -52,7 +52,7 @@ def begin_reading(config: EngineConfig) -> None:
     from engine.experts.early_reads import EARLY_READS  # numpy, which torch needs anyway
     from engine.foreign_text.process import FOREIGN_TEXT
 
-    if EARLY_READS.begin(config):
+    if EARLY_READS.begin(config.model, config.asked):
         with contextlib.suppress(EngineError, OSError):  # told when it is loaded
             FOREIGN_TEXT.begin_check(_tokenizer_folder(Path(resolve(config.model))))
 

@@ -144,7 +144,7 @@ class Engine:
             note = f"The tuned settings are not possible now: {error.message}"
             info = self.load_exactly(config, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)
         assert self._loaded is not None
-        remember(config, self._loaded.prepared)
+        remember(config.model, config.asked, self._loaded.prepared)
         self._tuned_note = note
         self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
         self._asked = config

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -26,6 +26,7 @@ from engine.protocol import LoadPhase
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.devices import ModelDevices
+from engine.runtime.load.files import Files
 from engine.runtime.load.foresight import Foresight
 
 
@@ -148,17 +149,6 @@ def ignore_phase(_phase: LoadPhase) -> None:
     """For whoever does not show it."""
 
 
-class Arriving(Protocol):
-    """Files of weights that are still being read while the rest of a model is loaded; see `Files`."""
-
-    @property
-    def paths(self) -> tuple[Path, ...]: ...
-
-    def wait(self, cancelled: CancelCheck) -> None: ...
-
-    def close(self) -> None: ...
-
-
 @dataclass(kw_only=True)
 class LoadingParts(ModelParts):
     """Owned by the loader until the model is complete; filled phase by phase.
@@ -171,7 +161,7 @@ class LoadingParts(ModelParts):
 
     devices: ModelDevices
     on_phase: OnPhase = ignore_phase
-    files: Arriving | None = None
+    files: Files | None = None
 
     def wait_for_weights(self, cancelled: CancelCheck) -> tuple[Path, ...]:
         """Until all that is read for `bank` and for linear layers is there; the files that the next start can read.

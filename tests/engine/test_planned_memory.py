@@ -26,7 +26,7 @@ from engine.planner.plan import Limits, make_plan
 from engine.planner.predict import limits_of
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.runtime.load.model import load_model, open_compute_devices
-from engine.runtime.load.plan import Machine
+from engine.runtime.load.plan import Machine, usable_types
 from engine.runtime.load.plan import sizes_of as counted_sizes_of
 from tests.engine.on_devices import memory_use
 from tests.engine.test_stored_precision import type_of
@@ -108,7 +108,7 @@ def test_a_plan_and_loading_decide_alike(folder: Path) -> None:
             opened, (devices, _) = open_checkpoint(config), open_compute_devices(config)
             try:
                 there = Machine.now(config, devices, has_kernels=library_path().exists())
-                counted_sizes = counted_sizes_of(config, there, opened)
+                counted_sizes = counted_sizes_of(config, there, opened, usable_types(there, opened))
             finally:
                 for device in devices:
                     device.close()
@@ -185,7 +185,7 @@ def test_what_is_stored_is_planned_as_it_is_loaded(tmp_path: Path, family: str, 
     config, shape = EngineConfig(str(file)), find_shape(str(file))
     opened = open_checkpoint(config)
     card: Any = SimpleNamespace(torch_device=torch.device("cuda:0"))
-    counted = counted_sizes_of(config, Machine([card], Budgets(2**40), has_kernels=False), opened)
+    counted = counted_sizes_of(config, Machine([card], Budgets(2**40), has_kernels=False), opened, frozenset())
     gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
     costs = engine_costs(replace(machine(64), gpu=gpu), shape, shape.precisions[0], 1)
     planned = sizes_of(costs, limits_of(config), shape.precisions)

@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,15 +129,15 @@ def _config(folder: Path, precision: str = "int8") -> EngineConfig:
 def test_what_the_last_start_read_is_read_early(file: Path, tmp_path: Path) -> None:
     config = _config(tmp_path / "model")
     reads = EarlyReads()
-    reads.begin(config)
+    reads.begin(config.model, config.asked)
     assert reads.nbytes == 0
-    remember(config, [file, tmp_path / "gone"])
-    assert remembered(config) == [file]
-    assert remembered(_config(tmp_path / "model", "int4")) == []
-    reads.begin(config)  # too late: this process has begun once
+    remember(config.model, config.asked, [file, tmp_path / "gone"])
+    assert remembered(config.model, config.asked) == [file]
+    assert remembered(config.model, replace(config, precision="int4").asked) == []
+    reads.begin(config.model, config.asked)  # too late: this process has begun once
     assert reads.nbytes == 0
     reads = EarlyReads()
-    reads.begin(config)
+    reads.begin(config.model, config.asked)
     image = reads.take(file)
     image.wait_for(file.stat().st_size)
     assert bytes(image.bytes) == file.read_bytes()
@@ -147,9 +148,9 @@ def test_what_the_last_start_read_is_read_early(file: Path, tmp_path: Path) -> N
 
 def test_a_file_that_changed_meanwhile_is_read_anew(file: Path, tmp_path: Path) -> None:
     config = _config(tmp_path / "model")
-    remember(config, [file])
+    remember(config.model, config.asked, [file])
     reads = EarlyReads()
-    reads.begin(config)
+    reads.begin(config.model, config.asked)
     assert reads.nbytes >= 0  # it has been opened
     file.unlink()
     file.write_bytes(b"another")
@@ -161,23 +162,23 @@ def test_a_file_that_changed_meanwhile_is_read_anew(file: Path, tmp_path: Path) 
 
 def test_with_little_memory_nothing_is_read_early(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path / "model")
-    remember(config, [file])
+    remember(config.model, config.asked, [file])
     monkeypatch.setattr(early_reads, "available_ram", lambda: file.stat().st_size)
     reads = EarlyReads()
-    reads.begin(config)
+    reads.begin(config.model, config.asked)
     assert reads.nbytes == 0
     reads.drop()
 
 
 def test_no_note_that_is_damaged_or_a_model_that_is_gone_stops_a_start(file: Path, tmp_path: Path) -> None:
     config = _config(tmp_path / "model")
-    remember(config, [file])
+    remember(config.model, config.asked, [file])
     for content in (b"", b"[]", b"{", b'{"asked": 1, "files": 2}', b'{"files": ["\\u0000"]}'):
-        early_reads._note_of(config).write_bytes(content)
-        assert remembered(config) == []
+        early_reads._note_of(config.model).write_bytes(content)
+        assert remembered(config.model, config.asked) == []
     gone = EngineConfig(str(tmp_path / "none"))
-    remember(gone, [file])
-    assert remembered(gone) == []
+    remember(gone.model, gone.asked, [file])
+    assert remembered(gone.model, gone.asked) == []
 
 
 def test_it_loads_no_torch() -> None:

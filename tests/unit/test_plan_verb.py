@@ -55,6 +55,35 @@ def test_fit_says_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert "GB of RAM" in document["why"]
 
 
+def test_fit_knows_the_room_on_disk(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is converted and read from disk needs room there; what is read from a model's own files needs none."""
+    monkeypatch.setattr("engine.verbs.models.fit.free_disk_bytes", lambda _folder: 10**9)
+
+    def said(precision: str) -> tuple[int, dict[str, object]]:
+        asked = [
+            "models",
+            "fit",
+            "qwen3-30b-a3b",
+            "--device",
+            "cpu",
+            "--precision",
+            precision,
+            "--ram",
+            "8GB",
+            "--json",
+        ]
+        code = main(asked)
+        return code, json.loads(capsys.readouterr().out)
+
+    code, converted = said("int4")
+    assert code == 2
+    assert "it lacks" in str(converted["why"])
+    assert "1.0 GB are free" in str(converted["why"])
+    code, ranges = said("bf16")
+    assert (code, ranges["fits"], ranges["written_bytes"]) == (0, True, 0)
+    assert ranges["disk_bytes"]
+
+
 def test_fit_says_where_its_speed_comes_from(capsys: pytest.CaptureFixture[str]) -> None:
     model = tiny_model()
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from engine.common.config import CacheSettings, Misses, Prefetch
+from engine.common.config import CacheSettings, Misses
 from engine.common.footprint import KV_TOKENS
 from engine.devices.device import Device
 from engine.experts.activations import Activations
-from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens, choice_for
 from engine.experts.card_trial import tried_tokens
@@ -28,10 +28,17 @@ from engine.experts.misses import MIXED
 from engine.experts.misses.on_cpu import OnCpu
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
-from engine.experts.prediction.target import Place, VramPrefetch, over_disk, over_link
+from engine.experts.prediction.target import (
+    Place,
+    PrefetchTarget,
+    PrefetchTimes,
+    VramPrefetch,
+    over_disk,
+    over_link,
+)
 from engine.experts.record import RecordLayout
 from engine.experts.record_memory import HugePages
-from engine.experts.record_source import LentSlots, RecordSource, TierRecords
+from engine.experts.record_source import RecordSource
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
@@ -45,7 +52,6 @@ from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
 from engine.kernels.native.linear import formats_of_linears, quantise_linears, speed_up_linears
 from engine.planner.placement import cache_slots
-from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
 from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from engine.runtime.load.devices import DeviceExperts
@@ -104,19 +110,18 @@ def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
     held.activations = [Activations(device) for device in plan.devices]
     for activations in held.activations:  # no step can do without these: if they do not fit, the model runs on the CPU
         activations.rows((max(profile.experts_per_token, 1), profile.hidden), file.dtype)
-    records = RecordsInRam(parts.bank, parts.disk_backed, parts.kernels, plan.devices[0])
     experts = [site.num_experts for site in able]
     known = load_popularity(key, experts)
-    bound = open_caches(held, able, records, plan.layers, cache, budgets, known, parts.kernels, file.dtype)
+    bound = open_caches(plan, parts, able, budgets, known)
     if cache.misses == "layer":
         bind_whole_layers(bound, held)
         return
-    foresight, per_token = parts.foresight, profile.experts_per_token
+    foresight = parts.foresight
     assert foresight is not None
     layers = bind_to_devices(bound, held, cache.misses)
     held.tokens = _open_tokens(plan, layers, parts)
     if held.tokens is None:  # within a token of the device nothing could be brought
-        foresight.prefetcher = _prefetcher_of_devices(file.model, bound, cache, per_token, key)
+        foresight.prefetcher = _prefetcher_of_devices(plan, bound)
     uses = UseCounts(experts, foresight.prefetcher)
     foresight.keep_uses(key, uses, known)
     for layer in layers:
@@ -161,59 +166,44 @@ class BoundLayer:
     latency: LatencyModel
 
 
-class RecordsInRam:
-    """Where the records of each experts module are in RAM, all of them or as many as there are slots for."""
-
-    def __init__(
-        self,
-        bank: ExpertBank,
-        disk_backed: DiskBackedBank | None,
-        kernels: NativeKernels | None,
-        device: Device | None = None,
-    ) -> None:
-        self._bank, self._disk_backed, self._kernels, self._device = bank, disk_backed, kernels, device
-        self._lent = LentSlots(disk_backed.ram) if disk_backed is not None else None
-
-    def of(self, site: ExpertsSite) -> tuple[BankLayer, ExpertKernel, RecordSource]:
-        """(what the CPU's kernel sees, that kernel, the source)."""
-        held = self._bank.layers.get(site.name)
-        if held is not None:
-            kernel = timed(_kernel(site.module, held, self._kernels), held, self._device, on_card=False)
-            return held, kernel, RecordSource(held, kernel)
-        assert self._disk_backed is not None
-        assert self._lent is not None
-        layer = self._disk_backed.disk.table.index_of[site.name]
-        slots = self._disk_backed.ram.slots(layer)
-        kernel = timed(_kernel(site.module, slots, self._kernels), slots, self._device, on_card=False)
-        return slots, kernel, TierRecords(self._lent, layer, site.num_experts, kernel)
+def _records_in_ram(
+    site: ExpertsSite, parts: LoadingParts, device: Device
+) -> tuple[BankLayer, ExpertKernel, RecordSource]:
+    """(what the CPU's kernel sees, that kernel, the source): all records of a module, or as many as have slots."""
+    assert parts.bank is not None
+    held, over_disk = parts.bank.layers.get(site.name), parts.disk_backed
+    if held is None:
+        assert over_disk is not None
+        seen = over_disk.slots(site)
+        kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
+        return seen, kernel, over_disk.source(site, kernel)
+    kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
+    return held, kernel, RecordSource(held, kernel)
 
 
 def open_caches(
-    held: DeviceExperts,
+    plan: Plan,
+    parts: LoadingParts,
     sites: Sequence[ExpertsSite],
-    records: RecordsInRam,
-    layers: LayerDevices,
-    settings: CacheSettings,
     budgets: Sequence[int],
     popularity: Popularity | None,
-    kernels: NativeKernels | None,
-    dtype: torch.dtype,
 ) -> list[BoundLayer]:
     """Makes the caches of all devices, and says for each experts module where it is kept.
 
+    What is made is added to the devices' experts, and so is closed with these even if this fails.
+
     Args:
-        held: of the devices; what is made here is added to it, and so is closed with it even if this fails.
         budgets: bytes of each device for slots and staging.
         popularity: of the experts, by the number of the layer, if it is known.
-        kernels: native ones for the CPU.
 
     Raises:
         EngineError: a device failed.
     """
+    held, first = parts.devices.experts, plan.devices[0]
     numbers = {site.name: number for number, site in enumerate(sites)}
     bound: list[BoundLayer] = []
     for index, device in enumerate(held.devices):
-        mine = [site for site in sites if layers.of(site.name) == index]
+        mine = [site for site in sites if plan.layers.of(site.name) == index]
         groups: dict[RecordLayout, list[ExpertsSite]] = {}
         for site in mine:
             groups.setdefault(site.layout, []).append(site)
@@ -221,17 +211,16 @@ def open_caches(
         for group in groups.values():
             share = sum(site.nbytes for site in group) / total
             uses = popularity.of([numbers[site.name] for site in group]) if popularity is not None else None
-            cache = _open_cache(held, device, group, settings, int(budgets[index] * share), share, uses)
+            cache = _open_cache(held, device, group, plan.cache, int(budgets[index] * share), share, uses)
             held.add(index, cache)
             makers: dict[object, KernelMaker] = {}
             latency: LatencyModel | None = None
             for layer, site in enumerate(group):
-                seen, kernel, source = records.of(site)
+                seen, kernel, source = _records_in_ram(site, parts, first)
                 make = makers.setdefault(_kernel_kind(site.module), _maker(site.module, held.kernels, device))
                 if latency is None:
-                    latency = _latency(device, seen, kernel, make, kernels, dtype)
-                place = Place(cache, layer, source)
-                bound.append(BoundLayer(site, numbers[site.name], place, make, latency))
+                    latency = _latency(device, seen, kernel, make, parts.kernels, plan.file.dtype)
+                bound.append(BoundLayer(site, numbers[site.name], Place(cache, layer, source), make, latency))
     return sorted(bound, key=lambda layer: layer.number)
 
 
@@ -317,59 +306,56 @@ def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
             setattr(layer.site.module, BANK_LAYER, (ComputedOn(cache.device.torch_device), experts))
 
 
-def _prefetcher_of_devices(
-    model: Any, bound: Sequence[BoundLayer], cache: CacheSettings, per_token: int, model_key: str
-) -> Prefetcher | None:
+def _prefetcher_of_devices(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetcher | None:
     """A prefetcher over the caches of all devices; None if there is no predictor, or no slot to prefetch into."""
-    if cache.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
+    if plan.cache.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
         return None
-    latency = bound[0].latency
-    target = VramPrefetch([layer.place for layer in bound])
-    caches = {id(layer.place.cache): number for number, layer in enumerate(bound)}
-    own_ways = cache.ways is not None
-    pools = [number if own_ways else caches[id(layer.place.cache)] for number, layer in enumerate(bound)]
-    distinct = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
-    return make_prefetcher(
-        target,
-        lambda: over_link(latency, [cache.counters for cache in distinct]),
-        layers=len(bound),
-        experts=[layer.site.num_experts for layer in bound],
-        per_token=per_token,
-        choice=cache.prefetch,
-        gates=find_gates(model, [layer.site for layer in bound]),
-        learning=_learning(cache.prefetch, model_key, [layer.site for layer in bound], per_token),
-        pools=pools,
+    latency, caches = bound[0].latency, list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
+    shared = [next(at for at, cache in enumerate(caches) if cache is layer.place.cache) for layer in bound]
+    return _prefetcher(
+        plan,
+        [layer.site for layer in bound],
+        VramPrefetch([layer.place for layer in bound]),
+        lambda: over_link(latency, [cache.counters for cache in caches]),
+        list(range(len(bound))) if plan.cache.ways is not None else shared,
     )
 
 
 def _prefetcher_of_ram(plan: Plan, bank: DiskBackedBank) -> Prefetcher | None:
-    """A prefetcher over the slots in RAM of a bank on disk; its layers are the bank's."""
-    in_order, per_token = plan.on_disk, plan.file.profile.experts_per_token
-    layouts = [site.layout for site in in_order]
+    """A prefetcher over the slots in RAM of a bank on disk, which layers of one layout share."""
+    layouts = [site.layout for site in plan.on_disk]
     nbytes = max(layout.nbytes for layout in layouts)
+    pools = [layouts.index(layout) for layout in layouts]
+    return _prefetcher(plan, plan.on_disk, bank.ram, lambda: over_disk(bank.disk, nbytes), pools)
+
+
+def _prefetcher(
+    plan: Plan,
+    sites: Sequence[ExpertsSite],
+    target: PrefetchTarget,
+    times: Callable[[], PrefetchTimes],
+    pools: Sequence[int],
+) -> Prefetcher | None:
+    experts, per_token = [site.num_experts for site in sites], plan.file.profile.experts_per_token
+    learning = None
+    if plan.cache.prefetch in ("auto", "mlp"):
+        learning = Learning(
+            f"{plan.file.key} {len(sites)}",
+            layers=len(sites),
+            experts=max(experts),
+            per_token=per_token,
+            limit=min(2 * per_token, max(experts)),
+        )
     return make_prefetcher(
-        bank.ram,
-        lambda: over_disk(bank.disk, nbytes),
-        layers=len(in_order),
-        experts=[site.num_experts for site in in_order],
-        per_token=per_token,
-        choice=plan.cache.prefetch,
-        gates=find_gates(plan.file.model, in_order),
-        learning=_learning(plan.cache.prefetch, plan.file.key, in_order, per_token),
-        pools=[layouts.index(layout) for layout in layouts],  # slots are shared by layers of one layout
-    )
-
-
-def _learning(prefetch: Prefetch, model_key: str, sites: Sequence[ExpertsSite], per_token: int) -> Learning | None:
-    if prefetch not in ("auto", "mlp"):
-        return None
-    experts = max(site.num_experts for site in sites)
-    return Learning(
-        f"{model_key} {len(sites)}",
+        target,
+        times,
         layers=len(sites),
         experts=experts,
         per_token=per_token,
-        limit=min(2 * per_token, experts),
+        choice=plan.cache.prefetch,
+        gates=find_gates(plan.file.model, sites),
+        learning=learning,
+        pools=pools,
     )
 
 

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -186,7 +187,7 @@ def build(
     if not waits_first:
         bind_dense(plan, parts)  # while experts arrive
     prepared = parts.wait_for_weights(cancelled)
-    with left_to_cpu() as left, _first_forward(file):
+    with left_to_cpu() if plan.devices else contextlib.nullcontext(list[str]()) as left, _first_forward(file):
         kv = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
     if waits_first:
         if plan.devices:
@@ -196,10 +197,8 @@ def build(
         bind_dense(plan, parts)
     verify(model, plan.sites)
     charge_model(model, plan.devices, plan.sites, plan.dense_sizes, parts.devices.experts.tokens)
-    return replace(
-        _hand_over(plan, tokenizer.result(), parts, captures, kv.per_token, _joined(note, left_note(left))),
-        prepared=prepared,
-    )
+    note = _joined(note, left_note(left))
+    return _hand_over(plan, tokenizer.result(), parts, captures, kv.per_token, prepared, note)
 
 
 def _joined(*sentences: str) -> str:
@@ -229,13 +228,20 @@ def _first_forward(opened: OpenedCheckpoint) -> Iterator[None]:
 
 
 def _hand_over(
-    plan: Plan, tokenizer: Any, parts: LoadingParts, captures: Device | None, kv_bytes: int, note: str
+    plan: Plan,
+    tokenizer: Any,
+    parts: LoadingParts,
+    captures: Device | None,
+    kv_bytes: int,
+    prepared: tuple[Path, ...],
+    note: str,
 ) -> LoadedModel:
     """The model as it runs from now on.
 
     Args:
         captures: where decode steps are captured, if they are.
         kv_bytes: of a token of context.
+        prepared: files that the next start can read early.
 
     Raises:
         DeviceMemoryError: a device has no room for any context to speak of.
@@ -307,6 +313,7 @@ def _hand_over(
         chunk_tokens=chunk,
         ram_bytes=plan.ram_allowed,
         speculates=plan.speculates,
+        prepared=prepared,
         kv_type=kv_type,
     )
 

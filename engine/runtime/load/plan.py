@@ -68,7 +68,7 @@ class Machine:
         return cls(devices, memory, has_kernels)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan:
     """How a model is going to be held.
 
@@ -171,9 +171,10 @@ def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> P
         EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
     """
     layers, devices = layer_names(file.model), machine.devices
-    placement = placing.resolve(config, machine.memory, sizes_of(config, machine, file))
+    types = usable_types(machine, file)
+    placement = placing.resolve(config, machine.memory, sizes_of(config, machine, file, types))
     precision = placement.precision
-    in_place = types_in_place(file, precision, usable_types(machine, file))
+    in_place = types_in_place(file, precision, types)
     used = tuple(devices) if placement.devices else ()
     sites = sites_in(file, precision, in_place=in_place)
     return Plan(
@@ -208,9 +209,9 @@ def usable_types(machine: Machine, file: OpenedCheckpoint) -> frozenset[str]:
     return types if all(reads_blocks(device.torch_device, formats) for device in machine.devices) else frozenset()
 
 
-def sizes_of(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> Sizes:
-    """What the model takes, counted tensor by tensor."""
-    layers, types = layer_names(file.model), usable_types(machine, file)
+def sizes_of(config: EngineConfig, machine: Machine, file: OpenedCheckpoint, types: frozenset[str]) -> Sizes:
+    """What the model takes, counted tensor by tensor; `types` may be used as they lie in its files."""
+    layers = layer_names(file.model)
     precisions = candidates(file) if config.precision == AUTO else (config.precision,)
     of_layer, elsewhere = layers.sums(_tensor_sizes(file.model))
     width = file.dtype.itemsize

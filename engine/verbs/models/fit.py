@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.sizes import about
+from engine.common.sizes import about, rounded_up
+from engine.hardware.disk import free_disk_bytes
 from engine.verbs.models.actions import MODEL, AddAction
 from engine.verbs.output import emit
 from engine.verbs.plan import add_plan_options, asked_limits, plan_of, this_machine, timing_text, workload_of
@@ -38,6 +41,7 @@ def add_actions(action: AddAction) -> None:
 def _fit(args: argparse.Namespace) -> int:
     from engine.checkpoint.find_shape import find_shape, is_on_hub  # imports numpy, which no other action needs
     from engine.hardware.machine import read_machine
+    from engine.tuning.fit import verdict_of
 
     if is_on_hub(args.model) and not args.hardware:
         return _fit_of_hub(args)
@@ -49,9 +53,9 @@ def _fit(args: argparse.Namespace) -> int:
     except EngineError as error:
         if error.code is not ErrorCode.NOT_ENOUGH_MEMORY:
             raise
-        document |= {"fits": False, "why": error.message}
-        emit(document, as_json=args.json, human=f"No. {error.message}")
-        return 2
+        return _no(args, document, error.message)
+    if not args.hardware and (why := _lacks_room(args.model, plan.written_bytes)):
+        return _no(args, document, why)
     speed, answered = plan.speed, None if args.hardware else _last_answers(args.model)
     origin = "" if args.hardware else _estimate_text(answered)
     document |= {
@@ -68,19 +72,45 @@ def _fit(args: argparse.Namespace) -> int:
         "card_bytes": plan.card.held if plan.card is not None else 0,
         "ram_bytes": plan.ram.held,
         "disk_bytes": plan.disk_bytes,
+        "written_bytes": plan.written_bytes,
         "what_helps": plan.what_helps,
     }
     emit(
         document,
         as_json=args.json,
         human=lambda: (
-            f"Yes: about {speed.decode_tokens_per_s:.3g} tokens/s ({speed.low:.3g} to {speed.high:.3g}), "
+            f"{_YES[verdict_of(speed.decode_tokens_per_s)]}: about {speed.decode_tokens_per_s:.3g} tokens/s "
+            f"({speed.low:.3g} to {speed.high:.3g}), "
             f"{plan.words(plan.precision)}, first token after {speed.ttft_s:.2g} s.\n"
             + "".join(f"{line}\n" for line in [timing_text(speed) or origin] if line)
             + f"{plan.bottleneck}\n{plan.what_helps}"
         ),
     )
     return 0
+
+
+_YES = {"fast": "Yes", "works": "Yes", "batch-only": "Yes, slowly, for batches"}
+
+
+def _no(args: argparse.Namespace, document: dict[str, Any], why: str) -> int:
+    emit(document | {"fits": False, "why": why}, as_json=args.json, human=f"No. {why}")
+    return 2
+
+
+def _lacks_room(model: str, needed: int) -> str:
+    """Says so if the disk has no room for what would have to be converted of a model that is here or not yet."""
+    from engine.checkpoint.library import converted_dir, converted_of
+    from engine.checkpoint.names import resolve
+
+    with contextlib.suppress(EngineError):  # it is not here, only known
+        needed -= sum(file.stat().st_size for file in converted_of(Path(resolve(model))))
+    free = free_disk_bytes(converted_dir()) if needed > 0 else None
+    if free is None or needed <= free:
+        return ""
+    return (
+        f"Its experts are read from disk, and have to be converted for that: it lacks {rounded_up(needed - free)} in "
+        f"{converted_dir()}, where {about(free)} are free."
+    )
 
 
 def _last_answers(model: str) -> dict[str, Any] | None:
