@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 
@@ -46,8 +47,8 @@ class NativeExperts:
     def __init__(
         self, layer: LayerRecords, math: ExpertMath, kernels: NativeKernels, many_tokens: ExpertKernel
     ) -> None:
-        self._beginnings = _beginnings(layer)
-        self.struct = _struct(layer, math, self._beginnings)
+        self._beginnings, first_of = _beginnings(layer)
+        self.struct = _struct(layer, math, self._beginnings, first_of)
         self._layer = layer  # the struct points into its records
         self._address = ctypes.addressof(self.struct)
         self._kernels = kernels
@@ -78,23 +79,35 @@ class NativeExperts:
         return out
 
 
-def _beginnings(layer: LayerRecords) -> ctypes.Array[ctypes.c_void_p] | None:
-    """Where a part of each expert is, if they are not at equal distances; then all of an expert's are at the same
-    distances from it."""
+_Starts = ctypes.Array[ctypes.c_void_p]
+
+
+def _beginnings(layer: LayerRecords) -> tuple[_Starts | None, Mapping[str, int]]:
+    """Where experts begin that are not at equal distances: those of records, or of each part that lies by itself, and
+    at which of them that part's are."""
     if layer.stacked or (len(layer.pieces) == 1 and all(map(are_even, layer.rows.values()))):
-        return None
-    addresses = [row.data_ptr() for row in next(iter(layer.rows.values()))]
-    return (ctypes.c_void_p * len(addresses))(*addresses)
+        return None, {}
+    if len(layer.pieces) > 1:
+        starts = [piece.data_ptr() + row * layer.layout.nbytes for piece in layer.pieces for row in range(len(piece))]
+        return (ctypes.c_void_p * len(starts))(*starts), {}
+    starts = [row.data_ptr() for rows in layer.rows.values() for row in rows]
+    first_of = {name: at * layer.num_experts for at, name in enumerate(layer.rows)}
+    return (ctypes.c_void_p * len(starts))(*starts), first_of
 
 
-def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctypes.c_void_p] | None) -> ExpertsStruct:
+def _struct(
+    layer: LayerRecords, math: ExpertMath, beginnings: _Starts | None, first_of: Mapping[str, int]
+) -> ExpertsStruct:
     layout, activation = layer.layout, math.activation
     assert activation is not None
     offsets = {part.name: part.offset for part in layout.parts}
-    base = beginnings[0] if beginnings is not None else layer.pieces[0].data_ptr()
+    base = layer.pieces[0].data_ptr()
 
     def place(name: str) -> tuple[int, int]:
-        """Where a part of the first expert is, and how far that of the next one is from it."""
+        """Where a part of the first expert is, and how far that of the next one is from it, as `SwitchyardRecordPart`
+        has them."""
+        if beginnings is not None:
+            return (0, first_of[name]) if first_of else (offsets[name], 0)
         first, *others = (row.data_ptr() for row in layer.rows[name][:2])
         return first - base, others[0] - first if others else 0
 
@@ -111,7 +124,7 @@ def _struct(layer: LayerRecords, math: ExpertMath, beginnings: ctypes.Array[ctyp
         if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
             number = layout.tiled_shape(name).format.native
         weights, *others = (offsets.get(f"{name}{suffix}", -1) for suffix in ("", "_scales", "_zeros", "_table"))
-        steps = (layout.nbytes,) * 3
+        steps = (layout.nbytes if beginnings is None else 0,) * 3
         return RecordPartStruct(weights, 0, *others, biases, *steps, number, 0, -1, bias is not None)
 
     hidden, inner = next(part.shape for part in layout.unquantised.parts if part.name == "down_proj")

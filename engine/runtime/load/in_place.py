@@ -7,7 +7,6 @@ rest into its own.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,7 +32,6 @@ from engine.kernels.activation import activation_of
 from engine.kernels.dense import card_layers, quantised_sizes
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import kernels_of
-from engine.kernels.interface import are_even
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
 from engine.kernels.repack import Blocks
@@ -204,52 +202,20 @@ def bind_experts_in_place(
     """
     for site in sites:
         shapes = {part.name: part.shape for part in site.layout.parts}
-        biases = {name: list(each) for name, each in _biases(opened, site, reader).items()}
-        matrices = _in_memory(_stacks_by_part(site, opened.plan), files, reader, beside=bool(biases))
-        parts = {name: [each.view(shapes[name]) for each in experts] for name, experts in matrices.items()} | biases
+        parts = {name: list(biases) for name, biases in _biases(opened, site, reader).items()}
+        for name, stack in _stacks_by_part(site, opened.plan).items():
+            parts[name] = [each.view(shapes[name]) for each in _in_memory(stack, files, reader)]
         records = torch.empty(site.num_experts, 0, dtype=torch.uint8)
         bank.layers[site.name] = LayerInPlace(site.name, site.layout, records, parts=parts)
 
 
-def _in_memory(
-    stacks: Mapping[str, Stack], files: Files, reader: TensorReader, *, beside: bool
-) -> dict[str, list[torch.Tensor]]:
-    """The bytes of each expert's matrices where files in memory have them, in a way that the kernels can be told of:
-    each matrix at equal distances from one expert to the next, or all of an expert at equal distances from its first.
-
-    Where experts are stored one by one the few whose matrices are in two files are copied; all are if anything else
-    of an expert is `beside` them.
-    """
-    found: dict[str, list[torch.Tensor]] = {}
-    for name, stack in stacks.items():
-        experts = len(stack.places)
-        if stack.is_gapless:
-            found[name] = list(files.bytes_of(stack.entry(0, experts), reader).view(experts, -1))
-        elif all(files.is_whole(file) for file, _ in stack.places):
-            found[name] = [files.bytes_of(stack.entry(expert), reader) for expert in range(experts)]
-        else:
-            found[name] = _copied(stack, reader)
-    if all(map(are_even, found.values())):
-        return found
-    beginnings = [[each.data_ptr() for each in matrices] for matrices in found.values()]
-    apart = [tuple(at - own[0] for at in own) for own in zip(*beginnings, strict=True)]
-    usual = Counter(apart).most_common(1)[0][0]
-    sizes = [stack.nbytes for stack in stacks.values()]
-    low, high = min(usual), max(at + size for at, size in zip(usual, sizes, strict=True))
-    if beside or high - low > 2 * sum(sizes):
-        return {name: _copied(stack, reader) for name, stack in stacks.items()}
-    for expert, own in enumerate(apart):
-        if own == usual:
-            continue
-        room = torch.empty(high - low, dtype=torch.uint8)
-        for (name, stack), at in zip(stacks.items(), usual, strict=True):
-            found[name][expert] = room[at - low : at - low + stack.nbytes]
-            reader.read_into([(stack.entry(expert), found[name][expert])])
-    return found
-
-
-def _copied(stack: Stack, reader: TensorReader) -> list[torch.Tensor]:
+def _in_memory(stack: Stack, files: Files, reader: TensorReader) -> list[torch.Tensor]:
+    """The bytes of each expert's, where a file in memory has them."""
     experts = len(stack.places)
+    if stack.is_gapless:
+        return list(files.bytes_of(stack.entry(0, experts), reader).view(experts, -1))
+    if all(files.is_whole(file) for file, _ in stack.places):
+        return [files.bytes_of(stack.entry(expert), reader) for expert in range(experts)]
     rows = list(HugePages().empty((experts, stack.nbytes), dtype=torch.uint8))
     reader.read_into((stack.entry(expert), row) for expert, row in enumerate(rows))
     return rows

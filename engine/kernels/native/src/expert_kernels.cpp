@@ -12,9 +12,9 @@
 
 namespace {
 
-// Where parts of an expert begin that lie `step` bytes apart, or in a record of its own.
+// Where parts of an expert begin that lie `step` bytes apart, or where `scattered` says, `step` starts further on.
 const uint8_t *base_of(const SwitchyardExperts &layer, int32_t expert, int64_t step) {
-    return layer.scattered ? layer.scattered[expert] : layer.records + expert * step;
+    return layer.scattered ? layer.scattered[expert + step] : layer.records + expert * step;
 }
 
 SwitchyardMatrix matrix(const SwitchyardExperts &layer, int32_t expert, const SwitchyardRecordPart &part, int64_t rows,

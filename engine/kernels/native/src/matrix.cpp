@@ -30,17 +30,29 @@ StoredRow stored_row(const RowKernels &types, const SwitchyardMatrix &matrix, in
     return {blocks + row * (matrix.columns / type->elements * type->bytes), type};
 }
 
+namespace {
+
+// Whether all rows are in bf16, in one piece or as a file has them: two of them are read together.
+bool is_bf16(const SwitchyardMatrix &matrix) {
+    if (matrix.format != SWITCHYARD_BLOCKS) return matrix.format == SWITCHYARD_BF16;
+    return matrix.type == kBf16Type && (!matrix.second || matrix.second_type == kBf16Type);
+}
+
+}  // namespace
+
 void Vectors::resize(std::initializer_list<const SwitchyardMatrix *> matrices, int64_t count, int64_t n) {
     n_ = n;
     tiled_ = SWITCHYARD_INT8;
     bool wanted[kForms] = {};
     for (const SwitchyardMatrix *matrix : matrices) {
-        if (matrix->format == SWITCHYARD_BLOCKS) {
+        if (is_bf16(*matrix)) {
+            wanted[static_cast<int>(VectorForm::kSpread)] = true;
+        } else if (matrix->format == SWITCHYARD_BLOCKS) {
             wanted[static_cast<int>(kPortableRows.of(matrix->type)->form)] = true;
             if (matrix->second) wanted[static_cast<int>(kPortableRows.of(matrix->second_type)->form)] = true;
         } else {
-            if (matrix->format != SWITCHYARD_BF16) tiled_ = matrix->format;
-            wanted[static_cast<int>(matrix->format == SWITCHYARD_BF16 ? VectorForm::kSpread : VectorForm::kBy32)] = true;
+            tiled_ = matrix->format;
+            wanted[static_cast<int>(VectorForm::kBy32)] = true;
         }
     }
     const int64_t whole = wide_blocks(n) * kWide;
@@ -131,14 +143,16 @@ namespace {
 void bf16_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
                 const int32_t *which, int64_t count, float *out) {
     const RowOrder order(matrix);
-    const auto *weights = static_cast<const uint16_t *>(matrix.weights);
+    const auto at = [&](int64_t row) {
+        return reinterpret_cast<const uint16_t *>(stored_row(*kernels.types, matrix, row).blocks);
+    };
     for (int64_t i = 0; i < kHalfRows; ++i) {
         const int64_t row = block * order.block + i * order.step;
         if (row >= order.first_limit) break;
-        const int64_t other = row + order.partner < matrix.rows ? row + order.partner : row;
+        const uint16_t *upper = at(row), *lower = row + order.partner < matrix.rows ? at(row + order.partner) : upper;
         for (int64_t v = 0; v < count; ++v)
-            kernels.rows->dot_pair(weights + row * matrix.columns, weights + other * matrix.columns, x.spread(which[v]),
-                                   matrix.columns, &out[v * kTileRows + i], &out[v * kTileRows + kHalfRows + i]);
+            kernels.rows->dot_pair(upper, lower, x.spread(which[v]), matrix.columns, &out[v * kTileRows + i],
+                                   &out[v * kTileRows + kHalfRows + i]);
     }
 }
 
@@ -224,10 +238,7 @@ void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64
 
 void block_dot(const Kernels &kernels, const SwitchyardMatrix &matrix, int64_t block, const Vectors &x,
                const int32_t *which, int64_t count, float *out) {
-    if (matrix.format == SWITCHYARD_BF16) {
-        bf16_block(kernels, matrix, block, x, which, count, out);
-        return;
-    }
+    if (is_bf16(matrix)) return bf16_block(kernels, matrix, block, x, which, count, out);
     if (matrix.format == SWITCHYARD_BLOCKS) return rows_of_block(kernels, matrix, block, x, which, count, out);
     const TileRow row = tile_row(matrix, block);
     const TileKernels &tiles = *kernels.tiles[matrix.format];

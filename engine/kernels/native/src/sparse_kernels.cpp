@@ -139,6 +139,7 @@ void compute_on_card(SparseStep &step) {
     }
     SwitchyardExperts in_slots = block.experts;
     in_slots.scattered = step.found.data();
+    for (auto *part : {&in_slots.first, &in_slots.down}) part->step = part->second_step = part->bias_step = 0;
     step.call.layer = &in_slots;
     step.call.visits.group(block.experts.count, 1, hits, found, shares);
     step.call.reserve(step.call.visits.count());

@@ -48,8 +48,9 @@ typedef struct {
     int32_t type, second_type;
 } SwitchyardMatrix;
 
-// A matrix of an expert: byte offsets of its parts in the record, of scales, zeros and table -1 where the format has none, and, where
-// records are not scattered, bytes from one expert's part to the next one's.  bias: bf16 [rows].
+// A matrix of an expert: byte offsets of its parts in the record, of scales, zeros and table -1 where the format has none, and
+// bytes from one expert's part to the next one's; where records are scattered, instead how many starts further on in the
+// table those are that its offsets are from.  bias: bf16 [rows].
 typedef struct {
     int64_t weights, second, scales, zeros, table, bias;
     int64_t step, second_step, bias_step;
@@ -70,7 +71,7 @@ typedef struct {
     int32_t activation;
     float limit;  // gate is clamped to at most this, up to +-this, first of all; infinity: not clamped
     float alpha;
-    const uint8_t *const *scattered;  // [count] starts of records, or null: then they are contiguous
+    const uint8_t *const *scattered;  // starts of records, [count] and perhaps more for some parts, or null: see `step`
 } SwitchyardExperts;
 
 // How a layer chooses its experts: scores of all of them from logits, the k best by score + correction among the
