@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.families.family import Family
+from engine.families.family import Family, Router, fast_path
 from engine.families.gguf import (
     ATTENTION,
     ENDS,
@@ -33,6 +33,18 @@ def _computed(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     packs_rows=True,
+    fast_path=fast_path(
+        "Ernie4_5_Moe",
+        rotates_neighbours=True,
+        block="SparseMoeBlock",
+        router=Router(
+            correction="moe_statics.e_score_correction_bias",
+            bf16_logits=False,
+            normalise=True,
+            least="norm_min",
+            bf16_shares=True,
+        ),
+    ),
     gguf=Gguf(
         architecture="ernie4_5-moe",
         config={

@@ -48,23 +48,27 @@ class Router:
 
     Attributes:
         scoring: function applied to the logits.
+        weight: of the logits.
         bias: of the logits.
-        correction: added to the scores for the choice of experts only.
+        correction: added to the scores for the choice of experts only; of the router, or else of the block.
         groups: number of expert groups, and how many of them are selected first.
         groups_if: attribute and value that enable `groups`; `None`: always enabled.
         bf16_logits: whether the logits are rounded before the choice.
         normalise: whether the selected experts' weights are normalised to sum to 1, or the attribute that says so.
+        least: least sum that they are divided by.
         bf16_shares: whether routing weights are rounded to bf16.
         scale: attribute with the factor of the routing weights.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
+    weight: str = "weight"
     bias: str = ""
     correction: str = ""
     groups: tuple[str, str] | None = None
     groups_if: tuple[str, str] | None = None
     bf16_logits: bool = True
     normalise: bool | str = False
+    least: str = ""
     bf16_shares: bool = False
     scale: str = ""
 
@@ -85,17 +89,26 @@ class FastPath:
     """The library's classes that the native kernels implement: a single token through a layer in two calls.
 
     Attributes:
-        model: an embedding, the layers, a norm and a head, in this order, with the same rotary angles for all layers;
-            empty if it is of another kind, so that only layers are native calls.
-        layer: two norms, attention and an MLP, each added to its input.
+        model: an embedding, the layers, a norm and a head, in this order; empty if it is of another kind, so that only
+            layers are native calls.
+        layer: a norm and attention, then a norm and an MLP, each added to its input.
         attention: grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
             2024, "DeepSeek-V2", section 2.1).
         block: the sparse block in place of the MLP; empty for dense families.
         router: of the sparse block.
         angles: how the model passes rotary angles to its layers: cosines and sines, each repeated for both halves of a
             head ("twice") or not ("once"), or complex numbers that rotate adjacent pairs.
+        angles_by_type: whether layers of different `layer_types` rotate by different angles.
+        rotates_neighbours: whether dimensions 2i and 2i + 1 are rotated together, and stay where they are.
+        rotates: attention module -> whether it rotates at all; `None` if all do.
+        norms: of the layer: those before attention and before the MLP.
+        after_norms: those of what attention and the MLP add, if there are any.
+        norm_offset: added to the weights of all norms.
+        head_norms: of queries and keys, where a model has any.
+        head_norms_last: whether they come after the rotation.
         norms_all_heads: whether queries' and keys' norms are over all heads together (OLMoE, Muennighoff et al. 2024,
             section 2).
+        unless: of the configuration: if one of these is set, the model does something else besides.
     """
 
     model: str = ""
@@ -105,7 +118,16 @@ class FastPath:
     router: Router = Router()
     is_latent: bool = False
     angles: Literal["twice", "once", "complex"] = "twice"
+    angles_by_type: bool = False
+    rotates_neighbours: bool = False
+    rotates: Callable[[Any], bool] | None = None
+    norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    after_norms: tuple[str, str] | None = None
+    norm_offset: float = 0.0
+    head_norms: tuple[str, str] = ("q_norm", "k_norm")
+    head_norms_last: bool = False
     norms_all_heads: bool = False
+    unless: tuple[str, ...] = ("clip_qkv",)
 
 
 def fast_path(prefix: str, block: str = "", router: Router = Router(), **more: Any) -> FastPath:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.families.family import Family
+from engine.families.family import Family, fast_path
 from engine.families.gguf import ATTENTION, ENDS, FEED_FORWARD, LAYER, File, Gguf, Key, Made, by_layer
 from engine.families.replies import GEMMA
 
@@ -38,6 +38,14 @@ def _norm(theirs: str, ours: str) -> dict[str, Made]:
 
 FAMILY = Family(
     replies=GEMMA,
+    fast_path=fast_path(
+        "Gemma3",
+        angles_by_type=True,
+        norms=("input_layernorm", "pre_feedforward_layernorm"),
+        after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+        norm_offset=1.0,
+        unless=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    ),
     gguf=Gguf(
         architecture="gemma3",
         own_rope=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.families.family import DraftHead, Family
+from engine.families.family import GROUPED_SIGMOID, DraftHead, Family, fast_path
 from engine.families.gguf import (
     ATTENTION,
     ENDS,
@@ -34,6 +34,7 @@ def _computed(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
 FAMILY = Family(
     replies=HERMES,
     packs_rows=True,
+    fast_path=fast_path("Glm4Moe", "MoE", GROUPED_SIGMOID),
     draft_head=DraftHead(),
     gguf=Gguf(
         architecture="glm4moe",

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-from engine.families.family import Family
+from engine.families.family import Family, Router, fast_path
 from engine.families.gguf import ATTENTION, ENDS, LAYER, NORMS, SIGMOID, Gguf, experts, routing
 from engine.families.replies import MINIMAX
 
 FAMILY = Family(
     replies=MINIMAX,
     packs_rows=True,
+    fast_path=fast_path(
+        "MiniMaxM2",
+        norms_all_heads=True,
+        block="SparseMoeBlock",
+        router=Router(scoring="sigmoid", correction="e_score_correction_bias", normalise=True),
+    ),
     gguf=Gguf(
         architecture="minimax-m2",
         partial_rotary=True,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.families.family import Family
+from engine.families.family import Family, fast_path
 from engine.families.gguf import ENDS, FEED_FORWARD, NORMS, ROTATED_ATTENTION, File, Gguf
 from engine.families.replies import HERMES
 
@@ -21,6 +21,10 @@ def _computed(_file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 
 FAMILY = Family(
     replies=HERMES,
+    fast_path=fast_path(
+        "SmolLM3",
+        rotates=lambda attention: bool(attention.use_rope),
+    ),
     gguf=Gguf(
         architecture="smollm3",
         constants={"use_sliding_window": False},

@@ -34,7 +34,15 @@ TABLE: dict[str, Family] = {
     "doge": Family(exact_tokens=lambda config: 0 if config.get("is_moe") else None),
     "dots1": Family(packs_rows=True, fast_path=fast_path("Dots1", "MoE", GROUPED_SIGMOID)),
     "ernie4_5_vl_moe": Family(types=("ernie4_5_vl_moe_text",), packs_rows=True),
-    "exaone_moe": Family(packs_rows=True),
+    "exaone_moe": Family(
+        packs_rows=True,
+        fast_path=fast_path(
+            "ExaoneMoe",
+            "SparseMoEBlock",
+            GROUPED_SIGMOID,
+            rotates=lambda attention: attention.sliding_window is None or attention.is_sliding,
+        ),
+    ),
     "flex_olmo": Family(packs_rows=True),
     "flint": Family(packs_rows=True),
     "gemma4_assistant": Family(refused="only drafts tokens for a Gemma 4 model: open that model instead"),
@@ -48,17 +56,34 @@ TABLE: dict[str, Family] = {
     "glm4v_moe": Family(types=("glm4v_moe_text",), replies=HERMES, packs_rows=True),
     "glm5_next": Family(gate=_TWO_HALVES_CLAMPED),
     "granitemoe_swa": Family(replies=GRANITE, packs_rows=True),
-    "hy_v3": Family(packs_rows=True),
+    "hy_v3": Family(
+        packs_rows=True,
+        fast_path=fast_path(
+            "HYV3",
+            "MoE",
+            Router(
+                scoring="sigmoid",
+                correction="e_score_correction_bias",
+                bf16_logits=False,
+                normalise=True,
+                scale="router_scaling_factor",
+            ),
+        ),
+    ),
     "hy_v4": Family(gate=_TWO_HALVES_CLAMPED),
     "jamba": Family(continues=False),
     "jetmoe": Family(adapter="jetmoe", packs_rows=True),
     "kolibri1": Family(packs_rows=True),
     "laguna": Family(packs_rows=True),
     "longcat_flash": Family(adapter="longcat_flash", kv=KvNumbers(attentions=2)),
-    # Its layers differ in their angles.
     "mellum": Family(
         packs_rows=True,
-        fast_path=fast_path("Mellum", "SparseMoeBlock", Router(normalise="norm_topk_prob", bf16_shares=True), model=""),
+        fast_path=fast_path(
+            "Mellum",
+            "SparseMoeBlock",
+            Router(normalise="norm_topk_prob", bf16_shares=True),
+            angles_by_type=True,
+        ),
     ),
     # Layers with a window have twice the key-value heads of others.
     "mimo_v2_flash": Family(packs_rows=True, kv=KvNumbers(window_heads=2)),

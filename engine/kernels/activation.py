@@ -50,13 +50,18 @@ _FUNCTIONS = {
 }
 
 
+def kind_of(function: object) -> ActivationKind | None:
+    """What a module of the library that computes an activation is called here."""
+    return _FUNCTIONS.get(type(function).__name__)
+
+
 def activation_of(module: Any) -> Activation | None:
     """The activation of an experts module, or `None` if only the module itself can compute it."""
     if not module.has_gate:
-        kind = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
+        kind = kind_of(getattr(module, "act_fn", None))
         return None if kind is None else Activation(kind, Pairing.PLAIN)
     if gates_as_usual(module):
-        kind = _FUNCTIONS.get(type(getattr(module, "act_fn", None)).__name__)
+        kind = kind_of(getattr(module, "act_fn", None))
         return None if kind is None else Activation(kind, Pairing.HALVES)
     own = family_at(str(getattr(gate_of(module), "__module__", ""))).gate
     return None if own is None else _clamped(module, own)

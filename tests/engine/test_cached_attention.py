@@ -62,8 +62,9 @@ def assert_step_as_in_torch(
         norm.data_ptr(),
         *([None] * 6),
         None if sinks is None else sinks.data_ptr(),
+        None,
         *(linear_struct(p) for p in (q, k, v, o)),
-        *(1e-6, scale, hidden, heads, groups, dim, False),
+        *(1e-6, scale, hidden, heads, groups, dim, False, False, dim),
     )
     still, turned = torch.ones(dim // 2), torch.zeros(dim // 2)
     out = torch.empty_like(x)

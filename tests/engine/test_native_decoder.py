@@ -26,7 +26,8 @@ _TOLERANCE = 0.006
 """Of logits of about 0.3 after bf16 layers: five of its steps."""
 
 FAMILIES = ["mixtral", "qwen3_moe", "llama", "qwen3", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
-FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open", "glm4_moe_lite", "mellum", "qwen3_vl_moe"]
+FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open", "glm4_moe_lite", "glm4_moe", "ernie4_5_moe"]
+FAMILIES += ["exaone_moe", "hunyuan_v1_moe", "hy_v3", "mellum", "qwen3_vl_moe", "smollm3"]
 
 
 _LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
@@ -42,6 +43,11 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {**_LARGER_LATENT, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}),
     ("deepseek_v3", {**_LARGER_LATENT, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 264}),
     ("deepseek_v3", {**_LARGER_LATENT, "q_lora_rank": None, "rope_interleave": False}),
+    ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
+    ("ernie4_5_moe", {}),
+    ("gemma3_text", {"query_pre_attn_scalar": 64}),
+    ("hunyuan_v1_moe", {}),
+    ("hy_v3", {}),
 ]
 
 
@@ -136,6 +142,15 @@ WHOLE: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {"first_k_dense_replace": 1}),
     ("deepseek_v3", {**_LARGER_LATENT, "first_k_dense_replace": 1}),
     ("glm4_moe_lite", {}),
+    ("glm4_moe", {"use_qk_norm": True}),
+    ("ernie4_5_moe", {"moe_layer_start_index": 1}),
+    ("exaone_moe", {"mlp_layer_types": ["dense", "sparse"], "sliding_window": 32}),
+    ("gemma3_text", {"sliding_window": 32, "query_pre_attn_scalar": 64}),
+    ("hunyuan_v1_moe", {}),
+    ("hy_v3", {"mlp_layer_types": ["dense", "sparse"]}),
+    ("mellum", {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}),
+    ("minimax_m2", {}),
+    ("smollm3", {}),
 ]
 
 
@@ -182,12 +197,20 @@ def test_dense_layers_are_in_the_call_of_a_whole_model(
         library.close()
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("gemma3_text", {"layer_types": ["sliding_attention", "full_attention"] * 3, "query_pre_attn_scalar": 64}),
+    ],
+)
 def test_prompts_and_steps_are_closer_to_float32_than_the_librarys(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Hidden states are in float32, whoever computes a layer."""
-    path = tiny_checkpoint(family, tmp_path, **_LARGER, num_hidden_layers=6)
+    path = tiny_checkpoint(family, tmp_path, **{**_LARGER, **options}, num_hidden_layers=6)
     torch.manual_seed(9)
     ids = torch.randint(3, 300, (1, 40))
     found: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}

@@ -90,11 +90,13 @@ _INDEXED_AND_SLIDING = {
 }
 
 DENSE: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
     "llama": {},
     "ministral": {"layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {},
     "qwen2": {},
     "qwen3": {},
+    "smollm3": {"no_rope_layers": [1, 0], "sliding_window": None},
     "doge": {"is_moe": True, "num_experts": 16, "sliding_window": None},
 }
 """Doge's experts are rows of an embedding, which stay with the rest of the model."""

@@ -91,12 +91,14 @@ class CardEmbedding:
 
     Args:
         table: [vocabulary, hidden], on the card; an output layer may share it.
+        scale: of rows.
     """
 
-    def __init__(self, table: Blocks, kernels: CardKernels) -> None:
-        self.table, self._unpack = table, kernels.unpack
+    def __init__(self, table: Blocks, kernels: CardKernels, scale: float = 1.0) -> None:
+        self.table, self._unpack, self._scale = table, kernels.unpack, scale
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         """ids [..] -> bf16 [.., hidden]."""
         rows = self.table.raw.index_select(0, input.reshape(-1))
-        return self._unpack(Blocks(self.table.kind, rows)).view(*input.shape, -1)
+        found = self._unpack(Blocks(self.table.kind, rows)).view(*input.shape, -1)
+        return found if self._scale == 1 else found * self._scale

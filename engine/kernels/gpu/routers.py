@@ -152,7 +152,7 @@ def _ways(module: Any) -> Iterator[Routing]:
             rounds_logits=how.bf16_logits,
             normalises=bool(normalises),
             rounds_shares=how.bf16_shares,
-            scale=scale if how.scale else 1.0,
+            scale=float(getattr(module, how.scale)) if how.scale else 1.0,
         )
         return
     jitter = getattr(module, _JITTER, None)

@@ -23,7 +23,7 @@ from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 17
+_ABI = 18
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -114,7 +114,7 @@ class NativeKernels:
             i64,
             pointer,
         ]
-        library.switchyard_model_step.argtypes = [pointer, pointer, i32, *[pointer] * 3, i32, i64, pointer]
+        library.switchyard_model_step.argtypes = [pointer, pointer, i32, *[pointer] * 3]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
         library.switchyard_repack.argtypes = [pointer, pointer, i64, i32]

@@ -296,7 +296,7 @@ class BlockEmbedding:
 
     def __init__(self, module: torch.nn.Embedding, table: Blocks, kernels: NativeKernels) -> None:
         self._table, self._kernels = table, kernels
-        self.dtype = module.weight.dtype
+        self.dtype, self._scale = module.weight.dtype, scale_of_rows(module)
         module.register_buffer("tiles", table.raw, persistent=False)  # registered only to be counted
         module.weight = torch.nn.Parameter(module.weight.new_empty(0), requires_grad=False)
 
@@ -305,4 +305,18 @@ class BlockEmbedding:
         out = torch.empty(len(ids), self._table.columns, dtype=self.dtype)
         if len(ids):
             unpack_into(replace(self._table, order=ids), out, self._kernels)
+        if self._scale != 1:
+            out *= self._scale
         return out.view(*input.shape, -1)
+
+
+def looks_rows_up(module: object) -> TypeGuard[torch.nn.Embedding]:
+    """Whether an embedding does that alone, and multiplies them by one number at most, as Gemma's do."""
+    if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None:
+        return False
+    return type(module) is torch.nn.Embedding or type(module).__name__.endswith("TextScaledWordEmbedding")
+
+
+def scale_of_rows(module: torch.nn.Embedding) -> float:
+    """What it multiplies rows by, rounded as they are."""
+    return float(torch.tensor(getattr(module, "scalar_embed_scale", 1.0), dtype=module.weight.dtype))

@@ -69,6 +69,7 @@ class RouterStruct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("bf16_logits", "normalise", "bf16_shares")),
         ("scale", ctypes.c_float),
         ("is_exact", ctypes.c_int32),
+        ("least", ctypes.c_float),
     )
 
 
@@ -101,9 +102,10 @@ class SparseBlockStruct(ctypes.Structure):
         ("router", RouterStruct),
         ("experts", ExpertsStruct),
         *((name, MatrixStruct) for name in ("shared_gate_proj", "shared_up_proj", "shared_down_proj")),
-        ("shared_gate", ctypes.c_void_p),
-        ("card", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("shared_gate", "card", "after_norm")),
         ("epsilon", ctypes.c_float),
+        ("norm_offset", ctypes.c_float),
+        ("shared_activation", ctypes.c_int32),
     )
 
 
@@ -112,12 +114,13 @@ class AttentionStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "q_norm", "k_norm")),
-        *((name, ctypes.c_void_p) for name in ("q_bias", "k_bias", "v_bias", "o_bias", "sinks")),
+        *((name, ctypes.c_void_p) for name in ("q_bias", "k_bias", "v_bias", "o_bias", "sinks", "after_norm")),
         *((name, MatrixStruct) for name in ("q", "k", "v", "o")),
         ("epsilon", ctypes.c_float),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim")),
-        ("norms_span_heads", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("norms_span_heads", "norms_come_last", "rotated", "rotation")),
+        ("norm_offset", ctypes.c_float),
     )
 
 
@@ -140,7 +143,17 @@ class LayerStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("capacity", "length")),
         *((name, ctypes.c_void_p) for name in ("chosen", "shares")),
-        ("type", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("type", "angles")),
+    )
+
+
+class AnglesStruct(ctypes.Structure):
+    """`SwitchyardAngles`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin")),
+        ("angle_step", ctypes.c_int32),
+        ("token_step", ctypes.c_int64),
     )
 
 
@@ -152,6 +165,7 @@ class ModelStruct(ctypes.Structure):
         ("head", MatrixStruct),
         ("epsilon", ctypes.c_float),
         ("count", ctypes.c_int32),
+        ("norm_offset", ctypes.c_float),
     )
 
 

@@ -18,6 +18,7 @@ from engine.kernels.native.paged_attention import PagedLayerStruct, Pieces
 from engine.kernels.native.rows import attention_rows
 from engine.kernels.native.structs import AttentionStruct
 from engine.runtime.batch.packed_attention import PagedStates
+from engine.runtime.fast_path.angles import Rotations
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.fast_path.dense_rows import one_by_one, product
 from engine.telemetry import lanes
@@ -38,10 +39,11 @@ class FewRows:
         self, model: Any, attention: list[AttentionStruct], states: PagedStates, kernels: NativeKernels
     ) -> None:
         inner = model.model
-        self._embed, self._rotary = inner.embed_tokens, inner.rotary_emb
+        self._embed = inner.embed_tokens
         self._norm, self._head = inner.norm, model.lm_head
         self._modules, self._attention = list(inner.layers), attention
         self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
+        self._angles = Rotations(inner.rotary_emb, {layer.attention.type for layer in self._layers})
         self._states, self._kernels = states, kernels
         self._hooks = [
             hooks
@@ -73,10 +75,11 @@ class FewRows:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         rows = self._embed(torch.tensor([ids]))
-        cos, sin = self._rotary(rows, torch.tensor([positions]))
+        angles = self._angles.of(rows, torch.tensor([positions]))
         hidden = rows.float()
         for layer, module, struct in zip(self._layers, self._modules, self._attention, strict=True):
             paged: PagedLayerStruct = self._states.layer_of(module.self_attn)[1]
+            cos, sin = angles[layer.attention.type]
             begun_ns = clock.now_ns()
             out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
             if RECORDER.on:

@@ -26,7 +26,8 @@ from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import knows_layer
 from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
-from engine.runtime.fast_path.sparse_block import SparseBlock
+from engine.runtime.fast_path.norms import LayerNorms, add_mlp
+from engine.runtime.fast_path.sparse_block import SparseBlock, shared_expert_of
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
@@ -159,8 +160,7 @@ class NativeRows:
             sparse = self._sparse.get(index)
             if sparse is not None:
                 return self._add_experts(layer.mlp, sparse.struct, out[0])[None]
-            result = layer.mlp(layer.post_attention_layernorm(out))
-            return torch.add(out, result[0] if isinstance(result, tuple) else result)
+            return add_mlp(layer, LayerNorms.of(layer), out)
 
     def linears(self, layers: Iterable[int]) -> AbstractContextManager[None]:
         """Inside this context the kernels compute these layers' linear layers, for every caller."""
@@ -170,7 +170,7 @@ class NativeRows:
         """Hidden states [T, H] plus the output of a sparse block."""
         normed, chosen, shares = route_rows(self._kernels, struct, hidden)
         mixed = experts_forward(block.experts, normed, chosen, shares)
-        shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+        shared = shared_expert_of(block)
         if shared is not None:
             of_all = shared(normed)
             gate = getattr(block, "shared_expert_gate", None)

@@ -22,6 +22,7 @@ from engine.families import fast_path_of
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
+from engine.runtime.fast_path.angles import Rotations
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.fast_path.dense_rows import one_by_one, product
 from engine.runtime.fast_path.whole_model import WholeModel
@@ -29,16 +30,10 @@ from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.reuse import kinds_by_length
 
-_FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""
-
 _IN_PLACE = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
 
 MOST_ROWS = MAX_TOKENS
 """Most tokens of a step that are computed together, each as if alone."""
-
-_PAGE = 256
-"""Positions whose angles are computed together."""
 
 
 @contextmanager
@@ -204,7 +199,7 @@ class TokenStep:
         self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, model.lm_head
         self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-        self._angles = _Angles(inner.rotary_emb)
+        self._angles = Rotations(inner.rotary_emb, {layer.attention.type for layer in self._layers})
         self._whole = WholeModel.of(self._layers, self._norm, self._head)
 
     @classmethod
@@ -257,7 +252,7 @@ class TokenStep:
             return self._through_layers(hidden, angles, position_ids, cache)
 
     def _through_layers(
-        self, hidden: torch.Tensor, angles: Any, position_ids: torch.Tensor, cache: Cache
+        self, hidden: torch.Tensor, angles: dict[str, Any], position_ids: torch.Tensor, cache: Cache
     ) -> torch.Tensor | None:
         whole = None if self._norm._forward_hooks else self._whole  # somebody may listen to the last hidden states
         logits = whole.step(hidden, cache, angles) if whole is not None else None
@@ -265,7 +260,8 @@ class TokenStep:
             return logits
         first = True
         for layer in self._layers:
-            out = layer.step(hidden, cache, angles)
+            its = angles[layer.attention.type]
+            out = layer.step(hidden, cache, its)
             if out is None:
                 if first:
                     return None
@@ -277,43 +273,7 @@ class TokenStep:
                     position_ids=position_ids,
                     cache=cache,
                     use_cache=True,
-                    position_embeddings=angles,
+                    position_embeddings=its,
                 )
             hidden, first = out, False
         return product(self._head, one_by_one(self._norm, hidden))[0]
-
-
-class _Angles:
-    """Cosines and sines of positions, as the model's rotary embedding gives them."""
-
-    def __init__(self, rotary: Any) -> None:
-        self._rotary = rotary
-        self.is_fixed = getattr(rotary, "rope_type", None) in _FIXED_ANGLES
-        self._page = -1
-        self._rows: Any = ()
-
-    def at(self, position: int, like: torch.Tensor, position_ids: torch.Tensor) -> Any:
-        """Of `position` and those that follow: a tensor, or cosines and sines, [1, q, angles]."""
-        if not self.is_fixed:
-            return self._rotary(like, position_ids)
-        tokens = position_ids.shape[1]
-        if tokens == 1:
-            return self._of_one(position, like)
-        found = [self._of_one(place, like) for place in range(position, position + tokens)]
-        if isinstance(found[0], torch.Tensor):
-            return torch.cat(found, dim=1)
-        return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
-
-    def _of_one(self, position: int, like: torch.Tensor) -> Any:
-        page, row = divmod(position, _PAGE)
-        if page != self._page:
-            self._rows = self._of_page(page, like)
-            self._page = page
-        return self._rows[row]
-
-    def _of_page(self, page: int, like: torch.Tensor) -> list[Any]:
-        ids = torch.arange(page * _PAGE, (page + 1) * _PAGE, device=like.device).unsqueeze(0)
-        found = self._rotary(like, ids)
-        if isinstance(found, torch.Tensor):
-            return [found[:, row : row + 1] for row in range(_PAGE)]
-        return [tuple(part[:, row : row + 1] for part in found) for row in range(_PAGE)]

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+
+from engine.families import fast_path_of
+
+_FIXED = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary embeddings whose angles depend on the position alone, not on how long the context is."""
+
+_PAGE = 256
+"""Positions whose angles are computed together."""
 
 
 class Angles(NamedTuple):
@@ -30,3 +38,69 @@ class Angles(NamedTuple):
         turns = turns.contiguous()
         start = turns.data_ptr()
         return cls((start, start + 4, 2, 2 * turns.shape[-1]), (turns,))
+
+
+def type_of(attention: Any) -> str:
+    """Which of a model's `layer_types` has angles of its own, and this attention module is of; empty if none has."""
+    path = fast_path_of(attention, "attention")
+    if path is None or not path.angles_by_type:
+        return ""
+    name: str = attention.config.layer_types[attention.layer_idx]
+    return name
+
+
+class Rotations:
+    """What a model's rotary embedding gives for positions, by the type of the layers that it is for.
+
+    Args:
+        rotary: the model's.
+        types: of its layers, by `type_of`.
+
+    Attributes:
+        is_fixed: whether it depends on the position alone.
+    """
+
+    def __init__(self, rotary: Any, types: set[str]) -> None:
+        self._rotary, self._types = rotary, sorted(types)
+        kind = getattr(rotary, "rope_type", None)
+        self.is_fixed = set(kind.values() if isinstance(kind, dict) else [kind]) <= set(_FIXED)
+        self._page = -1
+        self._rows: list[dict[str, Any]] = []
+
+    def of(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+        """Of positions [B, q]: tensors, or cosines and sines, [B, q, angles]."""
+        return {name: self._rotary(like, position_ids, *([name] if name else ())) for name in self._types}
+
+    def at(self, position: int, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
+        """The same of `position` and those that follow."""
+        if not self.is_fixed:
+            return self.of(like, position_ids)
+        tokens = position_ids.shape[1]
+        if tokens == 1:
+            return self._of_one(position, like)
+        found = [self._of_one(place, like) for place in range(position, position + tokens)]
+        return {name: _joined([one[name] for one in found]) for name in self._types}
+
+    def _of_one(self, position: int, like: torch.Tensor) -> dict[str, Any]:
+        page, row = divmod(position, _PAGE)
+        if page != self._page:
+            self._rows = self._of_page(page, like)
+            self._page = page
+        return self._rows[row]
+
+    def _of_page(self, page: int, like: torch.Tensor) -> list[dict[str, Any]]:
+        ids = torch.arange(page * _PAGE, (page + 1) * _PAGE, device=like.device).unsqueeze(0)
+        found = self.of(like, ids)
+        return [{name: _row(each, row) for name, each in found.items()} for row in range(_PAGE)]
+
+
+def _row(found: Any, row: int) -> Any:
+    if isinstance(found, torch.Tensor):
+        return found[:, row : row + 1]
+    return tuple(part[:, row : row + 1] for part in found)
+
+
+def _joined(found: list[Any]) -> Any:
+    if isinstance(found[0], torch.Tensor):
+        return torch.cat(found, dim=1)
+    return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))

@@ -18,13 +18,14 @@ from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
 from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.fast_path.norms import LayerNorms, add_mlp
 from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
 
 def knows_layer(layer: Any) -> bool:
-    """Whether this is a decoder layer of the common kind: two norms, attention and an MLP, each added to its input."""
+    """Whether this is a decoder layer of the common kind: attention and an MLP, each after a norm, added to their inputs."""
     return fast_path_of(layer, "layer") is not None
 
 
@@ -79,7 +80,8 @@ class SingleTokenLayer:
         # Bound before it is replaced: the way for everything that is not a single token.
         self.in_library = layer.forward
         self._layer = layer
-        self._hidden: int = layer.input_layernorm.weight.numel()
+        self._norms = LayerNorms.of(layer)
+        self._hidden: int = self.norm.weight.numel()
         self.attention = attention
         self.sparse = sparse
         self.number = number
@@ -108,7 +110,7 @@ class SingleTokenLayer:
         ):
             out = self.step(hidden_states.contiguous(), cache, positions)
         if out is None and self.wants_last and hidden_states.shape[1] > 1 and not (args or self._routes_apart):
-            out = self._library_mlp(attend_last(self._layer, hidden_states, kwargs))
+            out = add_mlp(self._layer, self._norms, attend_last(self._layer, hidden_states, kwargs))
         return self.in_library(hidden_states, *args, **kwargs) if out is None else out
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
@@ -126,13 +128,13 @@ class SingleTokenLayer:
             return None
         if self.sparse is not None and self.sparse.can_step:
             return self.sparse.step(out)
-        return self._recorded_mlp(out) if RECORDER.on else self._library_mlp(out)
+        return self._recorded_mlp(out) if RECORDER.on else add_mlp(self._layer, self._norms, out)
 
     def _recorded_mlp(self, out: torch.Tensor) -> torch.Tensor:
         """The library's MLP, and its span; the native steps are stamped by themselves."""
         recorder = RECORDER
         attended_ns = recorder.layer_since_ns = clock.now_ns()
-        out = self._library_mlp(out)
+        out = add_mlp(self._layer, self._norms, out)
         if recorder.layer_since_ns == attended_ns:  # no experts, which would have recorded their own span
             recorder.layer_since_ns = ended_ns = clock.now_ns()
             recorder.dense(lanes.DENSE, attended_ns, ended_ns, self.number)
@@ -141,7 +143,7 @@ class SingleTokenLayer:
     @property
     def norm(self) -> Any:
         """The first of its norms."""
-        return self._layer.input_layernorm
+        return self._norms.before_attention
 
     @property
     def reads_narrow(self) -> bool:
@@ -153,11 +155,6 @@ class SingleTokenLayer:
         """Whether native calls compute all of it, several tokens at once as each of them alone, bit by bit; a card
         computes one at a time."""
         return self.sparse is not None and self.sparse.tokens is None
-
-    def _library_mlp(self, out: torch.Tensor) -> torch.Tensor:
-        result = self._layer.mlp(self._layer.post_attention_layernorm(out))
-        own: torch.Tensor = result[0] if isinstance(result, tuple) else result
-        return out + own
 
 
 def _hides_nothing(mask: torch.Tensor | None) -> bool:

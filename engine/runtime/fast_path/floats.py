@@ -16,6 +16,7 @@ from engine.families import fast_path_of
 from engine.families.library import code_of
 from engine.kernels.gpu.rotations import forward_with
 from engine.kernels.native.linear import BlockEmbedding
+from engine.runtime.fast_path.norms import LayerNorms
 
 _ROTATIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
 """The functions in the library's files that rotate queries and keys by cosines and sines.  DeepSeek-V2's takes complex
@@ -29,7 +30,7 @@ def keep_in_floats(model: Any, layers: Sequence[Any], *, all_native: bool) -> No
         layers: those of the common kind; the norms of the others stay what they are.
         all_native: whether native steps compute all of them; else the embedding gives what it gave.
     """
-    kinds = {type(layer.input_layernorm) for layer in layers}
+    kinds = {type(LayerNorms.of(layer).before_attention) for layer in layers}
     for norm in model.modules():
         if type(norm) in kinds and norm.weight.dtype == torch.bfloat16 and "forward" not in norm.__dict__:
             norm.forward = _NormOfSums(norm)

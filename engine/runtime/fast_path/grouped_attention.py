@@ -13,43 +13,55 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct
-from engine.runtime.fast_path.angles import Angles
+from engine.runtime.fast_path.angles import Angles, type_of
+from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
 _KNOWN = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
 _BF16, _NO_SCALES = int(KvType.BF16), (None, None)
+_HALVES, _NEIGHBOURS = 0, 2
+"""Which dimensions are rotated together, as switchyard_kernels.h numbers it."""
 
 
 class GroupedAttention:
-    """The attention of one decoder layer."""
+    """The attention of one decoder layer.
+
+    Attributes:
+        type: which of the model's angles it rotates by; see `type_of`.
+        rotated: dimensions of each head that are.
+    """
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         attention = layer.self_attn
         path = _fast_path(attention)
         self._struct = attention_struct(layer)
+        self.type = type_of(attention)
         self.address = ctypes.addressof(self._struct)
         self.kernels = kernels
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
-        self._angles = self._head_dim // 2 if path.angles == "once" else self._head_dim
+        self.rotated: int = self._struct.rotated
+        self._angles = self.rotated // (2 if path.angles == "once" else 1)
 
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
         attention = layer.self_attn
         path = fast_path_of(attention, "attention")
-        if path is None or path.is_latent or getattr(attention.config, "clip_qkv", None) is not None:
+        if path is None or path.is_latent or any(getattr(attention.config, name, None) for name in path.unless):
             return False
-        norms = [norm for norm in _head_norms(attention) if norm is not None]
+        of_layer = LayerNorms.of(layer)
+        first = of_layer.before_attention
+        norms = [norm for norm in (*_head_norms(attention), of_layer.after_attention) if norm is not None]
         inputs = [linear_struct(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         return (
             read_alike(inputs)  # the same vector
             and all(is_readable(p) for p in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj))
-            and all(is_plain(norm.weight) for norm in (*norms, layer.input_layernorm))
-            and all(norm.variance_epsilon == layer.input_layernorm.variance_epsilon for norm in norms)
+            and all(is_plain(norm.weight) for norm in (*norms, first))
+            and all(epsilon_of(norm) == epsilon_of(first) for norm in norms)
             and (getattr(attention, "sinks", None) is None or is_plain(attention.sinks))
-            and attention.head_dim % 2 == 0
+            and _rotated(attention) % 2 == 0
         )
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
@@ -83,7 +95,7 @@ class GroupedAttention:
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
         """The cosines and sines of so many tokens; `None` if they are of another number."""
         cos, sin = positions
-        if cos.numel() != tokens * self._angles:
+        if self._angles and cos.numel() != tokens * self._angles:
             return None
         return Angles.of(cos, sin)
 
@@ -119,26 +131,42 @@ def _fast_path(attention: Any) -> FastPath:
     return path
 
 
-def _head_norms(attention: Any) -> tuple[Any, Any]:
-    return getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+def _head_norms(attention: Any) -> tuple[Any, ...]:
+    return tuple(getattr(attention, name, None) for name in _fast_path(attention).head_norms)
+
+
+def _rotated(attention: Any) -> int:
+    """How many dimensions of a head are."""
+    path = _fast_path(attention)
+    if path.rotates is not None and not path.rotates(attention):
+        return 0
+    rope = getattr(attention.config, "rope_parameters", None) or {}
+    if path.angles_by_type:
+        rope = rope[type_of(attention)]
+    return int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))
 
 
 def attention_struct(layer: Any) -> AttentionStruct:
     """The weights of a decoder layer's attention, of a kind that `GroupedAttention` knows; it points into them."""
     attention = layer.self_attn
-    path = _fast_path(attention)
+    path, norms = _fast_path(attention), LayerNorms.of(layer)
     projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     return AttentionStruct(
-        layer.input_layernorm.weight.data_ptr(),
+        norms.before_attention.weight.data_ptr(),
         *(norm.weight.data_ptr() if norm is not None else None for norm in _head_norms(attention)),
         *(address_of(p.bias) for p in projections),
         address_of(getattr(attention, "sinks", None)),
+        address_of(norms.after_attention.weight) if norms.after_attention is not None else None,
         *(linear_struct(p) for p in projections),
-        layer.input_layernorm.variance_epsilon,
+        epsilon_of(norms.before_attention),
         attention.scaling,
         attention.q_proj.in_features,
         attention.q_proj.out_features // attention.head_dim,
         attention.k_proj.out_features // attention.head_dim,
         attention.head_dim,
         path.norms_all_heads,
+        path.head_norms_last,
+        _rotated(attention),
+        _NEIGHBOURS if path.rotates_neighbours else _HALVES,
+        offset_of(norms.before_attention),
     )

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from engine.runtime.fast_path.norms import LayerNorms
+
 _OF_ONE_ROW = ("q_proj", "o_proj")
 """Projections of an attention module whose other rows nobody reads: a token's query serves that token alone."""
 
@@ -23,9 +25,11 @@ def attend_last(layer: Any, hidden_states: torch.Tensor, options: dict[str, Any]
         layer: of the common kind (see `engine.runtime.fast_path.decoder_layer`).
         options: what the layer is given besides; its cache takes the keys and values of all tokens.
     """
+    norms = LayerNorms.of(layer)
     with _only_last_rows(layer.self_attn):
-        attended: torch.Tensor = layer.self_attn(hidden_states=layer.input_layernorm(hidden_states), **options)[0]
-    return hidden_states[:, -1:] + attended[:, -1:]
+        attended: torch.Tensor = layer.self_attn(hidden_states=norms.before_attention(hidden_states), **options)[0]
+    last = attended[:, -1:]
+    return hidden_states[:, -1:] + (last if norms.after_attention is None else norms.after_attention(last))
 
 
 @contextmanager

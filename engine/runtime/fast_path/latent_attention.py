@@ -24,7 +24,7 @@ from engine.kernels.native.linear import (
 )
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
-from engine.runtime.fast_path.angles import Angles
+from engine.runtime.fast_path.angles import Angles, type_of
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 
 _KNOWN = (GrowingLayer, GrowingWindowLayer)
@@ -32,14 +32,15 @@ _HALVES, _PAIRS_TO_HALVES, _PAIRS = 0, 1, 2
 
 
 class LatentAttention:
-    """The attention of one decoder layer."""
+    """The attention of one decoder layer; attributes as of `GroupedAttention`."""
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         self._struct = _struct(layer)
         self.address = ctypes.addressof(self._struct)
         self.kernels = kernels
+        self.type = type_of(layer.self_attn)
         self._index: int = layer.self_attn.layer_idx
-        self._rope: int = layer.self_attn.qk_rope_head_dim
+        self.rotated: int = layer.self_attn.qk_rope_head_dim
 
     @staticmethod
     def can_step(layer: Any) -> bool:
@@ -91,11 +92,11 @@ class LatentAttention:
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
         """The angles of so many tokens; `None` if they are not of the kind that the kernel knows."""
         if self._struct.rotation == _PAIRS:
-            if positions.numel() != tokens * self._rope // 2 or positions.dtype != torch.complex64:
+            if positions.numel() != tokens * self.rotated // 2 or positions.dtype != torch.complex64:
                 return None
             return Angles.of_complex(positions)
         cos, sin = positions
-        return Angles.of(cos, sin) if cos.numel() == tokens * self._rope else None
+        return Angles.of(cos, sin) if cos.numel() == tokens * self.rotated else None
 
     def can_claim(self, tokens: int, cache: Any) -> bool:
         """Whether `claim` gives rows for so many."""

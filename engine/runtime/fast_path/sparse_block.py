@@ -6,6 +6,7 @@ A dense layer's MLP is computed as a shared expert without others beside it.
 from __future__ import annotations
 
 import ctypes
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.families import fast_path_of
 from engine.families.family import Router
+from engine.kernels.activation import ActivationKind, kind_of
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
@@ -25,8 +27,10 @@ from engine.kernels.native.structs import (
     RouterStruct,
     SparseBlockStruct,
 )
+from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
 
 _PARTS = ("gate_proj", "up_proj", "down_proj")
+_SHARED = ("shared_experts", "shared_expert", "shared_mlp")
 _SCORING = {"softmax": 0, "sigmoid": 1}
 """As switchyard_kernels.h numbers them."""
 
@@ -40,8 +44,10 @@ class SparseBlock:
         tokens: of the card that has experts of the block; only while one is under way, steps may be computed.
     """
 
-    def __init__(self, struct: SparseBlockStruct, kernels: NativeKernels, experts: Any = None) -> None:
-        self.struct, self._experts = struct, experts
+    def __init__(
+        self, struct: SparseBlockStruct, kernels: NativeKernels, experts: Any = None, held: torch.Tensor | None = None
+    ) -> None:
+        self.struct, self._experts, self._held = struct, experts, held
         self._bound = getattr(experts, BANK_LAYER, None)
         kernel = self._bound[1] if self._bound is not None else None
         self.tokens: CardTokens | None = kernel.tokens if isinstance(kernel, HybridExperts) else None
@@ -54,17 +60,15 @@ class SparseBlock:
     @classmethod
     def of(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
         """That of `layer`, of a known kind; `None` if its MLP is of none, or its experts are not computed natively."""
-        block, norm = layer.mlp, layer.post_attention_layernorm
+        block, norms = layer.mlp, LayerNorms.of(layer)
         path = fast_path_of(block, "block")
         if path is None:
-            return cls._of_dense(layer, kernels)
+            return cls._of_dense(layer, norms, kernels)
         router = block.router if hasattr(block, "router") else block.gate
-        correction = getattr(router, "e_score_correction_bias", None)
         bound = getattr(block.experts, BANK_LAYER, None)
-        shared = getattr(block, "shared_experts", getattr(block, "shared_expert", None))
+        shared = shared_expert_of(block)
         if (
-            not (is_plain(norm.weight) and _is_readable_router(router.weight))
-            or not (correction is None or correction.dtype == torch.float32)
+            not (_are_plain(norms) and _is_readable_router(attrgetter(path.router.weight)(router)))
             or not (shared is None or _is_plain_mlp(shared))
             or bound is None
             or (experts := _experts(bound[1])) is None
@@ -74,30 +78,31 @@ class SparseBlock:
         gate = getattr(block, "shared_expert_gate", None)
         if gate is not None and not is_plain(gate.weight):
             return None
+        correction = _correction(router, block, path.router)
         struct = SparseBlockStruct(
-            norm.weight.data_ptr(),
-            _router(router, path.router),
+            norms.before_mlp.weight.data_ptr(),
+            _router(router, path.router, correction),
             of_experts,
             *(_matrices(shared) if shared is not None else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
             ctypes.addressof(card) if card is not None else None,
-            norm.variance_epsilon,
+            *_rest(norms, shared),
         )
-        return cls(struct, kernels, block.experts)
+        return cls(struct, kernels, block.experts, correction)
 
     @classmethod
-    def _of_dense(cls, layer: Any, kernels: NativeKernels) -> SparseBlock | None:
-        mlp, norm, path = layer.mlp, layer.post_attention_layernorm, fast_path_of(layer, "layer")
-        if path is None or not (is_plain(norm.weight) and _is_plain_mlp(mlp)):
+    def _of_dense(cls, layer: Any, norms: LayerNorms, kernels: NativeKernels) -> SparseBlock | None:
+        mlp, weight = layer.mlp, norms.before_mlp.weight
+        if not (_are_plain(norms) and _is_plain_mlp(mlp)):
             return None
         struct = SparseBlockStruct(
-            norm.weight.data_ptr(),
+            weight.data_ptr(),
             RouterStruct(),
-            ExpertsStruct(hidden=norm.weight.numel()),
+            ExpertsStruct(hidden=weight.numel()),
             *_matrices(mlp),
             None,
             None,
-            norm.variance_epsilon,
+            *_rest(norms, mlp),
         )
         return cls(struct, kernels)
 
@@ -126,6 +131,28 @@ class SparseBlock:
         return out
 
 
+def shared_expert_of(block: Any) -> Any:
+    """The expert that every token goes to, besides those that a block's router chooses; `None` if it has none."""
+    return next((getattr(block, name) for name in _SHARED if getattr(block, name, None) is not None), None)
+
+
+def _are_plain(norms: LayerNorms) -> bool:
+    before, after = norms.before_mlp, norms.after_mlp
+    if not is_plain(before.weight):
+        return False
+    return after is None or (is_plain(after.weight) and epsilon_of(after) == epsilon_of(before))
+
+
+def _rest(norms: LayerNorms, shared: Any) -> tuple[Any, ...]:
+    """The end of a struct: what the norms are, and the shared expert's or the dense MLP's activation."""
+    return (
+        address_of(norms.after_mlp.weight) if norms.after_mlp is not None else None,
+        epsilon_of(norms.before_mlp),
+        offset_of(norms.before_mlp),
+        ActivationKind.SILU if shared is None else kind_of(shared.act_fn),
+    )
+
+
 def _experts(kernel: Any) -> tuple[ExpertsStruct, CardExpertsStruct | None] | None:
     """The experts that a kernel computes natively, all in RAM or some of them on a card."""
     if isinstance(kernel, NativeExperts):
@@ -145,21 +172,31 @@ def _is_plain_mlp(mlp: Any) -> bool:
     parts = [getattr(mlp, name) for name in _PARTS]
     structs = _matrices(mlp)
     return (
-        mlp.config.hidden_act == "silu"
+        kind_of(getattr(mlp, "act_fn", None)) is not None
         and all(part.bias is None and is_readable(part) for part in parts)
         and read_alike(structs[:2])  # the same vector
     )
 
 
-def _router(router: Any, how: Router) -> RouterStruct:
+def _correction(router: Any, block: Any, how: Router) -> torch.Tensor | None:
+    """What is added to scores for the choice, in float32."""
+    if not how.correction:
+        return None
+    holder = router if hasattr(router, how.correction.partition(".")[0]) else block
+    correction: torch.Tensor = attrgetter(how.correction)(holder)
+    return correction.detach().float().contiguous()
+
+
+def _router(router: Any, how: Router, correction: torch.Tensor | None) -> RouterStruct:
     groups = (1, 1)
     if how.groups is not None and (how.groups_if is None or getattr(router, how.groups_if[0]) == how.groups_if[1]):
         groups = (getattr(router, how.groups[0]), getattr(router, how.groups[1]))
     normalise = getattr(router, how.normalise) if isinstance(how.normalise, str) else how.normalise
+    weight = attrgetter(how.weight)(router)
     return RouterStruct(
-        router.weight.data_ptr(),
+        weight.data_ptr(),
         address_of(getattr(router, how.bias)) if how.bias else None,
-        address_of(getattr(router, how.correction)) if how.correction else None,
+        address_of(correction),
         router.top_k,
         _SCORING[how.scoring],
         *groups,
@@ -167,7 +204,8 @@ def _router(router: Any, how: Router) -> RouterStruct:
         bool(normalise),
         how.bf16_shares,
         getattr(router, how.scale) if how.scale else 1.0,
-        router.weight.dtype == torch.float32,
+        weight.dtype == torch.float32,
+        getattr(router, how.least) if how.least else 0.0,
     )
 
 

@@ -21,8 +21,9 @@ from engine.kernels.native.linear import (
     linear_struct,
     out_of_memory,
 )
-from engine.kernels.native.structs import LayerStruct, ModelStruct
+from engine.kernels.native.structs import AnglesStruct, LayerStruct, ModelStruct
 from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.fast_path.norms import epsilon_of, offset_of
 
 if TYPE_CHECKING:
     from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
@@ -36,6 +37,12 @@ class WholeModel:
         self._attentions = [layer.attention for layer in layers]
         self._kernels = self._attentions[0].kernels
         self._structs = (LayerStruct * len(layers))()
+        types = sorted({attention.type for attention in self._attentions})
+        self._rotating = [
+            max((each for each in self._attentions if each.type == name), key=lambda each: each.rotated)
+            for name in types
+        ]
+        self._angles = (AnglesStruct * len(types))()
         for struct, layer in zip(self._structs, layers, strict=True):
             assert layer.sparse is not None
             if isinstance(layer.attention, LatentAttention):
@@ -44,13 +51,15 @@ class WholeModel:
                 struct.attention = layer.attention.address
             struct.block = layer.sparse.address
             struct.chosen, struct.shares = layer.sparse.routing
+            struct.angles = types.index(layer.attention.type)
         self._model = ModelStruct(
             ctypes.addressof(self._structs),
             norm.weight.data_ptr(),
             address_of(head.bias),
             linear_struct(head),
-            norm.variance_epsilon,
+            epsilon_of(norm),
             len(layers),
+            offset_of(norm),
         )
         self._address = ctypes.addressof(self._model)
         self._vocabulary: int = self._model.head.rows
@@ -68,14 +77,14 @@ class WholeModel:
             return None
         return cls(layers, norm, head)
 
-    def step(self, hidden: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
+    def step(self, hidden: torch.Tensor, cache: Any, positions: dict[str, Any]) -> torch.Tensor | None:
         """Hidden states [1, q, hidden] of the next tokens, float32, contiguous -> logits [q, V] after each.
 
         Logits are float32 unless the head is in bf16.
 
         Args:
             cache: takes their keys and values.
-            positions: their cosines and sines.
+            positions: their cosines and sines, by the type of the layers that they are for.
 
         Returns:
             `None`, and nothing was done, if these are not for one call.
@@ -86,9 +95,12 @@ class WholeModel:
         tokens = hidden.shape[1]
         if any(layer.sparse is None or not layer.sparse.can_step for layer in self._layers):
             return None
-        angles = self._attentions[0].angles_of(positions, tokens)
-        if angles is None or not all(attention.can_claim(tokens, cache) for attention in self._attentions):
+        held = [attention.angles_of(positions[attention.type], tokens) for attention in self._rotating]
+        if not all(held) or not all(attention.can_claim(tokens, cache) for attention in self._attentions):
             return None
+        for into, found in zip(self._angles, held, strict=True):
+            assert found is not None
+            into.cos, into.sin, into.angle_step, into.token_step = found.arguments
         for struct, attention in zip(self._structs, self._attentions, strict=True):
             rows = attention.claim(tokens, cache)
             assert rows is not None
@@ -104,6 +116,6 @@ class WholeModel:
         logits = hidden.new_empty((tokens, self._vocabulary), dtype=self._logits)
         kernels = self._kernels
         start, out = hidden.data_ptr(), logits.data_ptr()
-        if kernels.model_step(kernels.pool, self._address, tokens, start, *angles.arguments, out):
+        if kernels.model_step(kernels.pool, self._address, tokens, start, ctypes.addressof(self._angles), out):
             raise out_of_memory()
         return logits

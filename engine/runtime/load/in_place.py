@@ -33,7 +33,13 @@ from engine.kernels.dense import card_layers, quantised_sizes
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
+from engine.kernels.native.linear import (
+    BlockEmbedding,
+    LatentHeads,
+    QuantisedLinear,
+    looks_rows_up,
+    scale_of_rows,
+)
 from engine.kernels.repack import Blocks
 from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
@@ -265,7 +271,7 @@ def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[s
             continue
         is_linear = type(module) is torch.nn.Linear and name.rpartition(".")[2] not in (*ROUTERS, *_USED_OTHERWISE)
         is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
-        if is_plain or (type(module) is torch.nn.Embedding and module.max_norm is None):
+        if is_plain or looks_rows_up(module):
             found[weight] = entry
     # A weight that several modules share is in place for all of them or for none.
     alone = {tied.get(name, name) for name in (*tied, *tied.values()) if name not in found}
@@ -393,9 +399,10 @@ class MatricesOnCards:
                 table = Blocks(read.kind, read.in_order.to(place))
             kernels = kernels_of(place)
             assert kernels is not None
+            scale = scale_of_rows(module)
             module.weight = torch.nn.Parameter(module.weight.new_empty(0, device=place), requires_grad=False)
             module.register_buffer("tiles", table.raw, persistent=False)  # registered only to be counted
-            module.forward = CardEmbedding(table, kernels)
+            module.forward = CardEmbedding(table, kernels, scale)
 
 
 _USED_OTHERWISE = ("dt_proj",)

@@ -70,6 +70,7 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     const int64_t inner = draw(random, 1, 90);
     const auto few = static_cast<int32_t>(draw(random, 1, kDecodeTokens));
     const auto norm = draw_row(random, hidden), shared_gate = draw_row(random, hidden);
+    const auto after = draw_row(random, hidden);
     const auto x = draw_floats(random, int64_t{few} * hidden);
     const auto router = draw_row(random, int64_t{experts} * hidden), bias = draw_row(random, experts);
     const std::vector<float> correction(static_cast<size_t>(experts), 0.5f);
@@ -98,6 +99,9 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     block.router.normalise = coin(random);
     block.router.bf16_shares = coin(random);
     block.router.scale = 1.5f;
+    if (coin(random)) block.router.least = 1e-12f;
+    if (coin(random)) block.after_norm = after.data(), block.norm_offset = 1.0f;
+    block.shared_activation = static_cast<int32_t>(draw(random, 0, 4));
     if (coin(random)) {
         block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
         if (coin(random)) block.shared_gate = shared_gate.data();
@@ -113,9 +117,9 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
         std::vector<int64_t> its(top_k);
         require(switchyard_sparse_step(pool, &block, 1, x.data() + at, its.data(), shares.data(), alone.data()) == 0,
                 "no sparse step");
-        require(std::equal(alone.begin(), alone.end(), out.begin() + static_cast<int64_t>(at)) &&
+        require(same(alone.data(), out.data() + at, alone.size()) &&
                     std::equal(its.begin(), its.end(), chosen.begin() + token * static_cast<int64_t>(top_k)),
-                "a token depends on those it is computed with");
+                "a sparse block's token depends on those it is computed with");
     }
     for (const int64_t expert : chosen) require(expert >= 0 && expert < experts, "an expert that is not there");
     record("chosen", std::vector<uint16_t>(chosen.begin(), chosen.end()));
@@ -168,6 +172,10 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.epsilon = 1e-6f;
     layer.scale = 0.1f;
     layer.norms_span_heads = coin(random);
+    layer.norms_come_last = coin(random);
+    layer.rotated = static_cast<int32_t>(2 * draw(random, 0, layer.head_dim / 2));
+    layer.rotation = 2 * coin(random);
+    layer.norm_offset = static_cast<float>(coin(random));
     const int64_t dim = layer.head_dim, hidden = layer.hidden;
     const int64_t queries = layer.heads * dim, keys_width = layer.kv_heads * dim;
     const OwnMatrix q(pool, random, queries, hidden, format, SWITCHYARD_PLAIN);
@@ -179,8 +187,9 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     const auto of_q = draw_row(random, layer.norms_span_heads ? queries : dim);
     const auto of_k = draw_row(random, layer.norms_span_heads ? keys_width : dim);
     const auto q_bias = draw_row(random, queries), k_bias = draw_row(random, keys_width);
-    const auto v_bias = draw_row(random, keys_width), o_bias = draw_row(random, hidden);
+    const auto v_bias = draw_row(random, keys_width), o_bias = draw_row(random, hidden), after = draw_row(random, hidden);
     layer.norm = norm.data();
+    if (coin(random)) layer.after_norm = after.data();
     if (layer.norms_span_heads || coin(random)) layer.q_norm = of_q.data(), layer.k_norm = of_k.data();
     if (coin(random)) layer.q_bias = q_bias.data(), layer.k_bias = k_bias.data(), layer.v_bias = v_bias.data();
     if (coin(random)) layer.o_bias = o_bias.data();
@@ -208,7 +217,7 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
                                           sin.data() + token * half, 1, half, type, keys.data(), values.data(),
                                           of_keys, of_values, room, length + token, again.data() + token * hidden) == 0,
                 "no attention");
-    require(out == again, "attention depends on the number of threads, or on what is computed together");
+    require(same(out, again), "attention depends on the number of threads, or on what is computed together");
     record("attention", in_bf16(out));
     try_attention_rows(pool, random, layer);
 }
@@ -261,7 +270,7 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
                                        latents.data(), keys.data(), length + token,
                                        again.data() + token * hidden) == 0, "no latent attention");
     }
-    require(out == again, "a token depends on those it is computed with");
+    require(same(out, again), "latent attention of a token depends on those it is computed with");
     record("latent", in_bf16(out));
 }
 

@@ -31,6 +31,7 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     attention.kv_heads = static_cast<int32_t>(draw(random, 1, 2));
     attention.heads = attention.kv_heads * static_cast<int32_t>(draw(random, 1, 5));
     attention.head_dim = static_cast<int32_t>(2 * draw(random, 1, 24));
+    attention.rotated = attention.head_dim;
     attention.hidden = hidden;
     attention.epsilon = 1e-6f;
     attention.scale = 0.1f;
@@ -59,23 +60,24 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
         its.shares.resize(its.chosen.size());
         layers.push_back({&attention, nullptr, &block, its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
                           scaled ? its.value_scales.data() : nullptr, capacity, length, its.chosen.data(),
-                          its.shares.data(), type});
+                          its.shares.data(), type, coin(random)});
     }
     const int64_t words = draw(random, 1, 90);
     const OwnMatrix head(pool, random, words, hidden, format, SWITCHYARD_PLAIN);
     const auto bias = draw_row(random, words);
     SwitchyardModel model = {layers.data(), norm.data(), coin(random) ? bias.data() : nullptr, head.matrix, 1e-6f,
-                             count};
+                             count, static_cast<float>(coin(random))};
     const auto x = draw_floats(random, int64_t{tokens} * hidden);
-    const auto cos = draw_floats(random, tokens * half), sin = draw_floats(random, tokens * half);
+    const auto cos = draw_floats(random, 2 * tokens * half), sin = draw_floats(random, 2 * tokens * half);
+    const SwitchyardAngles angles[2] = {{cos.data(), sin.data(), 1, 2 * half}, {cos.data() + half, sin.data() + half, 1, 2 * half}};
     std::vector<uint16_t> logits(static_cast<size_t>(2 * tokens * words));  // room for floats
-    require(switchyard_model_step(pool, &model, tokens, x.data(), cos.data(), sin.data(), 1, half, logits.data()) == 0,
-            "no step of a model");
+    require(switchyard_model_step(pool, &model, tokens, x.data(), angles, logits.data()) == 0, "no step of a model");
 
     // The same model whose layers are called one by one: what is left of it is the last norm and the head.
     auto now = x, next = x;
     for (const SwitchyardLayer &layer : layers) {
-        require(switchyard_attention_step(pool, layer.attention, tokens, now.data(), cos.data(), sin.data(), 1, half, type,
+        const SwitchyardAngles &its = angles[layer.angles];
+        require(switchyard_attention_step(pool, layer.attention, tokens, now.data(), its.cos, its.sin, 1, its.token_step, type,
                                           layer.keys, layer.values, layer.key_scales, layer.value_scales, capacity,
                                           length, next.data()) == 0, "no attention");
         require(switchyard_sparse_step(pool, layer.block, tokens, next.data(), layer.chosen, layer.shares,
@@ -83,8 +85,7 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     std::vector<uint16_t> again(logits.size());
     model.count = 0;
-    require(switchyard_model_step(pool, &model, tokens, now.data(), cos.data(), sin.data(), 1, half, again.data()) == 0,
-            "no step of a model");
+    require(switchyard_model_step(pool, &model, tokens, now.data(), angles, again.data()) == 0, "no step of a model");
     require(logits == again, "a model's step is not that of its layers");
 }
 

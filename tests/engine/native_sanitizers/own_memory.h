@@ -52,6 +52,17 @@ std::vector<float> draw_floats(Random &random, int64_t count) {
     return row;
 }
 
+// Whether both hold the same numbers, bit by bit, or none at the same places: which of two NaNs comes out of a sum is the
+// compiler's choice, and it chooses anew for what is left over of a loop of vectors.
+bool same(const float *some, const float *others, size_t count) {
+    for (size_t i = 0; i < count; ++i)
+        if (std::memcmp(&some[i], &others[i], sizeof *some) != 0 && (some[i] == some[i] || others[i] == others[i])) return false;
+    return true;
+}
+bool same(const std::vector<float> &some, const std::vector<float> &others) {
+    return some.size() == others.size() && same(some.data(), others.data(), some.size());
+}
+
 void require(bool holds, const char *what) {
     if (holds) return;
     std::fprintf(stderr, "driver: %s\n", what);

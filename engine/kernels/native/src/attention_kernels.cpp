@@ -36,6 +36,7 @@ struct AttentionStep {
     std::vector<CachedAttention> attention;  // of each token: what it computes alone, it computes here
     std::vector<float> attended;             // [tokens, heads * head_dim]
     Vectors attended_x;                      // the same, for the output
+    std::vector<float> joined;               // [tokens, hidden]: what a norm after it takes
 
     int64_t width() const { return int64_t{layer->heads + 2 * layer->kv_heads} * layer->head_dim; }
     int64_t heads() const { return layer->heads + 2 * layer->kv_heads; }
@@ -50,7 +51,7 @@ struct AttentionStep {
 
 struct AttentionRun {
     AttentionStep &step;
-    Phase norm, projections, long_norms, heads, attention, joining, spreading, output;
+    Phase norm, projections, long_norms, heads, attention, joining, spreading, output, after;
 
     AttentionRun(AttentionStep &step, int threads)
         : step(step),
@@ -61,7 +62,8 @@ struct AttentionRun {
           attention(step.tokens * step.attention[step.tokens - 1].items(), threads, 1),
           joining(int64_t{step.tokens} * step.layer->heads, threads, 4),
           spreading(step.tokens, threads, 1),
-          output(blocks_of(step.layer->o), threads, 1) {}
+          output(blocks_of(step.layer->o), threads, 1),
+          after(step.layer->after_norm ? step.tokens : 0, threads, 1) {}
 };
 
 // Blocks of q, k and v, one after the other.
@@ -95,7 +97,7 @@ void norm_all(AttentionStep &step, int64_t token, int64_t which) {
     const auto &layer = *step.layer;
     const int64_t queries = int64_t{layer.heads} * layer.head_dim, keys = int64_t{layer.kv_heads} * layer.head_dim;
     float *x = &step.projected[token * step.width() + (which ? queries : 0)];
-    rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x);
+    rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_offset);
 }
 
 // One projected head: a query is kept, keys and values go to their row of the cache.
@@ -112,9 +114,11 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     }
     const bool is_query = head < layer.heads;
     const uint16_t *norm = is_query ? layer.q_norm : layer.k_norm;
-    if (norm && !layer.norms_span_heads) rms_norm(x, norm, layer.epsilon, dim, x);
+    const bool has_norm = norm && !layer.norms_span_heads;
+    if (has_norm && !layer.norms_come_last) rms_norm(x, norm, layer.epsilon, dim, x, layer.norm_offset);
     const int64_t angles = token * step.token_step;
-    rotate_halves(x, dim / 2, step.cos + angles, step.sin + angles, step.angle_step);
+    rotate_head(x, layer.rotated, layer.rotation, step.cos + angles, step.sin + angles, step.angle_step);
+    if (has_norm && layer.norms_come_last) rms_norm(x, norm, layer.epsilon, dim, x, layer.norm_offset);
     if (is_query)
         std::copy_n(x, dim, step.attention[token].query(head));
     else
@@ -129,6 +133,7 @@ void join_head(AttentionStep &step, int64_t token, int64_t head) {
 void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &weight = step.layer->o;
     const uint16_t *bias = step.layer->o_bias;
+    const bool is_normed = step.layer->after_norm != nullptr;
     for (int64_t block = begin; block < end; ++block) {
         float dots[kDecodeTokens * kTileRows];
         block_dot(step.kernels, weight, block, step.attended_x, step.all.data(), step.tokens, dots);
@@ -136,8 +141,13 @@ void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
         for (int64_t token = 0; token < step.tokens; ++token) {
             const int64_t at = token * weight.rows + row;
             const float *from = dots + token * kTileRows;
-            for (int64_t i = 0; i < rows; ++i)
-                step.out[at + i] = step.hidden[at + i] + (from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+            for (int64_t i = 0; i < rows; ++i) {
+                const float value = from[i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
+                if (is_normed)
+                    step.joined[at + i] = value;
+                else
+                    step.out[at + i] = step.hidden[at + i] + value;
+            }
         }
     }
 }
@@ -150,7 +160,7 @@ void attention_work(void *argument) {
     run.norm.run([&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
             float *normed = &step.normed[token * layer.hidden];
-            rms_norm(step.hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden, normed);
+            rms_norm(step.hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden, normed, layer.norm_offset);
             step.x.set(step.kernels, token, normed);
         }
     });
@@ -177,6 +187,13 @@ void attention_work(void *argument) {
             step.attended_x.set(step.kernels, token, &step.attended[token * layer.heads * dim]);
     });
     run.output.run([&](int64_t begin, int64_t end) { output_blocks(step, begin, end); });
+    run.after.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) {
+            const int64_t at = token * layer.hidden;
+            add_normed(step.hidden + at, &step.joined[at], layer.after_norm, layer.epsilon, layer.hidden, step.out + at,
+                       layer.norm_offset);
+        }
+    });
 }
 
 }  // namespace
@@ -216,6 +233,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     for (int32_t token = 0; token < tokens; ++token)
         step.attention[token].resize(heads, kv_heads, length + token + 1, attention->scale, step.rows_of(0), attention->sinks);
     step.attended.resize(static_cast<size_t>(tokens * heads * dim));
+    if (attention->after_norm) step.joined.resize(static_cast<size_t>(tokens * int64_t{attention->hidden}));
     AttentionRun run(step, pool->threads());
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&attention->q, &attention->k, &attention->v, &attention->o})

@@ -100,10 +100,11 @@ void sum_blocks(ExpertsCall &call, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < rows; ++i) {
             const float sum = sums[token * rows + i];
             const int64_t at = int64_t{token} * layer.hidden + from + i;
-            if (call.residual)
-                call.sums[at] = call.residual[at] + (call.addend ? sum + call.addend[at] : sum);
+            const float whole = call.addend ? sum + call.addend[at] : sum;
+            if (call.out)
+                call.out[at] = to_bf16(whole);
             else
-                call.out[at] = to_bf16(sum);
+                call.sums[at] = call.apart ? whole : call.residual[at] + whole;
         }
 }
 
@@ -123,6 +124,7 @@ void ExpertsCall::begin(const SwitchyardExperts *experts, int32_t token_count, c
     residual = add_to;
     addend = nullptr;
     sums = result;
+    apart = false;
     out = nullptr;
     const SwitchyardMatrix first = first_matrix(0);
     x.resize({&first}, tokens, layer->hidden);

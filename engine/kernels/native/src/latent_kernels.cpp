@@ -82,13 +82,13 @@ void rotate(const LatentStep &step, int64_t token, float *x) {
     const int64_t half = step.layer->rope / 2, angles = token * step.token_step;
     const float *cos = step.cos + angles, *sin = step.sin + angles;
     const auto kind = step.layer->rotation;
-    if (kind == 0) return rotate_halves(x, half, cos, sin, step.angle_step);
+    if (kind != 1) return rotate_head(x, 2 * half, kind, cos, sin, step.angle_step);
     static thread_local std::vector<float> turned;
     turned.resize(static_cast<size_t>(2 * half));
     for (int64_t i = 0; i < half; ++i) {
         const float a = x[2 * i], b = x[2 * i + 1], c = cos[i * step.angle_step], s = sin[i * step.angle_step];
-        turned[kind == 2 ? 2 * i : i] = a * c - b * s;
-        turned[kind == 2 ? 2 * i + 1 : i + half] = b * c + a * s;
+        turned[i] = a * c - b * s;
+        turned[i + half] = b * c + a * s;
     }
     std::copy(turned.begin(), turned.end(), x);
 }

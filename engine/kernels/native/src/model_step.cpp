@@ -7,8 +7,7 @@
 #include "switchyard_kernels.h"
 
 SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
-                                             const float *hidden, const float *cos, const float *sin,
-                                             int32_t angle_step, int64_t token_step, void *logits) try {
+                                             const float *hidden, const SwitchyardAngles *angles, void *logits) try {
     static thread_local std::vector<float> states[2];
     static thread_local std::vector<uint16_t> normed;
     const int64_t width = model->head.columns;
@@ -17,12 +16,13 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
     float *now = states[0].data(), *next = states[1].data();
     for (int32_t i = 0; i < model->count; ++i) {
         const SwitchyardLayer &layer = model->layers[i];
+        const SwitchyardAngles &its = angles[layer.angles];
         const int32_t failed =
             layer.attention
-                ? switchyard_attention_step(pool, layer.attention, tokens, hidden, cos, sin, angle_step, token_step, layer.type,
-                                            layer.keys, layer.values, layer.key_scales, layer.value_scales, layer.capacity,
-                                            layer.length, next)
-                : switchyard_latent_step(pool, layer.latent, tokens, hidden, cos, sin, angle_step, token_step,
+                ? switchyard_attention_step(pool, layer.attention, tokens, hidden, its.cos, its.sin, its.angle_step,
+                                            its.token_step, layer.type, layer.keys, layer.values, layer.key_scales,
+                                            layer.value_scales, layer.capacity, layer.length, next)
+                : switchyard_latent_step(pool, layer.latent, tokens, hidden, its.cos, its.sin, its.angle_step, its.token_step,
                                          static_cast<uint16_t *>(layer.keys), static_cast<uint16_t *>(layer.values),
                                          layer.length, next);
         if (failed) return 1;
@@ -30,7 +30,7 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
         hidden = now;
     }
     for (int32_t token = 0; token < tokens; ++token)
-        rms_norm(hidden + token * width, model->norm, model->epsilon, width, &normed[token * width]);
+        rms_norm(hidden + token * width, model->norm, model->epsilon, width, &normed[token * width], model->norm_offset);
     // A logit near 20 in bf16 would be rounded to an eighth: only the library's own head is.
     const int32_t floats = model->head.format != SWITCHYARD_BF16;
     return switchyard_linear(pool, &model->head, tokens, normed.data(), model->bias, floats, logits);

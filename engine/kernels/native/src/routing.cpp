@@ -40,6 +40,7 @@ void Routing::choose(const SwitchyardRouter &router, int64_t *chosen, float *sha
     put_best_first(preference_, router.top_k, order_);
     float kept = router.scoring == 0 ? 0.0f : 1e-20f;
     for (int32_t i = 0; i < router.top_k; ++i) kept += logits[order_[i]];
+    kept = std::max(kept, router.least);
     for (int32_t i = 0; i < router.top_k; ++i) {
         const float share = logits[order_[i]] / (router.normalise ? kept : 1.0f) * router.scale;
         chosen[i] = order_[i];

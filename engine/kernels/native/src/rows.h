@@ -13,8 +13,9 @@ inline void put(float value, uint16_t *out) { *out = to_bf16(value); }
 
 // An RMS norm, rounded at most once, at the end.  Hidden states are floats throughout a model: what bf16 would lose of a sum
 // that grows from layer to layer is more than what is lost anywhere else.
+// `offset` is added to the weights.
 template <class Number>
-void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, Number *out) {
+void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, Number *out, float offset = 0.0f) {
     // Sixteen sums side by side, which the compiler keeps in vectors.
     float sums[16] = {};
     int64_t at = 0;
@@ -24,7 +25,14 @@ void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, 
     for (; at < n; ++at) squares += x[at] * x[at];
     for (float sum : sums) squares += sum;
     const float scale = 1.0f / std::sqrt(squares / static_cast<float>(n) + epsilon);
-    for (int64_t i = 0; i < n; ++i) put(from_bf16(weight[i]) * (x[i] * scale), &out[i]);
+    for (int64_t i = 0; i < n; ++i) put((offset + from_bf16(weight[i])) * (x[i] * scale), &out[i]);
+}
+
+// hidden + the norm of x, [n].
+inline void add_normed(const float *hidden, const float *x, const uint16_t *weight, float epsilon, int64_t n, float *out,
+                       float offset) {
+    rms_norm(x, weight, epsilon, n, out, offset);
+    for (int64_t i = 0; i < n; ++i) out[i] = hidden[i] + out[i];
 }
 
 // x * cos + rotate_half(x) * sin, of pairs i and half + i; angles `step` floats apart.
@@ -34,4 +42,18 @@ inline void rotate_halves(float *x, int64_t half, const float *cos, const float 
         x[i] = low * c - high * s;
         x[i + half] = high * c + low * s;
     }
+}
+
+// The same of pairs 2i and 2i + 1.
+inline void rotate_neighbours(float *x, int64_t half, const float *cos, const float *sin, int64_t step) {
+    for (int64_t i = 0; i < half; ++i) {
+        const float a = x[2 * i], b = x[2 * i + 1], c = cos[i * step], s = sin[i * step];
+        x[2 * i] = a * c - b * s;
+        x[2 * i + 1] = b * c + a * s;
+    }
+}
+
+// Of a head's first `dims`, by one of the rotations of switchyard_kernels.h that leave pairs where they are.
+inline void rotate_head(float *x, int64_t dims, int32_t rotation, const float *cos, const float *sin, int64_t step) {
+    (rotation == 2 ? rotate_neighbours : rotate_halves)(x, dims / 2, cos, sin, step);
 }

@@ -17,6 +17,7 @@ struct Buffers {
     std::vector<float> projected;     // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
     std::vector<uint16_t> attended;   // [tokens, heads * head_dim]
     RowProducts attended_x;           // the same, for the output
+    std::vector<float> joined;        // [tokens, hidden]: what a norm after it takes
 };
 
 struct AttentionRows {
@@ -28,7 +29,7 @@ struct AttentionRows {
     int64_t token_step;
     float *out;
     int64_t dim, queries, keys, width;
-    Phase norms, projections, heads, attention, spreading, output;
+    Phase norms, projections, heads, attention, spreading, output, after;
 
     AttentionRows(const SwitchyardAttention &layer, const PagedCall &call, Buffers &own, const float *hidden,
                   const float *cos, const float *sin, int64_t token_step, float *out, int threads)
@@ -39,13 +40,14 @@ struct AttentionRows {
           heads(call.tokens, threads, 1),
           attention(call.items(), threads, 1),
           spreading(own.attended_x.tiles(), threads, 1),
-          output(blocks_of(layer.o), threads, 1) {}
+          output(blocks_of(layer.o), threads, 1),
+          after(layer.after_norm ? call.tokens : 0, threads, 1) {}
 
     void norm_tile(int64_t tile) {
         const int64_t first = tile * own.x.lanes(), last = std::min(first + own.x.lanes(), call.tokens);
         for (int64_t token = first; token < last; ++token)
             rms_norm(hidden + token * layer.hidden, layer.norm, layer.epsilon, layer.hidden,
-                     &own.normed[token * layer.hidden]);
+                     &own.normed[token * layer.hidden], layer.norm_offset);
         own.x.set(tile, own.normed.data());
     }
 
@@ -75,14 +77,16 @@ struct AttentionRows {
     void prepare(int64_t token) {
         float *x = &own.projected[token * width];
         if (layer.norms_span_heads) {
-            rms_norm(x, layer.q_norm, layer.epsilon, queries, x);
-            rms_norm(x + queries, layer.k_norm, layer.epsilon, keys, x + queries);
+            rms_norm(x, layer.q_norm, layer.epsilon, queries, x, layer.norm_offset);
+            rms_norm(x + queries, layer.k_norm, layer.epsilon, keys, x + queries, layer.norm_offset);
         }
         for (int64_t head = 0; head < layer.heads + layer.kv_heads; ++head) {
             float *mine = x + head * dim;
             const uint16_t *norm = head < layer.heads ? layer.q_norm : layer.k_norm;
-            if (norm && !layer.norms_span_heads) rms_norm(mine, norm, layer.epsilon, dim, mine);
-            rotate_halves(mine, dim / 2, cos + token * token_step, sin + token * token_step, 1);
+            const bool has_norm = norm && !layer.norms_span_heads;
+            if (has_norm && !layer.norms_come_last) rms_norm(mine, norm, layer.epsilon, dim, mine, layer.norm_offset);
+            rotate_head(mine, layer.rotated, layer.rotation, cos + token * token_step, sin + token * token_step, 1);
+            if (has_norm && layer.norms_come_last) rms_norm(mine, norm, layer.epsilon, dim, mine, layer.norm_offset);
         }
         call.write(token, call.piece_of(token), x + queries, x + queries + keys);
     }
@@ -93,8 +97,13 @@ struct AttentionRows {
         own.attended_x.block(layer.o, block, [&](int64_t first, int64_t some, const float *dots) {
             for (int64_t v = 0; v < some; ++v) {
                 const int64_t at = (first + v) * layer.hidden + row;
-                for (int64_t i = 0; i < rows; ++i)
-                    out[at + i] = hidden[at + i] + (dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f));
+                for (int64_t i = 0; i < rows; ++i) {
+                    const float value = dots[v * kTileRows + i] + (bias ? from_bf16(bias[row + i]) : 0.0f);
+                    if (layer.after_norm)
+                        own.joined[at + i] = value;
+                    else
+                        out[at + i] = hidden[at + i] + value;
+                }
             }
         });
     }
@@ -119,6 +128,11 @@ struct AttentionRows {
         each(attention, [&](int64_t item) { call.attend(item, room, query, result); });
         each(spreading, [&](int64_t tile) { own.attended_x.set(tile, own.attended.data()); });
         each(output, [&](int64_t block) { put_out(block); });
+        each(after, [&](int64_t token) {
+            const int64_t at = token * layer.hidden;
+            add_normed(hidden + at, &own.joined[at], layer.after_norm, layer.epsilon, layer.hidden, out + at,
+                       layer.norm_offset);
+        });
     }
 };
 
@@ -139,6 +153,7 @@ SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const Swi
     own.x.resize(kernels, {&layer->q, &layer->k, &layer->v}, call.tokens);
     own.projected.resize(tokens * static_cast<size_t>(queries + 2 * layer->kv_heads * dim));
     own.attended.resize(tokens * static_cast<size_t>(queries));
+    if (layer->after_norm) own.joined.resize(own.normed.size());
     own.attended_x.resize(kernels, {&layer->o}, call.tokens);
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer->q, &layer->k, &layer->v, &layer->o}) weights += bytes_of(*matrix);

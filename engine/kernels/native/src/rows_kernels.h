@@ -3,7 +3,7 @@
 #include "paged_attention.h"
 
 // The new tokens of some sequences through a layer's attention: norm, projections, rotary embedding, pages, attention,
-// output and residual.  cos, sin: one for each pair of dimensions i and head_dim / 2 + i, those of a token
+// output and residual.  cos, sin: one for each pair of dimensions that are rotated together, those of a token
 // `token_step` after those of the one before.  hidden, out: [tokens, hidden], not the same.  What `layer` and
 // `paged` say of heads is the same.
 SWITCHYARD_API int32_t switchyard_attention_rows(SwitchyardPool *pool, const SwitchyardAttention *layer,

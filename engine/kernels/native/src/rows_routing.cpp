@@ -35,7 +35,7 @@ void work(void *argument) {
             const int64_t first = tile * call.x.lanes(), last = std::min(first + call.x.lanes(), call.tokens);
             for (int64_t token = first; token < last; ++token)
                 rms_norm(call.hidden + token * width, call.block.norm, call.block.epsilon, width,
-                         call.normed + token * width);
+                         call.normed + token * width, call.block.norm_offset);
             call.x.set(tile, call.normed);
         }
     });

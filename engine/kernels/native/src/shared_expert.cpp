@@ -40,6 +40,7 @@ void SharedExpertRun::work(const uint16_t *normed) {
     SwitchyardExperts as_expert = {};
     as_expert.first.format = SWITCHYARD_BF16;  // rounds as torch would
     as_expert.pairing = SWITCHYARD_HALVES;
+    as_expert.activation = block.shared_activation;
     as_expert.limit = std::numeric_limits<float>::infinity();
     const auto activate = expert.kernels.many[SWITCHYARD_BF16]->activate;
     const int64_t tokens = expert.tokens, inner = block.shared_gate_proj.rows, hidden = block.shared_down_proj.rows;

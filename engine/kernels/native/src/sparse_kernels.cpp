@@ -28,6 +28,8 @@ struct SparseStep {
     int64_t *chosen;
     float *shares;
     std::vector<const uint8_t *> found;  // of an emulated card: [experts] records of those with slots
+    std::vector<float> joined;           // [tokens, hidden]: what a norm after it takes
+    float *out;
 
     bool routes() const { return block->experts.count > 0; }
 };
@@ -37,6 +39,7 @@ struct SparseRun {
     Phase norm, router, choice;
     SharedExpertRun shared;
     ExpertsRun experts;
+    Phase after;
 
     SparseRun(SparseStep &step, int threads)
         : step(step),
@@ -44,7 +47,8 @@ struct SparseRun {
           router(blocks_of(step.router), threads, 1),
           choice(step.routes() ? 1 : 0, threads),
           shared(step.shared, threads),
-          experts(step.call, most_active(step), step.tokens * int64_t{step.block->router.top_k}, threads) {}
+          experts(step.call, most_active(step), step.tokens * int64_t{step.block->router.top_k}, threads),
+          after(step.block->after_norm ? step.tokens : 0, threads, 1) {}
 
     // Not known before they are chosen: items beyond those that are there do nothing.
     static int64_t most_active(const SparseStep &step) {
@@ -82,7 +86,7 @@ void route_work(void *argument) {
         for (int64_t token = begin; token < end; ++token) {
             const int64_t hidden = block.experts.hidden;
             uint16_t *normed = &step.normed[token * hidden];
-            rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed);
+            rms_norm(step.call.residual + token * hidden, block.norm, block.epsilon, hidden, normed, block.norm_offset);
             if (step.routes()) {
                 step.normed_bf16.set(step.call.kernels, token, normed);
                 step.call.x.set(step.call.kernels, token, normed);
@@ -94,11 +98,20 @@ void route_work(void *argument) {
     run.choice.run([&](int64_t, int64_t) { choose_experts(step); });
 }
 
+void add_joined(SparseStep &step, int64_t begin, int64_t end) {
+    const auto &block = *step.block;
+    const int64_t hidden = block.experts.hidden;
+    for (int64_t at = begin * hidden; at < end * hidden; at += hidden)
+        add_normed(step.call.residual + at, &step.joined[at], block.after_norm, block.epsilon, hidden, step.out + at,
+                   block.norm_offset);
+}
+
 void sparse_work(void *argument) {
     route_work(argument);
     auto &run = *static_cast<SparseRun *>(argument);
     run.shared.work(run.step.normed.data());
     run.experts.work();
+    run.after.run([&](int64_t begin, int64_t end) { add_joined(run.step, begin, end); });
 }
 
 // What the card computes of a layer while the host computes the rest.
@@ -153,7 +166,7 @@ void compute_on_card(SparseStep &step) {
         if (!exchange.thread.help(seen)) pause();
     };
     if (asks && (answer = card.wait(layer, help)) == nullptr) {
-        std::copy_n(step.call.residual, block.experts.hidden, step.call.sums);  // given up: nobody reads it
+        std::copy_n(step.call.residual, block.experts.hidden, step.out);  // given up: nobody reads it
         return;
     }
     step.call.layer = &block.experts;
@@ -167,6 +180,7 @@ void compute_on_card(SparseStep &step) {
         if (!is_hit) answer += block.experts.hidden;
     }
     ExpertsRun(step.call, 0, 0, 1).add_up();
+    if (block.after_norm) add_joined(step, 0, 1);
     record.joined_ns = clock_ns();
 }
 
@@ -189,7 +203,13 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
     step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
     step.normed_bf16.resize({&step.router}, tokens, layer.hidden);
     for (int32_t token = 0; token < tokens; ++token) step.routing[token].resize(layer.count);
+    step.out = out;
     step.call.begin(&layer, tokens, hidden, out);
+    if (block->after_norm) {
+        step.joined.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
+        step.call.sums = step.joined.data();
+        step.call.apart = true;
+    }
     step.call.reserve(tokens * int64_t{block->router.top_k});
     if (!step.routes()) step.call.visits.group(0, 0, 0, nullptr, nullptr);
     step.shared.begin(block, tokens, step.call.kernels);

@@ -88,6 +88,7 @@ typedef struct {
     int32_t bf16_shares;          // whether they are rounded at the end
     float scale;                  // applied to the shares last
     int32_t is_exact;
+    float least;                  // of what the chosen shares are divided by if they are made to sum to 1
 } SwitchyardRouter;
 
 // Of a layer whose experts are on an emulated card as far as they have slots there; see switchyard_exchange.h.
@@ -98,29 +99,38 @@ typedef struct {
 } SwitchyardCardExperts;
 
 // A sparse block: hidden + experts(norm(hidden)) + shared(norm(hidden)).  A dense one has no experts but their `hidden`, and
-// its whole MLP is the shared one.
+// its whole MLP is the shared one.  With `after_norm`, what is added to hidden goes through that norm first.
 typedef struct {
     const uint16_t *norm;  // bf16 [hidden]
     SwitchyardRouter router;
     SwitchyardExperts experts;
-    // down(silu(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.
+    // down(activation(gate(x)) * up(x)), plain, times the sigmoid of shared_gate x; without rows if there is none.
     SwitchyardMatrix shared_gate_proj, shared_up_proj, shared_down_proj;
     const uint16_t *shared_gate;  // bf16 [hidden], or null
     const SwitchyardCardExperts *card;  // or null; single tokens, between switchyard_exchange_start and _end
+    const uint16_t *after_norm;  // bf16 [hidden], or null
     float epsilon;
+    float norm_offset;           // added to the weights of its norms
+    int32_t shared_activation;   // as of SwitchyardExperts, 0 to 4
 } SwitchyardSparseBlock;
 
-// Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden).
+// Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden).  With `after_norm`, what is
+// added to hidden goes through that norm first.
 typedef struct {
     const uint16_t *norm;                               // bf16 [hidden]
     const uint16_t *q_norm, *k_norm;                    // bf16 RMS norms of each head, [head_dim], or null
     const uint16_t *q_bias, *k_bias, *v_bias, *o_bias;  // bf16, or null
     const uint16_t *sinks;                              // bf16 [heads]: logits of attending to nothing, or null
+    const uint16_t *after_norm;                         // bf16 [hidden], or null
     SwitchyardMatrix q, k, v, o;                        // plain
     float epsilon;
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
     int32_t norms_span_heads;  // whether q_norm and k_norm are of all heads together, [heads * head_dim]
+    int32_t norms_come_last;   // whether those of each head come after the rotation
+    int32_t rotated;           // dimensions of each head that are, the first ones
+    int32_t rotation;          // 0 or 2, as of SwitchyardLatentAttention
+    float norm_offset;         // added to the weights of its norms
 } SwitchyardAttention;
 
 // Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
@@ -186,7 +196,7 @@ SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const Switch
 // The next tokens of a sequence through attention.  keys, values: [kv_heads, capacity, head_dim] of a type of
 // SWITCHYARD_KV_* that hold `length` tokens; those of these tokens are written from row `length` on, all of them below
 // `capacity`.  key_scales, value_scales: [kv_heads, capacity] of int8, whose capacity is a multiple of 32, else null.  cos, sin:
-// head_dim / 2 angles of each token, one for each pair of dimensions i and head_dim / 2 + i, each `angle_step` floats after the
+// an angle of each token for each pair of dimensions that are rotated together, each `angle_step` floats after the
 // one before, and each token's `token_step` floats after those of the one before.  hidden, out: [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
                                                  int32_t tokens, const float *hidden, const float *cos,
@@ -214,7 +224,15 @@ typedef struct {
     int64_t *chosen;
     float *shares;
     int32_t type;
+    int32_t angles;  // which of the step's it rotates by
 } SwitchyardLayer;
+
+// Angles of a step's tokens, as switchyard_attention_step takes them.
+typedef struct {
+    const float *cos, *sin;
+    int32_t angle_step;
+    int64_t token_step;
+} SwitchyardAngles;
 
 // A model's layers, one after the other, and its output: head(norm(hidden)) + bias.
 typedef struct {
@@ -224,14 +242,13 @@ typedef struct {
     SwitchyardMatrix head;  // plain, [vocabulary, hidden]
     float epsilon;
     int32_t count;
+    float norm_offset;      // added to the weights of its norm
 } SwitchyardModel;
 
-// A few tokens through all layers of a model, as a step of each in turn would compute them.  cos, sin, angle_step, token_step:
-// as for attention, of every layer.  hidden: [tokens, hidden]; logits: [tokens, vocabulary], bf16 if the
-// head is, else float.
+// A few tokens through all layers of a model, as a step of each in turn would compute them.  angles: those that its layers
+// name.  hidden: [tokens, hidden]; logits: [tokens, vocabulary], bf16 if the head is, else float.
 SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
-                                             const float *hidden, const float *cos, const float *sin,
-                                             int32_t angle_step, int64_t token_step, void *logits);
+                                             const float *hidden, const SwitchyardAngles *angles, void *logits);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
 // [rows, columns].  A table is an input, which weights are fitted to.  int4: half-quadratic optimisation of scales and

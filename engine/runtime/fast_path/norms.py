@@ -1,0 +1,45 @@
+"""The norms of a decoder layer, wherever its family has them."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from engine.families import family_at, fast_path_of
+
+
+class LayerNorms(NamedTuple):
+    """Those before attention and the MLP of a layer of a known kind, and those of what both add or `None`."""
+
+    before_attention: Any
+    before_mlp: Any
+    after_attention: Any
+    after_mlp: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerNorms:
+        """Those of `layer`."""
+        path = fast_path_of(layer, "layer")
+        assert path is not None
+        after = [getattr(layer, name) for name in path.after_norms] if path.after_norms else [None, None]
+        return cls(*(getattr(layer, name) for name in path.norms), *after)
+
+
+def epsilon_of(norm: Any) -> float:
+    """What is added to the mean of squares."""
+    epsilon: float = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+    return epsilon
+
+
+def offset_of(norm: Any) -> float:
+    """What is added to the weight."""
+    path = family_at(type(norm).__module__).fast_path
+    return path.norm_offset if path is not None else 0.0
+
+
+def add_mlp(layer: Any, norms: LayerNorms, hidden: torch.Tensor) -> torch.Tensor:
+    """Hidden states after attention -> those after the layer, computed by the library's modules."""
+    result = layer.mlp(norms.before_mlp(hidden))
+    own: torch.Tensor = result[0] if isinstance(result, tuple) else result
+    return torch.add(hidden, own if norms.after_mlp is None else norms.after_mlp(own))
