@@ -2,7 +2,7 @@
 
 A family without special needs is listed nowhere: the library and the configuration say how to run it. Of the others
 usual ones have a row in `table.py`, odd ones a file with a `FAMILY` and its line in `FILES`; those that are read from
-GGUF files have one in `GGUF`.
+GGUF files have a row in `gguf`.
 """
 
 from __future__ import annotations
@@ -44,34 +44,6 @@ FILES: dict[str, tuple[str, ...]] = {
     "smollm3": ("smollm3",),
 }
 """File -> its `model_type`s.  A file is imported when one of them is first looked up."""
-
-GGUF: dict[str, tuple[str, ...]] = {
-    "dbrx": ("dbrx",),
-    "deepseek2": ("deepseek_v2", "deepseek_v3"),
-    "ernie4_5-moe": ("ernie4_5_moe",),
-    "gemma3": ("gemma3_text",),
-    "gemma4": ("gemma4_text",),
-    "glm4moe": ("glm4_moe",),
-    "gpt-oss": ("gpt_oss",),
-    "granitehybrid": ("granitemoehybrid",),
-    "granitemoe": ("granitemoe", "granitemoeshared"),
-    "hunyuan-moe": ("hunyuan_v1_moe",),
-    "lfm2moe": ("lfm2_moe",),
-    "llama": ("llama", "mixtral"),
-    "llama4": ("llama4_text",),
-    "minimax-m2": ("minimax_m2",),
-    "olmoe": ("olmoe",),
-    "phi3": ("phi3",),
-    "phimoe": ("phimoe",),
-    "qwen2": ("qwen2",),
-    "qwen2moe": ("qwen2_moe",),
-    "qwen3": ("qwen3",),
-    "qwen35moe": ("qwen3_5_moe_text",),
-    "qwen3moe": ("qwen3_moe",),
-    "qwen3next": ("qwen3_next",),
-    "smollm3": ("smollm3",),
-}
-"""llama.cpp's name of an architecture -> the `model_type`s that have it."""
 
 PACKAGES = {
     model_type: package

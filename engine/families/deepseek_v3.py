@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from engine.families.family import GROUPED_SIGMOID, DraftHead, Family, FastPath
-from engine.families.gguf import SIGMOID, Gguf, Key
-from engine.families.gguf.deepseek import CONFIG, TENSORS, gating, latent
 from engine.families.replies import DEEPSEEK
 
 FAMILY = Family(
@@ -19,14 +17,4 @@ FAMILY = Family(
         router=GROUPED_SIGMOID,
     ),
     draft_head=DraftHead(),
-    gguf=Gguf(
-        architecture="deepseek2",
-        when=lambda metadata: gating(metadata) == SIGMOID,
-        head_dim="rope.dimension_count",
-        layered=True,
-        config={**CONFIG, "norm_topk_prob": Key("expert_weights_norm", False)},
-        constants={"rope_interleave": True},
-        computed=latent,
-        tensors=TENSORS,
-    ),
 )

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from engine.families.gguf import Gguf
 from engine.families.replies import ReplyForm
 
 READS_PICTURES = "reads text out of pictures, and Switchyard gives models text only"
@@ -200,7 +199,6 @@ class Family:
         gate: the experts' custom gate, if any.
         fast_path: for single tokens, if the native kernels implement it.
         draft_head: of its models, where they have one.
-        gguf: how its models are written in GGUF files, if those are read.
         replies: how its answers hold reasoning and calls of tools; `None` for what fine-tuned models commonly write.
         mlx_experts: how checkpoints name the matrices that MLX calls `gate_proj`, `up_proj` and `down_proj`, where it
             differs; `None` if its models are not read as MLX stores them.
@@ -219,6 +217,5 @@ class Family:
     gate: ClampedGate | None = None
     fast_path: FastPath | None = None
     draft_head: DraftHead | None = None
-    gguf: Gguf | None = None
     replies: ReplyForm | None = None
     mlx_experts: Mapping[str, str] | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.families.family import Family, FastPath
-from engine.families.gguf import DENSE, Gguf
 from engine.families.replies import QWEN2
 
 FAMILY = Family(
@@ -14,6 +13,5 @@ FAMILY = Family(
         layer="Qwen2DecoderLayer",
         attention="Qwen2Attention",
     ),
-    gguf=Gguf(architecture="qwen2", constants={"use_sliding_window": False}, tensors=DENSE),
     mlx_experts={},
 )

@@ -16,9 +16,10 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES, mo
 
 import engine.families
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
-from engine.families import FILES, GGUF, PACKAGES, family_at, family_of, fast_path_of, library
+from engine.families import FILES, PACKAGES, family_at, family_of, fast_path_of, library
 from engine.families.family import Family
 from engine.families.gguf import Made
+from engine.families.gguf.table import GGUF, gguf_of
 from engine.families.table import TABLE
 from engine.runtime.adapters import adapter_for
 from tests.engine.tiny_families import tiny_model
@@ -148,14 +149,11 @@ def _modules() -> Iterator[tuple[str, str]]:
 
 
 def test_every_family_of_gguf_files_is_found_by_its_architecture() -> None:
-    listed = [model_type for model_types in GGUF.values() for model_type in model_types]
-    described = [file for file, types in FILES.items() if family_of(types[0]).gguf is not None]
-    assert sorted(file for file, types in FILES.items() if set(types) & set(listed)) == described
-    assert len(listed) == len(described)
-    for architecture, model_types in GGUF.items():
-        for model_type in model_types:
-            family = family_of(model_type).gguf
-            assert family is not None
-            assert family.architecture == architecture
+    for architecture, families in GGUF.items():
+        assert all(family.when is not None for family in families) or len(families) == 1
+        for family in families:
+            found = gguf_of(family.model_type)
+            assert found is not None
+            assert (family.architecture, family.model_type) == (architecture, found.model_type)
             ways = [way for ways in family.tensors.values() for way in (ways if isinstance(ways, tuple) else (ways,))]
             assert {way.how for way in ways if isinstance(way, Made)} <= ARRANGEMENTS.keys()

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -26,7 +29,7 @@ from tests.engine.test_family_parity import loaded
 from tests.tiny_gguf import dequantised, takes, write_gguf
 
 TOLERANCE = 1e-4
-TABLED = {"gemma3": 1e-3, "gemma4": 1e-3, "gemma4-e": 1e-3}
+TABLED = dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma4", "gemma4-e"), 1e-3)
 """llama.cpp looks GELU up in a table of 16-bit numbers."""
 Q4_0 = GGMLQuantizationType.Q4_0
 PROMPT_IDS = torch.tensor([[1, 5, 77, 200, 31, 8, 9]])
@@ -174,6 +177,51 @@ def test_metadata_that_make_no_sense_are_one_error(name: str, changes: dict[str,
     with pytest.raises(EngineError) as caught, loaded(rewritten(file, **changes), "fp32"):
         pass
     assert caught.value.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_files_that_lie_are_read_or_refused(name: str, tmp_path: Path) -> None:
+    """Each key in turn is missing, of another kind, or out of bounds."""
+    read, random = read_gguf(unpacked(name, tmp_path)[0]), Random(name)
+    lies = (None, "text", -1, 0, 2**31, 1.5, math.nan, True, [1, 2, 3], np.zeros(2, np.int32), np.full(4, np.nan))
+    for key in read.metadata:
+        if key.startswith(read.architecture):
+            metadata = {**read.metadata, key: random.choice(lies)}
+            if metadata[key] is None:
+                del metadata[key]
+            _is_read_or_refused(replace(read, metadata=metadata))
+    for tensor in random.sample(sorted(read.tensors), min(len(read.tensors), 40)):
+        entry = read.tensors[tensor]
+        others = {other: each for other, each in read.tensors.items() if other != tensor}
+        _is_read_or_refused(replace(read, tensors=others))
+        shape = random.choice([(), (0,), (3,), (*entry.shape, 1), entry.shape[::-1]])
+        _is_read_or_refused(replace(read, tensors={**others, tensor: replace(entry, shape=shape)}))
+
+
+def _is_read_or_refused(file: GgufFile) -> None:
+    refused: list[EngineError] = []
+    try:
+        gguf_tensors(file)
+    except EngineError as error:
+        refused.append(error)
+    assert all(each.code in (ErrorCode.CHECKPOINT_DAMAGED, ErrorCode.MODEL_UNSUPPORTED) for each in refused)
+    assert all(file.path.name in each.message for each in refused)
+
+
+@pytest.mark.parametrize(("name", "nearest"), [("qwen35moex", "qwen35moe"), ("glm4moe2", "glm4moe"), ("zzz", "")])
+def test_unknown_architectures_are_refused_by_name(name: str, nearest: str, tmp_path: Path) -> None:
+    read = read_gguf(unpacked("smollm", tmp_path)[0])
+    with pytest.raises(EngineError, match=f"'{name}'") as caught:
+        gguf_tensors(replace(read, metadata={**read.metadata, "general.architecture": name}))
+    assert (f"{nearest!r}" in caught.value.message) == bool(nearest)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tensor_too_many_is_refused(name: str, tmp_path: Path) -> None:
+    read = read_gguf(unpacked(name, tmp_path)[0])
+    strange = "blk.0.attn_strange.weight"
+    with pytest.raises(EngineError, match=strange):
+        gguf_tensors(replace(read, tensors={**read.tensors, strange: next(iter(read.tensors.values()))}))
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "granitemoe", "qwen35moe", "deepseek3", "llama4", "phi3"])

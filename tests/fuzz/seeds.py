@@ -6,8 +6,8 @@ import json
 import struct
 from typing import Any
 
-from engine.families import GGUF, family_of
 from engine.families.gguf import Gguf, Key, Made
+from engine.families.gguf.table import GGUF
 from tests.fuzz.gguf_draft import GgufDraft, Tensor, Value
 from tests.unit.checkpoint_files import header_of
 
@@ -90,11 +90,9 @@ def _value(value: Any) -> Value:
 def ggufs() -> list[bytes]:
     """A model of each kind that is read, of one layer."""
     found = {}
-    for architecture, model_types in sorted(GGUF.items()):
-        for model_type in model_types:
-            family = family_of(model_type).gguf
-            assert family is not None
-            found[model_type] = _model(architecture, family, is_dense="expert" not in str(family.config))
+    for architecture, families in GGUF.items():
+        for family in families:
+            found[family.model_type] = _model(architecture, family, is_dense="expert" not in str(family.config))
     scaled, factored = GgufDraft.read(found["llama"]), GgufDraft.read(found["llama"])
     assert scaled is not None
     assert factored is not None

@@ -141,6 +141,21 @@ def _lowered(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> Tens
     return packed(sources[0].shape, sources, Changed("lowered"))
 
 
+def _logarithm(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
+    """Of the numbers without their signs, in this shape."""
+
+    def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+        shaped = replace(sources[0], shape=shape(sources[0].shape))
+        return packed(shaped.shape, [shaped], Changed("logarithm"))
+
+    return arrange
+
+
+def _lowered_flat(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+    flat = replace(sources[0], shape=(_flat(sources[0].shape),))
+    return packed(flat.shape, [flat], Changed("lowered"))
+
+
 def _latent_heads(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
     keys, values = sources
     if len(keys.shape) != 3 or len(values.shape) != 3 or keys.shape[0] != values.shape[0]:
@@ -204,17 +219,31 @@ def _by_key_head(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> T
     return packed((len(order), both.shape[1]), sources, Rows(order))
 
 
+def _no_correction(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+    """Zeros for each of a router's experts."""
+    (router,) = sources
+    first = replace(router, shape=router.shape[:1], nbytes=router.nbytes // max(router.shape[-1], 1))
+    if len(router.shape) != 2 or router.dtype not in ("F32", "F16", "BF16"):
+        raise damaged(router, "is no router")
+    return packed((1, router.shape[0]), [first], Changed("nothing"))
+
+
 ARRANGEMENTS: dict[str, Arrangement] = {
     "": lambda sources, _config: sources[0],
     "rotary_q": _rotary("num_attention_heads"),
     "rotary_k": _rotary("num_key_value_heads"),
     "row": _shaped(lambda shape: (1, _flat(shape))),
     "flat": _shaped(lambda shape: (_flat(shape),)),
-    "convolution": _shaped(lambda shape: (shape[0], 1, shape[-1])),
+    "convolution": _shaped(lambda shape: (_flat(shape[:-1]), 1, shape[-1])),
     "experts_below": _shaped(lambda shape: (shape[0] * shape[1], *shape[2:])),
     "experts_below_transposed": _expert_below_expert,
     "lowered": _lowered,
-    "logarithm": lambda sources, _config: packed((_flat(sources[0].shape),), sources, Changed("logarithm")),
+    "first": lambda sources, _config: sources[0],
+    "lowered_flat": _lowered_flat,
+    "no_correction": _no_correction,
+    "logarithm": _logarithm(lambda shape: (_flat(shape),)),
+    "logarithms": _logarithm(lambda shape: shape),
+    "logarithm_of_heads": _logarithm(lambda shape: (1, 1, _flat(shape), 1)),
     "first_half": _half(0),
     "second_half": _half(1),
     "joined": _joined(),

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,10 @@ from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import reason
 from engine.common.plain_text import plain_line
-from engine.families import GGUF, family_of
+from engine.families import family_of
 from engine.families.family import DraftHead
-from engine.families.gguf import DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made
+from engine.families.gguf import ARRAY, DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made
+from engine.families.gguf.table import GGUF
 
 _MOST_LAYERS, _MOST_READ = 4096, 2**20
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -39,6 +41,7 @@ _CHANGES_ANSWERS = (
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
              "penalty_repeat": "repetition_penalty"}  # fmt: skip
 _TOKENS = "tokenizer.ggml.tokens"
+_VALUES = "attention.value_length"
 
 
 def gguf_config(file: GgufFile) -> dict[str, Any]:
@@ -48,19 +51,22 @@ def gguf_config(file: GgufFile) -> dict[str, Any]:
         EngineError: `MODEL_UNSUPPORTED` for an architecture that is not read, or values that the library cannot
             compute with; `CHECKPOINT_DAMAGED` if a key is missing or makes no sense.
     """
-    model_type, family, file = _opened(file)
+    family, file = _opened(file)
     keys = _Keys(file)
     config: dict[str, Any] = {
-        "model_type": model_type,
+        "model_type": family.model_type,
         "dtype": "bfloat16",
         **_common(keys, family),
         **family.constants,
     }
     for name, key in family.config.items():
-        config[name] = keys.value(key if isinstance(key, Key) else Key(key))
-    if family.computed is not None:
-        with _sensible(file):
-            config.update(family.computed(keys, config))
+        found = keys.value(key if isinstance(key, Key) else Key(key))
+        if isinstance(found, list):
+            raise keys.unsupported(key.name if isinstance(key, Key) else key, found)
+        config[name] = found
+    with _sensible(file):
+        for computed in family.computed:
+            config.update(computed(keys, config))
     _check_fixed(keys, family)
     return config
 
@@ -75,17 +81,19 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
         EngineError: as `gguf_config`; `MODEL_UNSUPPORTED` if the file has a tensor that nothing here knows.
     """
     config = gguf_config(file)
-    model_type, family, file = _opened(file)
+    family, file = _opened(file)
     layers = int(config["num_hidden_layers"])
-    if guesses and family_of(model_type).draft_head == DraftHead():
+    if guesses and family_of(family.model_type).draft_head == DraftHead():
         family = replace(family, tensors={**family.tensors, **DRAFT_HEAD})
         further = [(name, ways) for name, ways in expanded(family, range(layers, layers + 1)) if f".{layers}." in name]
     else:
         further = []
     left = dict.fromkeys(name for name in file.tensors if not _predicts_further(name, layers))
     tensors: dict[str, TensorEntry] = {}
+    own = {f"{ARRAY}{key.removeprefix(f'{file.architecture}.')}": entry for key, entry in file.arrays.items()}
+    stored = {**file.tensors, **own}
     for name, ways in (*expanded(family, range(layers)), *further):
-        made = next((made for made in ways if all(_first(source) in file.tensors for source in made.sources)), None)
+        made = next((made for made in ways if all(_first(source) in stored for source in made.sources)), None)
         if made is None:
             continue
         if any("{e}" in source for source in made.sources):
@@ -94,7 +102,7 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
         for source in made.sources:
             left.pop(source, None)
         arrange = ARRANGEMENTS[made.how]
-        sources = [file.tensors[source] for source in made.sources]
+        sources = [stored[source] for source in made.sources]
         with _sensible(file):
             if "{e}" not in name:
                 tensors[name] = replace(arrange(sources, config), key=name)
@@ -158,33 +166,35 @@ def gguf_generation(file: GgufFile) -> dict[str, Any]:
     return found
 
 
-def _family(file: GgufFile) -> tuple[str, Gguf]:
-    """The `model_type` and the description of the file's architecture.
+def _family(file: GgufFile) -> Gguf:
+    """The description of the file's architecture.
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED`.
     """
     scalars = {key: value for key, value in file.metadata.items() if isinstance(value, str | int | float)}
-    for model_type in GGUF.get(file.architecture, ()):
-        family = family_of(model_type).gguf
-        if family is not None and (family.when is None or family.when(scalars)):
-            return model_type, family
+    for family in GGUF.get(file.architecture, ()):
+        if family.when is None or family.when(scalars):
+            return family
+    name = plain_line(file.architecture)[:60]
+    nearest = get_close_matches(name, GGUF, 1)
+    known = f" (the nearest that it reads is {nearest[0]!r})" if nearest and nearest[0] != name else ""
     raise EngineError(
         ErrorCode.MODEL_UNSUPPORTED,
-        f"{file.path.name} holds a model of the architecture {plain_line(file.architecture)[:60]!r}, which Switchyard "
-        "does not read from GGUF files: use the model's safetensors version.",
+        f"{file.path.name} holds a model of the architecture {name!r}, which Switchyard does not read from GGUF "
+        f"files{known}: use the model's safetensors version.",
     )
 
 
-def _opened(file: GgufFile) -> tuple[str, Gguf, GgufFile]:
+def _opened(file: GgufFile) -> tuple[Gguf, GgufFile]:
     """As `_family`, and the file with its queries, keys and values apart where a converter has joined them.
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED`; `CHECKPOINT_DAMAGED` if they do not fit the heads.
     """
-    model_type, family = _family(file)
+    family = _family(file)
     if any("attn_qkv" in source for ways in _ways(family) for made in ways for source in made.sources):
-        return model_type, family, file  # the model has them joined, too, or means something else by it
+        return family, file  # the model has them joined, too, or means something else by it
     tensors: dict[str, TensorEntry] = {}
     for name, entry in file.tensors.items():
         place = name.split(".")
@@ -194,7 +204,7 @@ def _opened(file: GgufFile) -> tuple[str, Gguf, GgufFile]:
                 tensors.update(zip((name.replace("qkv", part) for part in "qkv"), parts, strict=True))
         else:
             tensors[name] = entry
-    return model_type, family, replace(file, tensors=tensors)
+    return family, replace(file, tensors=tensors)
 
 
 def _attention_rows(file: GgufFile, layer: int, rows: int) -> tuple[int, int, int]:
@@ -232,9 +242,15 @@ class _Keys:
             return numbers[0] if numbers and numbers.count(numbers[0]) == len(numbers) else numbers
         return found
 
-    def whole(self, name: str, default: Any = REQUIRED) -> int:
-        """A number of at least one, below 2**31."""
+    def whole(self, name: str, default: Any = REQUIRED, *, first: bool = False) -> int:
+        """A number of at least one, below 2**31.
+
+        Args:
+            first: of a list, the first that is not 0.
+        """
         value = self.value(Key(name, default))
+        if first and isinstance(value, list):
+            value = next(filter(None, value), 0)
         if type(value) is not int or not 0 < value < 2**31:
             raise self._senseless(name, value)
         return value
@@ -250,13 +266,20 @@ class _Keys:
         """See `engine.families.gguf.File`."""
         return tensor in self.file.tensors
 
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """See `engine.families.gguf.File`."""
+        return self._entry(tensor).shape
+
     def numbers(self, tensor: str) -> list[float]:
         """See `engine.families.gguf.File`."""
+        values: list[float] = _read(self.file, self._entry(tensor)).reshape(-1).tolist()
+        return values
+
+    def _entry(self, tensor: str) -> TensorEntry:
         entry = self.file.tensors.get(tensor)
         if entry is None:
             raise _lacks_tensor(self.file, tensor)
-        values: list[float] = _read(self.file, entry).reshape(-1).tolist()
-        return values
+        return entry
 
     def rope(self) -> dict[str, Any]:
         """See `engine.families.gguf.File`."""
@@ -296,10 +319,11 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
     further = keys.value(Key("nextn_predict_layers", 0))  # llama.cpp counts them among the blocks
     if layers > _MOST_LAYERS or type(further) is not int or not 0 <= further < layers:
         raise keys._senseless("block_count", layers)
-    hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count")
+    hidden, heads = keys.whole("embedding_length"), keys.whole("attention.head_count", first=family.layered)
     head_dim = keys.whole(family.head_dim, _width_of_keys(file) or max(hidden // heads, 1))
-    if family.head_dim == HEAD_DIM and keys.whole("attention.value_length", head_dim) != head_dim:
-        raise keys.unsupported("attention.value_length", file.value("attention.value_length"))
+    own = family.head_dim != HEAD_DIM or _VALUES in family.config.values()
+    if not own and keys.whole(_VALUES, head_dim) != head_dim:
+        raise keys.unsupported(_VALUES, file.value(_VALUES))
     if embedding.shape[1] != hidden:
         raise keys._senseless("embedding_length", hidden)
     _check_vocabulary(file, embedding.shape[0])
@@ -351,10 +375,7 @@ def _width(keys: _Keys, family: Gguf) -> int:
     """Of the feed-forward blocks; of the first, where layers may differ."""
     # A file may lack it where no layer is dense.
     fallback = keys.value(Key("expert_feed_forward_length", None)) or REQUIRED
-    widths = keys.value(Key("feed_forward_length", fallback))
-    if family.layered and isinstance(widths, list) and widths and type(widths[0]) is int and 0 < widths[0] < 2**31:
-        return widths[0]
-    return keys.whole("feed_forward_length", fallback)
+    return keys.whole("feed_forward_length", fallback, first=family.layered)
 
 
 def _special_tokens(file: GgufFile) -> dict[str, int | None]:
@@ -391,7 +412,10 @@ def _rope(keys: _Keys, head_dim: int) -> dict[str, Any]:
         rope["beta_fast"] = keys.real("rope.scaling.yarn_beta_fast", 32.0)
         rope["beta_slow"] = keys.real("rope.scaling.yarn_beta_slow", 1.0)
         scale = keys.real("rope.scaling.attn_factor", 1.0)
-        rope["attention_factor"] = scale * (0.1 * math.log(rope["factor"]) + 1.0)
+        name = "rope.scaling.yarn_log_multiplier"
+        most = keys.real(name) if keys.value(Key(name, None)) else 0.0
+        growth = 0.1 * math.log(rope["factor"])
+        rope["attention_factor"] = scale * (growth + 1.0) / (growth * most + 1.0)
     return rope
 
 

@@ -34,8 +34,8 @@ from engine.checkpoint.safetensors_numpy import from_bfloat16
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import parse_json, read_foreign
-from engine.families import family_of
 from engine.families.gguf import Gguf, Key, Made
+from engine.families.gguf.table import gguf_of
 
 Bytes = NDArray[np.uint8]
 Metadata = dict[str, Any]
@@ -163,7 +163,7 @@ def described(checkpoint: Path, quantisation: Quantisation) -> tuple[Gguf, Metad
         EngineError: `MODEL_UNSUPPORTED`: llama.cpp has no form for this model, or would compute something else.
     """
     config = read_config(checkpoint)
-    family = family_of(config["model_type"]).gguf
+    family = gguf_of(config["model_type"])
     if family is None or not {"num_hidden_layers", "hidden_size", "num_attention_heads"} <= config.keys():
         raise _unsupported(f"models of the type {config['model_type']} are not written to GGUF")
     entries = read_tensors(checkpoint)

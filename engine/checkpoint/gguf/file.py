@@ -17,7 +17,7 @@ import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,6 +101,7 @@ class GgufFile:
         tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `types.BY_NAME`.
         digest: SHA-256 of the header with the metadata.
         open_file: opens its files.
+        arrays: of the metadata, where they lie, by key.
     """
 
     path: Path
@@ -109,6 +110,7 @@ class GgufFile:
     tensors: Mapping[str, TensorEntry]
     digest: str
     open_file: Opener = open_foreign
+    arrays: Mapping[str, TensorEntry] = field(default_factory=dict)
 
     @property
     def architecture(self) -> str:
@@ -148,6 +150,9 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     except OSError as error:
         raise EngineError(ErrorCode.MODEL_NOT_FOUND, f"There is no file {path} ({reason(error)}).") from error
     return _read(path, tuple(map(_state, all_parts(path))))
+
+
+_ARRAYS = {"int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "I64"}
 
 
 CONVERTED = "switchyard"
@@ -203,7 +208,7 @@ def _model(path: Path, open_file: Opener) -> GgufFile:
     expected = first.number("split.tensors.count")
     if expected is not None and expected != len(tensors):
         raise _damaged(path, f"has {len(tensors)} tensors in all parts instead of {expected}")
-    return GgufFile(path, tuple(paths), metadata, tensors, first.digest, open_file)
+    return GgufFile(path, tuple(paths), metadata, tensors, first.digest, open_file, first.arrays)
 
 
 def _refuse_other_kinds(path: Path, metadata: Mapping[str, Value]) -> None:
@@ -253,7 +258,7 @@ class _Header:
     Attributes:
         path: the file.
         size: in bytes.
-        metadata, tensors: as in `GgufFile`.
+        metadata, tensors, arrays: as in `GgufFile`.
         end: where the header does.
         digest: SHA-256 of the header.
     """
@@ -266,6 +271,7 @@ class _Header:
                 stream.seek(0)
                 self._stream = stream
                 self._buffer, self._at, self._strings = bytearray(), 0, 0
+                self.arrays: dict[str, TensorEntry] = {}
                 self._read_version()
                 tensors, entries = self._count("tensors"), self._count("metadata entries")
                 self.metadata = self._read_metadata(entries)
@@ -309,7 +315,10 @@ class _Header:
             key = self._name()
             if key in metadata:
                 raise self._broken(f"the key {key!r} twice")
-            metadata[key] = self._value(self._integer(4))
+            value = metadata[key] = self._value(self._integer(4))
+            if isinstance(value, np.ndarray) and value.dtype.name in _ARRAYS:
+                begin, dtype = self._at - value.nbytes, _ARRAYS[value.dtype.name]
+                self.arrays[key] = TensorEntry(self.path, key, dtype, value.shape, begin, value.nbytes)
         return metadata
 
     def _read_tensors(self, count: int) -> dict[str, TensorEntry]:

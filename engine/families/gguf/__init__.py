@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 HEAD_DIM = "attention.key_length"
 """The key that most architectures give the width of a head by."""
+ARRAY = "@"
+"""What a source begins with that is an array of the metadata; its key follows, without the architecture's name."""
 REQUIRED = object()
 """A key without which a model cannot be run."""
 
@@ -46,7 +48,7 @@ class Made:
         object.__setattr__(self, "sources", sources)
 
 
-Tensors = Mapping[str, "str | Made | tuple[str | Made, ...]"]
+Tensors = dict[str, "str | Made | tuple[str | Made, ...]"]
 """Of several ways to make a tensor the first is taken for which a file has everything."""
 
 
@@ -59,6 +61,9 @@ class File(Protocol):
     def has(self, tensor: str) -> bool:
         """Whether there is a tensor of this name."""
 
+    def shape(self, tensor: str) -> tuple[int, ...]:
+        """Of a tensor, outermost dimension first."""
+
     def numbers(self, tensor: str) -> list[float]:
         """A small tensor."""
 
@@ -69,18 +74,22 @@ class File(Protocol):
         """The error for a value of a key that the library's code cannot compute with."""
 
 
+Computed = Callable[[File, Mapping[str, Any]], Mapping[str, Any]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gguf:
     """A family in GGUF files.
 
     Attributes:
         architecture: llama.cpp's name; several families may share one.
+        model_type: the library's name of the family.
         when: metadata by full key, but for lists -> whether a file is of this family, if others share its
             architecture.
         config: key of config.json -> key of the metadata; beside those that all architectures have.
         constants: values of config.json that llama.cpp's code fixes.
         fixed: keys of the metadata that must have these values if they are there: the library's code fixes them.
-        computed: the file and the config so far -> more of it, for what tables cannot say.
+        computed: the file and the config so far -> more of it, for what tables cannot say; one after the other.
         tensors: see above; those that a file lacks are left out.
         unused: tensors of the file that no checkpoint has.
         head_dim, eps: the keys that give the width of a head and the norms' epsilon.
@@ -90,12 +99,13 @@ class Gguf:
     """
 
     architecture: str
+    model_type: str
     tensors: Tensors
     when: Callable[[Mapping[str, Any]], bool] | None = None
     config: Mapping[str, str | Key] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    computed: Callable[[File, Mapping[str, Any]], Mapping[str, Any]] | None = None
+    computed: tuple[Computed, ...] = ()
     unused: tuple[str, ...] = ()
     head_dim: str = HEAD_DIM
     eps: str = "attention.layer_norm_rms_epsilon"
@@ -104,61 +114,85 @@ class Gguf:
     own_rope: bool = False
 
 
-def both(theirs: str, ours: str) -> dict[str, str]:
+def both(theirs: str, ours: str) -> Tensors:
     """A layer's weight and its bias."""
     return {f"{theirs}.{kind}": f"{ours}.{kind}" for kind in ("weight", "bias")}
 
 
 LAYER = "model.layers.{n}"
 
-ENDS: Tensors = {
-    **both("model.embed_tokens", "token_embd"),
-    **both("model.norm", "output_norm"),
-    **both("lm_head", "output"),
+
+def layer(names: Mapping[str, str], under: str = "", how: str = "") -> Tensors:
+    """Weights, and biases if there are any, of every layer: a checkpoint's name and the file's.
+
+    Args:
+        under: what a checkpoint's names begin with.
+        how: the arrangement of the weights.
+    """
+    found: Tensors = {}
+    for theirs, ours in names.items():
+        place = f"{LAYER}.{under}.{theirs}" if under else f"{LAYER}.{theirs}"
+        found |= both(place, f"blk.{{n}}.{ours}")
+        if how:
+            found[f"{place}.weight"] = Made(how, f"blk.{{n}}.{ours}.weight")
+    return found
+
+
+def ends(embedding: str = "model.embed_tokens", norm: str = "model.norm") -> Tensors:
+    """What comes before and after the layers."""
+    return both(embedding, "token_embd") | both(norm, "output_norm") | both("lm_head", "output")
+
+
+ENDS = ends()
+NORMS = layer({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"})
+_AROUND = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
 }
-"""What comes before and after the layers."""
-NORMS: Tensors = {
-    **both(f"{LAYER}.input_layernorm", "blk.{n}.attn_norm"),
-    **both(f"{LAYER}.post_attention_layernorm", "blk.{n}.ffn_norm"),
-}
-ATTENTION: Tensors = {
-    **both(f"{LAYER}.self_attn.q_proj", "blk.{n}.attn_q"),
-    **both(f"{LAYER}.self_attn.k_proj", "blk.{n}.attn_k"),
-    **both(f"{LAYER}.self_attn.v_proj", "blk.{n}.attn_v"),
-    **both(f"{LAYER}.self_attn.o_proj", "blk.{n}.attn_output"),
-    **both(f"{LAYER}.self_attn.q_norm", "blk.{n}.attn_q_norm"),
-    **both(f"{LAYER}.self_attn.k_norm", "blk.{n}.attn_k_norm"),
-}
-ROTATED_ATTENTION: Tensors = {
-    **ATTENTION,
-    **{
-        f"{LAYER}.self_attn.{which}_proj.{kind}": Made(f"rotary_{which}", f"blk.{{n}}.attn_{which}.{kind}")
-        for which in ("q", "k")
-        for kind in ("weight", "bias")
-    },
-}
-"""Attention of architectures whose queries and keys are in the order of adjacent pairs."""
-FEED_FORWARD: Tensors = {
-    **both(f"{LAYER}.mlp.gate_proj", "blk.{n}.ffn_gate"),
-    **both(f"{LAYER}.mlp.up_proj", "blk.{n}.ffn_up"),
-    **both(f"{LAYER}.mlp.down_proj", "blk.{n}.ffn_down"),
-}
-DRAFT_HEAD: Tensors = {
-    f"{LAYER}.{theirs}.weight": f"blk.{{n}}.nextn.{ours}.weight"
-    for theirs, ours in {
-        "enorm": "enorm",
-        "hnorm": "hnorm",
-        "eh_proj": "eh_proj",
-        "shared_head.norm": "shared_head_norm",
-    }.items()
-}
-"""What else a layer that guesses tokens has, under the names of `engine.families.family.DraftHead`."""
+NORMS_AROUND = layer(_AROUND)
+"""Norms before and behind attention and the feed-forward block, or some of these."""
+LOWERED_NORMS = (
+    layer({**_AROUND, "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"}, how="lowered")
+    | {"model.norm.weight": Made("lowered", "output_norm.weight")}
+)  # fmt: skip
+"""As `NORMS_AROUND`, and all others, of models that multiply by one more than the weight."""
 
 
 def attention(query_norm: str = "q_norm", key_norm: str = "k_norm", output: str = "o_proj") -> Tensors:
-    """Attention where a checkpoint has other names for its norms and its output."""
-    names = {"q_norm": query_norm, "k_norm": key_norm, "o_proj": output}
-    return {".".join(names.get(part, part) for part in name.split(".")): made for name, made in ATTENTION.items()}
+    """Attention, by a checkpoint's names for its norms and its output."""
+    names = {"q_proj": "attn_q", "k_proj": "attn_k", "v_proj": "attn_v", output: "attn_output"}
+    return layer({**names, query_norm: "attn_q_norm", key_norm: "attn_k_norm"}, "self_attn")
+
+
+ATTENTION = attention()
+PAIRWISE: Tensors = {
+    f"{LAYER}.self_attn.{which}_proj.{kind}": Made(f"rotary_{which}", f"blk.{{n}}.attn_{which}.{kind}")
+    for which in ("q", "k")
+    for kind in ("weight", "bias")
+}
+"""Queries and keys in the order of adjacent pairs."""
+ROTATED_ATTENTION = ATTENTION | PAIRWISE
+
+
+def feed_forward(block: str = "mlp", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj") -> Tensors:
+    """A dense block."""
+    return layer({gate: "ffn_gate", up: "ffn_up", down: "ffn_down"}, block)
+
+
+FEED_FORWARD = feed_forward()
+DENSE: Tensors = ENDS | NORMS | ATTENTION | FEED_FORWARD
+"""A dense model whose names and order are Llama's."""
+DRAFT_HEAD = layer(
+    {
+        "enorm": "nextn.enorm",
+        "hnorm": "nextn.hnorm",
+        "eh_proj": "nextn.eh_proj",
+        "shared_head.norm": "nextn.shared_head_norm",
+    }
+)
+"""What else a layer that guesses tokens has, under the names of `engine.families.family.DraftHead`."""
 
 
 def experts(
@@ -183,11 +217,50 @@ def experts(
     }
 
 
+def stacked_experts(name: str) -> Tensors:
+    """Experts that the checkpoint has in stacks, too."""
+    return {
+        f"{LAYER}.{name}.gate_up_proj": (
+            "blk.{n}.ffn_gate_up_exps.weight",
+            Made("joined", "blk.{n}.ffn_gate_exps.weight", "blk.{n}.ffn_up_exps.weight"),
+        ),
+        f"{LAYER}.{name}.down_proj": "blk.{n}.ffn_down_exps.weight",
+    }
+
+
 def shared_expert(name: str) -> Tensors:
     """The expert that every token goes to, of this name."""
-    return {
-        f"{LAYER}.{name}.{part}_proj.weight": f"blk.{{n}}.ffn_{part}_shexp.weight" for part in ("gate", "up", "down")
-    }
+    return layer({f"{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")}, name)
+
+
+def correction(name: str, how: str = "") -> Tensors:
+    """What is added to the scores for the choice of experts only, by its name in a layer."""
+    return {f"{LAYER}.{name}": (Made(how, "blk.{n}.exp_probs_b.bias"), Made(how, "blk.{n}.exp_probs_b"))}
+
+
+TIMES = {"num_experts_per_tok": "expert_used_count"}
+EXPERTS: dict[str, str | Key] = {"num_experts": "expert_count", **TIMES}
+LOCAL_EXPERTS: dict[str, str | Key] = {"num_local_experts": "expert_count", **TIMES}
+ROUTED_EXPERTS: dict[str, str | Key] = {
+    "n_routed_experts": "expert_count",
+    **TIMES,
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "n_shared_experts": Key("expert_shared_count", 0),
+    "first_k_dense_replace": Key("leading_dense_block_count", 0),
+    "n_group": Key("expert_group_count", 1),
+    "topk_group": Key("expert_group_used_count", 1),
+    "norm_topk_prob": Key("expert_weights_norm", False),
+}
+"""DeepSeek's."""
+OWN_WIDTH: dict[str, str | Key] = {"moe_intermediate_size": "expert_feed_forward_length"}
+SHARED_WIDTH: dict[str, str | Key] = {"shared_expert_intermediate_size": "expert_shared_feed_forward_length"}
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+"""`expert_gating_func`."""
+
+
+def routing(*, norm: bool, gating: int = SOFTMAX) -> dict[str, Any]:
+    """What a file must not contradict where the library's code fixes how experts are weighed."""
+    return {"expert_weights_norm": norm, "expert_gating_func": gating, "expert_weights_scale": 1.0}
 
 
 def per_layer(file: File, key: str, config: Mapping[str, Any], default: Any = REQUIRED) -> list[Any]:
@@ -200,21 +273,87 @@ def per_layer(file: File, key: str, config: Mapping[str, Any], default: Any = RE
     return found[:layers]
 
 
-def by_layer(file: File, key: str, config: Mapping[str, Any], kinds: tuple[str, str], period: int = 0) -> list[str]:
+def by_layer(
+    file: File, key: str, config: Mapping[str, Any], kinds: tuple[str, str], period: int = 0, *, first: bool = False
+) -> list[str]:
     """The kinds of layers: a list of truths says which are of the first, a number when the second comes round.
 
     Args:
         period: llama.cpp's number for files without the key.
+        first: whether the second is the first of a period instead of its last.
     """
-    return [
-        kinds[0] if found is True or (found is not False and (not found or (layer + 1) % found)) else kinds[1]
-        for layer, found in enumerate(per_layer(file, key, config, period))
-    ]
+    found = file.value(Key(key, period))
+    if isinstance(found, list) or type(found) is bool:
+        return [kinds[not each] for each in per_layer(file, key, config)]
+    return [kinds[bool(found) and (n + (not first)) % found == 0] for n in range(config["num_hidden_layers"])]
+
+
+def windows(period: int = 0, *, first: bool = False) -> Computed:
+    """Layers with and without a sliding window; `period` is of files that do not say which are, see `by_layer`."""
+
+    def layer_types(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+        window, key = file.value(Key("attention.sliding_window", 0)), "attention.sliding_window_pattern"
+        kinds = ("sliding_attention", "full_attention")
+        layers = by_layer(file, key, config, kinds, period if window else 1, first=first)
+        return {"layer_types": layers, "sliding_window": window or None}
+
+    return layer_types
+
+
+def heads_of_some(other: str, attention: str = "full_attention") -> Computed:
+    """Layers without attention, which is told by their having no heads, are of the kind `other`."""
+
+    def layer_types(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+        heads = per_layer(file, "attention.head_count_kv", config)
+        return {
+            "num_key_value_heads": of_one_value(file, "attention.head_count_kv", heads),
+            "layer_types": [attention if count else other for count in heads],
+        }
+
+    return layer_types
 
 
 def scale_of_weights(file: File) -> float:
     """The factor of the experts' weights: llama.cpp takes 0, and none, as 1."""
     return float(file.value(Key("expert_weights_scale", 0.0)) or 1.0)
+
+
+def scaled(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
+    """The factor of the experts' weights, by its usual name."""
+    return {"routed_scaling_factor": scale_of_weights(file)}
+
+
+def which_are_sparse(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers have experts: those with a router."""
+    layers = range(config["num_hidden_layers"])
+    return {
+        "mlp_layer_types": ["sparse" if file.has(f"blk.{n}.ffn_gate_inp.weight") else "dense" for n in layers],
+    }
+
+
+def has_query_norm(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether queries and keys have norms."""
+    return {"use_qk_norm": file.has("blk.0.attn_q_norm.weight")}
+
+
+def two_thetas(sliding: float | None = None) -> Computed:
+    """Rotary embeddings of layers with a sliding window and of others, which alone may be scaled.
+
+    Args:
+        sliding: llama.cpp's base of the former for files without it; `None`: that of the others.
+    """
+
+    def rope_parameters(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
+        full = file.rope()
+        theta = file.value(Key("rope.freq_base_swa", sliding or full["rope_theta"]))
+        return {
+            "rope_parameters": {
+                "full_attention": full,
+                "sliding_attention": {"rope_type": "default", "rope_theta": theta},
+            }
+        }
+
+    return rope_parameters
 
 
 def longrope(file: File, config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -239,16 +378,3 @@ def of_one_value(file: File, key: str, values: Sequence[int]) -> int:
     if len(others) != 1:
         raise file.unsupported(key, values)
     return others.pop()
-
-
-SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
-"""`expert_gating_func`."""
-
-
-def routing(*, norm: bool, gating: int = SOFTMAX) -> dict[str, Any]:
-    """What a file must not contradict where the library's code fixes how experts are weighed."""
-    return {"expert_weights_norm": norm, "expert_gating_func": gating, "expert_weights_scale": 1.0}
-
-
-DENSE: Tensors = {**ENDS, **NORMS, **ATTENTION, **FEED_FORWARD}
-"""A dense model whose names and order are Llama's."""

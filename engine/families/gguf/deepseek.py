@@ -1,4 +1,4 @@
-"""What DeepSeek's GGUF files share; GLM-4.7-Flash's are the same but for their sizes."""
+"""DeepSeek's latent attention; GLM-4.7-Flash's files are the same but for their sizes."""
 
 from __future__ import annotations
 
@@ -10,21 +10,27 @@ from engine.families.gguf import (
     FEED_FORWARD,
     LAYER,
     NORMS,
+    ROUTED_EXPERTS,
     SIGMOID,
     SOFTMAX,
     File,
+    Gguf,
     Key,
     Made,
     Tensors,
+    correction,
     experts,
-    scale_of_weights,
+    layer,
+    scaled,
     shared_expert,
+    stacked_experts,
+    which_are_sparse,
 )
 
 _GLM_FLASH_TOKENS = 154_880
 
 
-def gating(metadata: Mapping[str, Any]) -> int:
+def _gating(metadata: Mapping[str, Any]) -> int:
     """How experts are scored; older files do not say, and llama.cpp knows GLM-4.7-Flash among them by its size."""
     found = metadata.get("deepseek2.expert_gating_func")
     if found:
@@ -32,20 +38,6 @@ def gating(metadata: Mapping[str, Any]) -> int:
     tokens = metadata.get("deepseek2.vocab_size")
     is_glm = metadata.get("deepseek2.block_count") in (47, 48) and tokens == _GLM_FLASH_TOKENS
     return SIGMOID if is_glm else SOFTMAX
-
-
-CONFIG: dict[str, str | Key] = {
-    "n_routed_experts": "expert_count",
-    "num_experts_per_tok": "expert_used_count",
-    "n_shared_experts": "expert_shared_count",
-    "moe_intermediate_size": "expert_feed_forward_length",
-    "first_k_dense_replace": Key("leading_dense_block_count", 0),
-    "q_lora_rank": Key("attention.q_lora_rank", None),
-    "kv_lora_rank": "attention.kv_lora_rank",
-    "qk_rope_head_dim": "rope.dimension_count",
-    "n_group": Key("expert_group_count", 1),
-    "topk_group": Key("expert_group_used_count", 1),
-}
 
 
 def latent(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,27 +56,171 @@ def latent(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
         "num_key_value_heads": config["num_attention_heads"],
         "qk_nope_head_dim": whole - config["qk_rope_head_dim"],
         "v_head_dim": file.value(Key(f"attention.value_length{suffix}")),
-        "routed_scaling_factor": scale_of_weights(file),
         "rope_parameters": rope,
     }
 
 
-TENSORS: Tensors = {
-    **ENDS,
-    **NORMS,
-    **FEED_FORWARD,
-    **experts(),
-    **shared_expert("mlp.shared_experts"),
-    f"{LAYER}.mlp.gate.e_score_correction_bias": "blk.{n}.exp_probs_b.bias",
-    **{
-        f"{LAYER}.self_attn.{theirs}.weight": f"blk.{{n}}.{ours}.weight"
-        for theirs, ours in {
-            "q_proj": "attn_q", "q_a_proj": "attn_q_a", "q_a_layernorm": "attn_q_a_norm", "q_b_proj": "attn_q_b",
-            "kv_a_proj_with_mqa": "attn_kv_a_mqa", "kv_a_layernorm": "attn_kv_a_norm", "o_proj": "attn_output",
-        }.items()
-    },
+def _grows(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Queries that grow with the logarithm of the position, as Llama 4's do."""
+    rope = dict(config["rope_parameters"])
+    original = rope.get("original_max_position_embeddings", config["max_position_embeddings"])
+    rope["original_max_position_embeddings"] = file.value(Key("attention.temperature_length", original))
+    rope["llama_4_scaling_beta"] = file.value(Key("attention.temperature_scale", 0.0))
+    return {"rope_parameters": rope, "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"]}
+
+
+LATENT: Tensors = {
+    **layer(
+        {
+            "q_proj": "attn_q",
+            "q_a_proj": "attn_q_a",
+            "q_a_layernorm": "attn_q_a_norm",
+            "q_b_proj": "attn_q_b",
+            "kv_a_proj_with_mqa": "attn_kv_a_mqa",
+            "kv_a_layernorm": "attn_kv_a_norm",
+            "o_proj": "attn_output",
+        },
+        "self_attn",
+    ),
     f"{LAYER}.self_attn.kv_b_proj.weight": (
         "blk.{n}.attn_kv_b.weight",
         Made("latent_heads", "blk.{n}.attn_k_b.weight", "blk.{n}.attn_v_b.weight"),
     ),
-}  # fmt: skip
+}
+"""Multi-head latent attention."""
+TENSORS: Tensors = (
+    ENDS
+    | NORMS
+    | FEED_FORWARD
+    | experts()
+    | shared_expert("mlp.shared_experts")
+    | correction("mlp.gate.e_score_correction_bias")
+    | LATENT
+)
+
+
+_INDEXER = layer(
+    {"wq_b": "indexer.attn_q_b", "wk": "indexer.attn_k", "k_norm": "indexer.k_norm", "weights_proj": "indexer.proj"},
+    "self_attn.indexer",
+)
+"""Which tokens a layer attends to."""
+
+
+def _indexers(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without an indexer attend to the same tokens as the one before."""
+    layers = range(config["num_hidden_layers"])
+    has = [file.has(f"blk.{n}.indexer.attn_k.weight") for n in layers]
+    return {"indexer_types": ["full" if each else "shared" for each in has]}
+
+
+RANKS: dict[str, str | Key] = {
+    "q_lora_rank": Key("attention.q_lora_rank", None),
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "qk_rope_head_dim": "rope.dimension_count",
+}
+_CONFIG = ROUTED_EXPERTS | RANKS
+_INDEXES: dict[str, str | Key] = {
+    "index_n_heads": "attention.indexer.head_count",
+    "index_head_dim": "attention.indexer.key_length",
+    "index_topk": "attention.indexer.top_k",
+}
+
+ROWS = (
+    Gguf(
+        architecture="deepseek2",
+        model_type="deepseek_v2",
+        when=lambda metadata: _gating(metadata) == SOFTMAX,
+        head_dim="rope.dimension_count",
+        layered=True,
+        config=_CONFIG,
+        # The library's code for this family normalises no weights.
+        fixed={"expert_weights_norm": False},
+        computed=(
+            latent,
+            scaled,
+            lambda _, config: {"topk_method": "group_limited_greedy" if config["n_group"] > 1 else "greedy"},
+        ),
+        tensors=TENSORS,
+    ),
+    Gguf(
+        architecture="deepseek2",
+        model_type="deepseek_v3",
+        when=lambda metadata: _gating(metadata) == SIGMOID,
+        head_dim="rope.dimension_count",
+        layered=True,
+        config=_CONFIG,
+        constants={"rope_interleave": True},
+        computed=(latent, scaled),
+        tensors=TENSORS,
+    ),
+    Gguf(
+        architecture="mistral4",
+        model_type="mistral4",
+        head_dim="rope.dimension_count",
+        layered=True,
+        config=_CONFIG,
+        constants={"rope_interleave": True},
+        fixed={"expert_gating_func": SOFTMAX},
+        computed=(latent, scaled, _grows),
+        tensors=ENDS
+        | NORMS
+        | FEED_FORWARD
+        | layer({"mlp.gate": "ffn_gate_inp"})
+        | stacked_experts("mlp.experts")
+        | shared_expert("mlp.shared_experts")
+        | LATENT,
+    ),
+    *(
+        Gguf(
+            architecture=architecture,
+            model_type=model_type,
+            head_dim="rope.dimension_count",
+            layered=True,
+            config={
+                **_CONFIG,
+                **_INDEXES,
+            },
+            fixed={"expert_gating_func": SIGMOID},
+            computed=(latent, scaled, which_are_sparse, *more),
+            tensors=TENSORS | _INDEXER,
+        )
+        for architecture, model_type, more in (
+            ("deepseek32", "deepseek_v32", ()),
+            ("glm-dsa", "glm_moe_dsa", (_indexers,)),
+        )
+    ),
+    Gguf(
+        architecture="hy_v4",
+        model_type="hy_v4",
+        head_dim="rope.dimension_count",
+        layered=True,
+        config={
+            **_CONFIG,
+            **_INDEXES,
+            "swiglu_limit": Key("swiglu_clamp_exp", 0.0),
+            "hc_mult": "hyper_connection.count",
+            "hc_eps": "hyper_connection.epsilon",
+            "hc_magnitude": "hyper_connection.magnitude",
+        },
+        fixed={"expert_gating_func": SIGMOID},
+        computed=(latent, scaled, which_are_sparse, _indexers),
+        tensors={
+            **ENDS,
+            **NORMS,
+            **FEED_FORWARD,
+            **layer({"mlp.gate": "ffn_gate_inp", "self_attn.gate_proj": "attn_gate"}),
+            **stacked_experts("mlp.experts"),
+            **shared_expert("mlp.shared_experts"),
+            **correction("mlp.gate.e_score_correction_bias"),
+            **LATENT,
+            **_INDEXER,
+            f"{LAYER}.self_attn.sinks": "blk.{n}.attn_sinks.weight",
+            **{
+                f"{LAYER}.{block}_hc.{part}": f"blk.{{n}}.hc_{block}_{part}.weight"
+                for block in ("attn", "ffn")
+                for part in ("fn", "base", "scale")
+            },
+            **{f"model.hc_head.hc_{part}": f"output_hc_{part}.weight" for part in ("fn", "base", "scale")},
+        },
+    ),
+)

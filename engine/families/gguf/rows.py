@@ -1,0 +1,581 @@
+"""Architectures of the usual kind: a row each.
+
+What is odd has a file beside this one; `table` has them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.families.gguf import (
+    ATTENTION,
+    DENSE,
+    ENDS,
+    EXPERTS,
+    FEED_FORWARD,
+    LAYER,
+    LOCAL_EXPERTS,
+    LOWERED_NORMS,
+    NORMS,
+    NORMS_AROUND,
+    OWN_WIDTH,
+    ROTATED_ATTENTION,
+    ROUTED_EXPERTS,
+    SHARED_WIDTH,
+    SIGMOID,
+    SOFTMAX,
+    File,
+    Gguf,
+    Key,
+    Made,
+    Tensors,
+    attention,
+    correction,
+    experts,
+    feed_forward,
+    has_query_norm,
+    heads_of_some,
+    layer,
+    of_one_value,
+    per_layer,
+    routing,
+    scale_of_weights,
+    scaled,
+    shared_expert,
+    stacked_experts,
+    two_thetas,
+    which_are_sparse,
+    windows,
+)
+
+_NO_WINDOW = {"use_sliding_window": False}
+_ALL_SPARSE = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+_MIXTRALS = experts("block_sparse_moe", gate="w1", up="w3", down="w2")
+
+
+def _smollm3(_file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = range(config["num_hidden_layers"])
+    return {
+        # llama.cpp rotates all layers but every fourth.
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in layers],
+        "layer_types": ["full_attention" for _ in layers],
+    }
+
+
+_ERNIES: dict[str, str | Key] = {
+    "moe_num_experts": "expert_count",
+    "moe_k": "expert_used_count",
+    **OWN_WIDTH,
+    "moe_layer_start_index": Key("leading_dense_block_count", 0),
+}
+
+
+def _ernie_shares(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    shared = file.value(Key("expert_shared_feed_forward_length", 0))
+    return {"moe_num_shared_experts": shared // config["moe_intermediate_size"]}
+
+
+def _ernie_layers(_file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"moe_layer_end_index": config["num_hidden_layers"] - 1, "use_bias": config["attention_bias"]}
+
+
+_CONVOLUTION: dict[str, str | Key] = {
+    "conv_L_cache": "shortconv.l_cache",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+}
+_LFM2: Tensors = ENDS | layer({"operator_norm": "attn_norm", "ffn_norm": "ffn_norm"})
+_LFM2 |= attention("q_layernorm", "k_layernorm", "out_proj") | feed_forward("feed_forward", "w1", "w3", "w2")
+_LFM2 |= layer({"in_proj": "shortconv.in_proj", "out_proj": "shortconv.out_proj"}, "conv")
+_LFM2 |= layer({"conv": "shortconv.conv"}, "conv", "convolution")
+_LFM2 |= {"model.embedding_norm.weight": "token_embd_norm.weight"}
+
+
+def _all_attend(_file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"layer_types": ["full_attention"] * config["num_hidden_layers"], "sliding_window": None}
+
+
+def _afmoe(file: File, _config: Mapping[str, Any]) -> dict[str, Any]:
+    return {"route_scale": scale_of_weights(file)}
+
+
+def _hy_v3(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    own = config["moe_intermediate_size"]
+    return {
+        "num_shared_experts": file.value(Key("expert_shared_feed_forward_length", own)) // own,
+        "router_scaling_factor": scale_of_weights(file),
+    }
+
+
+def _laguna(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    full, other = (config["rope_parameters"][kind] for kind in ("full_attention", "sliding_attention"))
+    width, rotated = config["head_dim"], file.value(Key("rope.dimension_count", config["head_dim"]))
+    of_windows = file.value(Key("rope.dimension_count_swa", rotated))
+    heads = per_layer(file, "attention.head_count", config)
+    return {
+        "gating": "per-head" if file.shape("blk.0.attn_gate.weight")[0] == heads[0] else "per-element",
+        "num_attention_heads_per_layer": heads,
+        "moe_routed_scaling_factor": scale_of_weights(file),
+        "rope_parameters": {
+            "full_attention": {**full, "partial_rotary_factor": rotated / width},
+            "sliding_attention": {**other, "partial_rotary_factor": of_windows / width},
+        },
+    }
+
+
+def _cohere2_moe(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    gating = file.value(Key("expert_gating_func", SIGMOID))
+    return {
+        "expert_selection_fn": "softmax" if gating == SOFTMAX else "sigmoid",
+        "rms_norm_eps": file.value(Key("attention.layer_norm_rms_epsilon", None)),
+        "rope_theta": config["rope_parameters"]["rope_theta"],
+    }
+
+
+def _mimo(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    key, kinds = "attention.head_count_kv", config["layer_types"]
+    heads = list(zip(per_layer(file, key, config), kinds, strict=True))
+    narrow, wide = (
+        of_one_value(file, key, [count for count, own in heads if own == kind])
+        for kind in ("full_attention", "sliding_attention")
+    )
+    if wide != 2 * narrow:
+        raise file.unsupported("attention.head_count_kv", [narrow, wide])
+    rotated = (file.value(Key("rope.dimension_count")) + 0.5) / config["head_dim"]
+    rope = {kind: {**each, "partial_rotary_factor": rotated} for kind, each in config["rope_parameters"].items()}
+    return {"num_key_value_heads": narrow, "rope_parameters": rope}
+
+
+def _minimax_m3(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = range(config["num_hidden_layers"])
+    has = [file.has(f"blk.{n}.indexer.k_proj.weight") for n in layers]
+    return {
+        "shared_intermediate_size": file.value(Key("expert_shared_count", 1)) * config["intermediate_size"],
+        "layer_types": ["minimax_m3_sparse" if each else "full_attention" for each in has],
+    }
+
+
+def _ministral(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    # Queries grow with the logarithm of the position, as Llama 4's do.
+    beta = {"llama_4_scaling_beta": file.value(Key("attention.temperature_scale"))}
+    return {"rope_parameters": config["rope_parameters"] | beta, "sliding_window": None}
+
+
+_BESIDE = {
+    "layer_norm_eps": "attention.layer_norm_epsilon",
+    "logit_scale": "logit_scale",
+}
+"""Of Cohere's models, in which attention and the feed-forward block are side by side."""
+
+ROWS = (
+    Gguf(
+        architecture="afmoe",
+        model_type="afmoe",
+        config={
+            **EXPERTS,
+            **OWN_WIDTH,
+            "num_shared_experts": Key("expert_shared_count", 0),
+            "num_dense_layers": Key("leading_dense_block_count", 0),
+        },
+        constants={"mup_enabled": True},
+        fixed={"expert_weights_norm": True, "expert_gating_func": SIGMOID},
+        computed=(windows(4), _afmoe),
+        tensors=ENDS
+        | ATTENTION
+        | FEED_FORWARD
+        | experts(router="router.gate")
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.expert_bias")
+        | layer(
+            {
+                "input_layernorm": "attn_norm",
+                "post_attention_layernorm": "post_attention_norm",
+                "pre_mlp_layernorm": "ffn_norm",
+                "post_mlp_layernorm": "post_ffw_norm",
+                "self_attn.gate_proj": "attn_gate",
+            }
+        ),
+    ),
+    # Ling 1 mixes experts as ERNIE 4.5 does, but adds nothing to their scores; its file has rotary pairs side by side,
+    # which is how ERNIE rotates.
+    Gguf(
+        architecture="bailingmoe",
+        model_type="ernie4_5_moe",
+        config={
+            **_ERNIES,
+            "moe_num_shared_experts": Key("expert_shared_count", 0),
+        },
+        constants={"moe_layer_interval": 1},
+        fixed=routing(norm=True),
+        computed=(_ernie_layers,),
+        tensors=DENSE
+        | experts()
+        | shared_expert("mlp.shared_experts")
+        | {
+            f"{LAYER}.mlp.moe_statics.e_score_correction_bias": Made("no_correction", "blk.{n}.ffn_gate_inp.weight"),
+            f"{LAYER}.mlp.gate.weight": "blk.{n}.ffn_gate_inp.weight",
+        },
+    ),
+    # Ling 2 is GLM-4.5 but for its sizes.
+    Gguf(
+        architecture="bailingmoe2",
+        model_type="glm4_moe",
+        partial_rotary=True,
+        config=ROUTED_EXPERTS,
+        fixed={"expert_gating_func": SIGMOID},
+        computed=(scaled, has_query_norm),
+        tensors=DENSE
+        | experts()
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.gate.e_score_correction_bias"),
+    ),
+    Gguf(
+        architecture="cohere2",
+        model_type="cohere2",
+        eps="attention.layer_norm_epsilon",
+        config=_BESIDE,
+        computed=(windows(4),),
+        tensors=DENSE,
+    ),
+    Gguf(
+        architecture="cohere2moe",
+        model_type="cohere2_moe",
+        eps="attention.layer_norm_epsilon",
+        config={
+            **EXPERTS,
+            **_BESIDE,
+            "intermediate_size": "expert_feed_forward_length",
+            "prefix_dense_intermediate_size": "feed_forward_length",
+            "num_shared_experts": Key("expert_shared_count", 0),
+            "norm_topk_prob": Key("expert_weights_norm", False),
+        },
+        constants={"shared_expert_combination_strategy": "average"},
+        fixed={"expert_weights_scale": 1.0},
+        computed=(windows(4, first=True), which_are_sparse, _cohere2_moe),
+        tensors=DENSE | experts() | shared_expert("mlp.shared_experts"),
+    ),
+    Gguf(
+        architecture="command-r",
+        model_type="cohere",
+        eps="attention.layer_norm_epsilon",
+        config=_BESIDE,
+        computed=(has_query_norm,),
+        tensors=DENSE,
+    ),
+    Gguf(
+        architecture="dots1",
+        model_type="dots1",
+        config=ROUTED_EXPERTS,
+        fixed={"expert_gating_func": SIGMOID},
+        computed=(scaled, _all_attend),
+        tensors=DENSE
+        | experts()
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.gate.e_score_correction_bias"),
+    ),
+    Gguf(
+        architecture="ernie4_5",
+        model_type="ernie4_5",
+        computed=(lambda _, config: {"use_bias": config["attention_bias"]},),
+        tensors=DENSE,
+    ),
+    Gguf(
+        architecture="ernie4_5-moe",
+        model_type="ernie4_5_moe",
+        config={**_ERNIES, "moe_layer_interval": "interleave_moe_layer_step"},
+        fixed=routing(norm=True),
+        computed=(_ernie_shares, _ernie_layers),
+        tensors=DENSE
+        | experts()
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.moe_statics.e_score_correction_bias", "row"),
+    ),
+    Gguf(
+        architecture="exaone4",
+        model_type="exaone4",
+        computed=(windows(4),),
+        tensors=ENDS | NORMS_AROUND | ATTENTION | FEED_FORWARD,
+    ),
+    Gguf(
+        architecture="exaone-moe",
+        model_type="exaone_moe",
+        config={
+            **EXPERTS,
+            **OWN_WIDTH,
+            "num_shared_experts": Key("expert_shared_count", 0),
+            "norm_topk_prob": Key("expert_weights_norm", False),
+            "n_group": Key("expert_group_count", 1),
+            "topk_group": Key("expert_group_used_count", 1),
+        },
+        fixed={"expert_gating_func": SIGMOID},
+        computed=(scaled, windows(4), which_are_sparse),
+        tensors=DENSE | experts() | shared_expert("mlp.shared_experts") | correction("mlp.e_score_correction_bias"),
+    ),
+    Gguf(
+        architecture="glm4",
+        model_type="glm4",
+        partial_rotary=True,
+        tensors=ENDS
+        | ATTENTION
+        | layer(
+            {
+                "input_layernorm": "attn_norm",
+                "post_self_attn_layernorm": "post_attention_norm",
+                "post_attention_layernorm": "ffn_norm",
+                "post_mlp_layernorm": "post_ffw_norm",
+                "mlp.gate_up_proj": "ffn_up",
+                "mlp.down_proj": "ffn_down",
+            }
+        ),
+    ),
+    Gguf(
+        architecture="glm4moe",
+        model_type="glm4_moe",
+        partial_rotary=True,
+        config=ROUTED_EXPERTS,
+        fixed={"expert_gating_func": SIGMOID},
+        computed=(scaled, has_query_norm),
+        tensors=ENDS
+        | NORMS_AROUND
+        | ATTENTION
+        | FEED_FORWARD
+        | experts()
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.gate.e_score_correction_bias"),
+    ),
+    Gguf(
+        architecture="hunyuan-dense",
+        model_type="hunyuan_v1_dense",
+        tensors=DENSE | attention("query_layernorm", "key_layernorm"),
+    ),
+    Gguf(
+        architecture="hunyuan-moe",
+        model_type="hunyuan_v1_moe",
+        config={"num_experts": "expert_count", "moe_topk": "expert_used_count"},
+        fixed=routing(norm=True),
+        tensors=ENDS
+        | NORMS
+        | attention("query_layernorm", "key_layernorm")
+        | experts(router="gate.wg")
+        | shared_expert("mlp.shared_mlp"),
+    ),
+    Gguf(
+        architecture="hy_v3",
+        model_type="hy_v3",
+        config={**EXPERTS, **OWN_WIDTH},
+        fixed={"expert_weights_norm": True, "expert_gating_func": SIGMOID},
+        computed=(which_are_sparse, _hy_v3),
+        tensors=DENSE | experts(router="router.gate") | shared_expert("mlp.shared_mlp") | correction("mlp.expert_bias"),
+    ),
+    Gguf(
+        architecture="laguna",
+        model_type="laguna",
+        layered=True,
+        own_rope=True,
+        config={**EXPERTS, **OWN_WIDTH, **SHARED_WIDTH, "num_key_value_heads": "attention.head_count_kv"},
+        fixed={"expert_weights_norm": True, "expert_gating_func": SIGMOID},
+        computed=(windows(4, first=True), which_are_sparse, two_thetas(), _laguna),
+        tensors=DENSE
+        | experts()
+        | shared_expert("mlp.shared_expert")
+        | correction("mlp.experts.e_score_correction_bias")
+        | layer({"g_proj": "attn_gate"}, "self_attn"),
+    ),
+    Gguf(
+        architecture="lfm2",
+        model_type="lfm2",
+        layered=True,
+        config=_CONVOLUTION,
+        constants={"conv_bias": False, "block_auto_adjust_ff_dim": False},
+        computed=(heads_of_some("conv"),),
+        tensors=_LFM2,
+    ),
+    Gguf(
+        architecture="lfm2moe",
+        model_type="lfm2_moe",
+        layered=True,
+        config={
+            **EXPERTS,
+            **OWN_WIDTH,
+            **_CONVOLUTION,
+            "num_dense_layers": Key("leading_dense_block_count", 0),
+        },
+        constants={"norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True, "conv_bias": False},
+        fixed=routing(norm=True, gating=SIGMOID),
+        computed=(heads_of_some("conv"),),
+        tensors=_LFM2 | experts("feed_forward", gate="w1", up="w3", down="w2") | correction("feed_forward.expert_bias"),
+    ),
+    Gguf(
+        architecture="llama",
+        model_type="llama",
+        when=lambda metadata: not metadata.get("llama.expert_count"),
+        tensors=DENSE | ROTATED_ATTENTION,
+    ),
+    # Llama under other names.
+    Gguf(architecture="exaone", model_type="llama", tensors=DENSE),
+    Gguf(architecture="internlm2", model_type="llama", tensors=DENSE | ROTATED_ATTENTION),
+    Gguf(
+        architecture="llama",
+        model_type="mixtral",
+        when=lambda metadata: bool(metadata.get("llama.expert_count")),
+        config={**LOCAL_EXPERTS, "sliding_window": Key("attention.sliding_window", None)},
+        fixed=routing(norm=True),
+        tensors=ENDS | NORMS | ROTATED_ATTENTION | _MIXTRALS,
+    ),
+    Gguf(
+        architecture="mellum",
+        model_type="mellum",
+        own_rope=True,
+        config={**EXPERTS, **OWN_WIDTH},
+        constants={"norm_topk_prob": True},
+        fixed=routing(norm=True),
+        computed=(windows(4), which_are_sparse, two_thetas()),
+        tensors=DENSE | experts(),
+    ),
+    Gguf(
+        architecture="mimo2",
+        model_type="mimo_v2_flash",
+        layered=True,
+        own_rope=True,
+        config={
+            "n_routed_experts": "expert_count",
+            "num_experts_per_tok": "expert_used_count",
+            **OWN_WIDTH,
+            "v_head_dim": "attention.value_length",
+            "attention_value_scale": Key("attention.value_scale", 1.0),
+        },
+        constants={"norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0},
+        fixed=routing(norm=True, gating=SIGMOID),
+        computed=(windows(), which_are_sparse, two_thetas(), _mimo),
+        tensors=DENSE
+        | experts()
+        | correction("mlp.gate.e_score_correction_bias")
+        | {f"{LAYER}.self_attn.attention_sink_bias": "blk.{n}.attn_sinks.weight"},
+    ),
+    Gguf(
+        architecture="minimax-m2",
+        model_type="minimax_m2",
+        partial_rotary=True,
+        config=LOCAL_EXPERTS,
+        constants={"router_jitter_noise": 0.0},
+        fixed=routing(norm=True, gating=SIGMOID),
+        tensors=ENDS | NORMS | ATTENTION | _MIXTRALS | correction("block_sparse_moe.e_score_correction_bias"),
+    ),
+    Gguf(
+        architecture="minimax-m3",
+        model_type="minimax_m3_vl_text",
+        partial_rotary=True,
+        config={
+            **LOCAL_EXPERTS,
+            "intermediate_size": "expert_feed_forward_length",
+            "dense_intermediate_size": "feed_forward_length",
+            "rotary_dim": "rope.dimension_count",
+            "index_n_heads": "attention.indexer.head_count",
+            "index_head_dim": "attention.indexer.key_length",
+            "index_topk_blocks": "attention.indexer.top_k",
+            "index_block_size": "attention.indexer.block_size",
+            "index_local_blocks": "attention.indexer.local_blocks",
+        },
+        constants={"swiglu_alpha": 1.702, "swiglu_limit": 7.0, "router_jitter_noise": 0.0},
+        fixed={"expert_weights_norm": True, "expert_gating_func": SIGMOID},
+        computed=(scaled, which_are_sparse, _minimax_m3),
+        tensors=ENDS
+        | ATTENTION
+        | LOWERED_NORMS
+        | layer({"post_attention_layernorm": "ffn_norm"}, how="lowered")
+        | layer({"mlp.gate": "ffn_gate_inp"})
+        | correction("mlp.gate.e_score_correction_bias")
+        | stacked_experts("mlp.experts")
+        | layer({"mlp.down_proj": "ffn_down", "mlp.shared_experts.down_proj": "ffn_down_shexp"})
+        | {
+            f"{LAYER}.mlp.{block}gate_up_proj.weight": Made(
+                "joined", f"blk.{{n}}.ffn_gate{kind}.weight", f"blk.{{n}}.ffn_up{kind}.weight"
+            )
+            for block, kind in (("", ""), ("shared_experts.", "_shexp"))
+        }
+        | layer({"q_proj": "indexer.q_proj", "k_proj": "indexer.k_proj"}, "self_attn.indexer")
+        | layer({"q_norm": "indexer.q_norm", "k_norm": "indexer.k_norm"}, "self_attn.indexer", "lowered"),
+    ),
+    Gguf(
+        architecture="mistral3",
+        model_type="mistral",
+        when=lambda metadata: not metadata.get("mistral3.attention.temperature_scale"),
+        constants={"sliding_window": None},
+        tensors=DENSE | ROTATED_ATTENTION,
+    ),
+    Gguf(
+        architecture="mistral3",
+        model_type="ministral3",
+        when=lambda metadata: bool(metadata.get("mistral3.attention.temperature_scale")),
+        computed=(_ministral,),
+        tensors=DENSE | ROTATED_ATTENTION,
+    ),
+    Gguf(
+        architecture="olmo2",
+        model_type="olmo2",
+        when=lambda metadata: not metadata.get("olmo2.attention.sliding_window"),
+        tensors=ENDS | NORMS_AROUND | ATTENTION | FEED_FORWARD,
+    ),
+    Gguf(
+        architecture="olmo2",
+        model_type="olmo3",
+        when=lambda metadata: bool(metadata.get("olmo2.attention.sliding_window")),
+        own_rope=True,
+        computed=(windows(4), two_thetas()),
+        tensors=ENDS | NORMS_AROUND | ATTENTION | FEED_FORWARD,
+    ),
+    Gguf(
+        architecture="olmoe",
+        model_type="olmoe",
+        config={**EXPERTS, "clip_qkv": Key("attention.clamp_kqv", None)},
+        constants={"norm_topk_prob": False},
+        fixed=routing(norm=False),
+        tensors=ENDS | NORMS | ATTENTION | experts(),
+    ),
+    *(
+        Gguf(architecture=name, model_type="qwen2", constants=_NO_WINDOW, tensors=DENSE)
+        for name in ("qwen2", "qwen2vl")
+    ),
+    Gguf(
+        architecture="qwen2moe",
+        model_type="qwen2_moe",
+        config={**EXPERTS, **OWN_WIDTH, **SHARED_WIDTH},
+        constants={"norm_topk_prob": False, **_ALL_SPARSE, **_NO_WINDOW, "qkv_bias": True},
+        fixed=routing(norm=False),
+        tensors=ENDS
+        | NORMS
+        | ATTENTION
+        | experts()
+        | shared_expert("mlp.shared_expert")
+        | layer({"shared_expert_gate": "ffn_gate_inp_shexp"}, "mlp", "row"),
+    ),
+    # Of text alone, the models that see pictures rotate as the others do.
+    *(
+        Gguf(architecture=name, model_type="qwen3", constants=_NO_WINDOW, tensors=DENSE)
+        for name in ("qwen3", "qwen3vl")
+    ),
+    *(
+        Gguf(
+            architecture=name,
+            model_type="qwen3_moe",
+            config={**EXPERTS, **OWN_WIDTH},
+            constants={"norm_topk_prob": True, **_ALL_SPARSE, **_NO_WINDOW},
+            fixed=routing(norm=True),
+            tensors=ENDS | NORMS | ATTENTION | experts(),
+        )
+        for name in ("qwen3moe", "qwen3vlmoe")
+    ),
+    Gguf(
+        architecture="seed_oss",
+        model_type="seed_oss",
+        computed=(lambda file, _: {"attention_out_bias": file.has("blk.0.attn_output.bias")},),
+        tensors=ENDS | NORMS_AROUND | ATTENTION | FEED_FORWARD,
+    ),
+    Gguf(
+        architecture="smollm3",
+        model_type="smollm3",
+        constants=_NO_WINDOW,
+        computed=(_smollm3,),
+        tensors=DENSE | ROTATED_ATTENTION,
+    ),
+)
