@@ -20,6 +20,7 @@ from threading import Lock
 import pytest
 import torch
 
+from engine.formats.ggml import GRIDS
 from engine.kernels.cuda.compiled import SOURCES, Kernel
 from engine.kernels.cuda.groups import CudaGroups
 from engine.kernels.cuda.products import CudaProducts
@@ -31,7 +32,8 @@ from tests.starter import CACHE
 
 FOLDER = Path(__file__).parent / "emulated_cuda"
 OPTIONS = (
-    *("-std=c++17", "-pthread", "-DSWITCHYARD_EMULATED", f"-I{FOLDER}", f"-I{SOURCES}", f"-I{HEADERS}"),
+    *("-std=c++17", "-pthread", "-DSWITCHYARD_EMULATED"),
+    *(f"-I{each}" for each in (FOLDER, SOURCES, GRIDS.parent, HEADERS)),
     *("-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-clobbered", "-fno-strict-aliasing"),
 )
 
@@ -57,12 +59,14 @@ _FORMATS = {
     "PRODUCTS": ("Int8", "Int4", "Lut4", "PlainBf16", "PlainFp16", "PlainFp32"),
     "GROUPS": ("Int8", "Int4", "Lut4"),
 }
-_IN_BLOCKS = ("Blocks<Q8_0>", "Blocks<Q4_K>", "Blocks<Q6_K>", "Blocks<Q2_K>", "MixedBlocks")
+IN_BLOCKS = re.findall(r"DO\((\w+)\)", (FOLDER / "kernels.h").read_text(encoding="utf-8"))
+"""Types of blocks that are multiplied; the others are only unpacked."""
 _OF_LATENTS = {"EXPANSIONS": _FORMATS["PRODUCTS"], "LATENTS": ("KvBf16", "KvFp16", "KvFp32")}
 _UNITS = {
     "kernels": [
         *(f"{kind}({name})" for kind, names in _FORMATS.items() for name in names),
-        *(f"{kind}({name})" for kind in _FORMATS for name in _IN_BLOCKS),
+        *(f"{kind}(Blocks<{name}>)" for kind in _FORMATS for name in IN_BLOCKS),
+        *(f"{kind}(MixedBlocks)" for kind in _FORMATS),
     ],
     "attention_kernels": [
         f"HEADS({kv}, {width})" for kv in ("KvBf16", "KvFp16", "KvFp32", "KvInt8") for width in (64, 128, 256)
@@ -85,7 +89,8 @@ def compiled(
     """
     compiler = replace(find_compiler(), within_s=within_s)
     made_from = hashlib.sha256(repr((compiler.command, compiler_version(compiler.command), options)).encode())
-    for path in sorted(path for folder in (FOLDER, SOURCES) for path in folder.iterdir() if path.is_file()):
+    ours = sorted(path for folder in (FOLDER, SOURCES) for path in folder.iterdir() if path.is_file())
+    for path in (*ours, GRIDS):
         made_from.update(path.name.encode() + b"\0" + path.read_bytes())
     kept = CACHE / "emulated_cuda"
     place = kept / made_from.hexdigest()[:16]

@@ -23,7 +23,7 @@ from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.load import binding as device_binding
 from engine.runtime.load import in_place
 from tests.engine.card_experts import KINDS, check, check_nobody, layer_of, module_of
-from tests.engine.emulated_cuda_card import emulated_kernels, needs_compiler
+from tests.engine.emulated_cuda_card import IN_BLOCKS, emulated_kernels, needs_compiler
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.on_devices import MIB, PROMPT, opened, share_misses
 from tests.engine.test_disk_backed import least_budget
@@ -38,8 +38,8 @@ CPU = torch.device("cpu")
 KERNELS = emulated_kernels()
 IN_GROUPS = CardKernels(KERNELS.few, 4, KERNELS.many, KERNELS.unpack)
 TYPES = [kind for kind in BLOCK_TYPES.values() if kind.split is not None]
-COMPILED = ("Q8_0", "Q4_K", "Q6_K", "Q2_K", "Q4_K Q6_K")
-"""What the emulated card multiplies: runs with one scale and with two, with minima and without."""
+COMPILED = (*IN_BLOCKS, "Q4_K Q6_K")
+"""What the emulated card multiplies."""
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)

@@ -26,7 +26,9 @@ _COMPILING_S = 1200
 def every_kernel(folder: Path, sanitizer: str, *more: str) -> Path:
     """The driver of all kernels with a sanitizer; skips the test where the compiler has no such sanitizer."""
     program, options = folder / "driver", sanitizing(folder, sanitizer, *more)
-    objects = compiled(options, ("driver.cpp", "emulated_card.cpp"), within_s=_COMPILING_S)
+    objects = compiled(
+        options, ("driver.cpp", "emulated_card.cpp", str(HEADERS / "rows_portable.cpp")), within_s=_COMPILING_S
+    )
     find_compiler().run("-pthread", *options, *objects, "-o", str(program))
     return program
 

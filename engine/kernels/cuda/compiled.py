@@ -13,6 +13,7 @@ from pathlib import Path
 
 from engine.common.files import write_whole
 from engine.common.paths import cache_dir
+from engine.formats.ggml import GRIDS
 from engine.kernels.cuda.nvrtc import Machine, Nvrtc, architecture_for, find_nvrtc
 
 SOURCES = Path(__file__).resolve().parent / "src"
@@ -46,7 +47,8 @@ class Kernel:
 
 @cache
 def _texts() -> dict[str, str]:
-    return {path.name: path.read_text(encoding="utf-8") for path in sorted(SOURCES.iterdir()) if path.is_file()}
+    paths = [*sorted(path for path in SOURCES.iterdir() if path.is_file()), GRIDS]
+    return {path.name: path.read_text(encoding="utf-8") for path in paths}
 
 
 def sources_of(kernel: Kernel) -> tuple[str, dict[str, str], list[str]]:

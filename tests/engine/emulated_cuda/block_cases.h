@@ -1,27 +1,28 @@
 // Random products with matrices in rows of blocks, whose last row ends in the last word of its memory.
 #pragma once
 #include "cases.h"
-#include "ggml_values.h"  // of the native kernels: what blocks hold, one weight after the other
+#include "row_kernels.h"  // of the native kernels, which tests compare with what ggml says
 
 struct BlockShape {
-    const char *format, *type;  // as kernels are compiled for products, and to unpack
+    const char* type;  // as kernels are compiled to unpack
+    std::string format;  // and for products, if they are here
     int columns, bytes;
-    void (*values)(const std::uint8_t*, float*);
-    int halves[2];  // where a block has an fp16 scale; -1: nowhere
+    RowType native;
 };
-template <class Type>
-BlockShape block_shape(const char* format, const char* type, int first, int second = -1) {
-    return {format, type, Type::kElements, Type::kBytes, Type::values, {first, second}};
+inline std::vector<BlockShape> block_shapes() {
+    std::vector<BlockShape> shapes{
+#define OF_BLOCKS(Type, number) BlockShape{#Type, "", Type::COLUMNS, Type::BYTES, *kPortableRows.of(number)},
+        BLOCK_TYPES(OF_BLOCKS)
+#undef OF_BLOCKS
+    };
+    for (BlockShape& shape : shapes) {
+#define OF_BLOCKS(Type) if (std::strcmp(shape.type, #Type) == 0) shape.format = "Blocks<" #Type ">";
+        MULTIPLIED(OF_BLOCKS)
+#undef OF_BLOCKS
+    }
+    return shapes;
 }
-inline const BlockShape BLOCK_SHAPES[] = {
-    block_shape<scalar::Q8_0>("Blocks<Q8_0>", "Q8_0", 0),       block_shape<scalar::Q4K>("Blocks<Q4_K>", "Q4_K", 0, 2),
-    block_shape<scalar::Q6K>("Blocks<Q6_K>", "Q6_K", 208),      block_shape<scalar::Q2K>("Blocks<Q2_K>", "Q2_K", 80, 82),
-    block_shape<scalar::Q4_0>(nullptr, "Q4_0", 0),              block_shape<scalar::Q4_1>(nullptr, "Q4_1", 0, 2),
-    block_shape<scalar::Q5_0>(nullptr, "Q5_0", 0),              block_shape<scalar::Q5_1>(nullptr, "Q5_1", 0, 2),
-    block_shape<scalar::Q3K>(nullptr, "Q3_K", 108),             block_shape<scalar::Q5K>(nullptr, "Q5_K", 0, 2),
-    block_shape<scalar::Iq4Nl>(nullptr, "IQ4_NL", 0),           block_shape<scalar::Iq4Xs>(nullptr, "IQ4_XS", 0),
-    block_shape<scalar::Mxfp4>(nullptr, "MXFP4", -1),
-};
+inline const std::vector<BlockShape> BLOCK_SHAPES = block_shapes();
 
 struct BlockRows {
     Exact memory;
@@ -30,24 +31,25 @@ struct BlockRows {
         : memory(static_cast<std::size_t>((rows * columns / shape.columns * shape.bytes + 3) / 4 * 4)), meant(static_cast<std::size_t>(rows * columns)) {
         for (int block = 0; block < rows * columns / shape.columns; block++) {
             u8* at = memory.data + block * shape.bytes;
-            for (int i = 0; i < shape.bytes; i++) at[i] = static_cast<u8>(between(0, 255));
-            for (const int half : shape.halves) {
-                const u16 bits = Fp16::of(real(1e-4f, 1e-3f)).bits;
-                if (half >= 0) std::memcpy(at + half, &bits, 2);
+            float* values = meant.data() + block * shape.columns;
+            float most = 0;
+            while (!(most > 1e-4f && most < 64.0f)) {  // any bytes whose scales are of use
+                for (int i = 0; i < shape.bytes; i++) at[i] = static_cast<u8>(between(0, 255));
+                shape.native.unpack(at, shape.columns, values);
+                most = 0;
+                for (int i = 0; i < shape.columns; i++) most = std::fabs(values[i]) <= most ? most : std::fabs(values[i]);
             }
-            if (shape.halves[0] < 0) at[0] = static_cast<u8>(between(112, 120));
-            shape.values(at, meant.data() + block * shape.columns);
         }
     }
 };
 
 // Gates in one piece of memory, ups in another; all visits are of one expert.
 inline void go_through_blocks(bool is_small) {
-    const int number = between(0, 12);
-    const BlockShape& shape = BLOCK_SHAPES[number];
-    const int columns = shape.columns * between(1, is_small || shape.columns > 32 ? 3 : 20), rows = between(1, is_small ? 12 : 70);
-    const bool is_mixed = number == 1 && between(0, 1) == 0;
-    const BlockRows gates(shape, rows, columns), ups(is_mixed ? BLOCK_SHAPES[2] : shape, rows, columns);
+    const BlockShape& shape = BLOCK_SHAPES[static_cast<std::size_t>(between(0, static_cast<int>(BLOCK_SHAPES.size()) - 1))];
+    const int columns = shape.columns * between(1, is_small || shape.columns > 128 ? 3 : 20), rows = between(1, is_small ? 12 : 70);
+    const bool is_mixed = shape.format == "Blocks<Q4_K>" && between(0, 1) == 0;
+    const auto second = std::find_if(BLOCK_SHAPES.begin(), BLOCK_SHAPES.end(), [](const BlockShape& each) { return each.format == "Blocks<Q6_K>"; });
+    const BlockRows gates(shape, rows, columns), ups(is_mixed ? *second : shape, rows, columns);
     Exact unpacked(static_cast<std::size_t>(rows * columns * 2));
     const unsigned int runs = static_cast<unsigned int>((rows * columns / 32 + THREADS - 1) / THREADS);
     const UnpackArguments unpacking{{gates.memory.data, nullptr, nullptr, nullptr}, unpacked.data, columns, rows, 0};
@@ -57,8 +59,8 @@ inline void go_through_blocks(bool is_small) {
         std::memcpy(&bits, unpacked.data + 2 * i, 2);
         require(bits == Bf16::of(gates.meant[static_cast<std::size_t>(i)]).bits, "a block is unpacked wrongly");
     }
-    if (shape.format == nullptr) return;
-    const char* format = is_mixed ? "Blocks<Q4_K,Q6_K>" : shape.format;
+    if (shape.format.empty()) return;
+    const char* format = is_mixed ? "Blocks<Q4_K,Q6_K>" : shape.format.c_str();
     const bool is_paired = is_mixed || between(0, 1) == 0;
     const int visits = between(1, is_small ? 10 : 70), groups = columns / 32;
     Exact x(static_cast<std::size_t>(visits * columns * 2));

@@ -34,12 +34,13 @@ extern PRODUCTS(PlainBf16);
 extern PRODUCTS(PlainFp16);
 extern PRODUCTS(PlainFp32);
 
-// Those whose runs have one scale or two, minima or none; the others' blocks are only unpacked, see emulate_unpack.
+// Those whose runs have one scale or two, minima or none, blocks of several sizes, grids or none; the others' blocks are only
+// unpacked, see emulate_unpack.
+#define MULTIPLIED(DO) DO(Q8_0) DO(Q4_K) DO(Q6_K) DO(Q2_K) DO(IQ2_XXS) DO(IQ1_M) DO(NVFP4)
 typedef Blocks<Q4_K, Q6_K> MixedBlocks;
-extern PRODUCTS(Blocks<Q8_0>);
-extern PRODUCTS(Blocks<Q4_K>);
-extern PRODUCTS(Blocks<Q6_K>);
-extern PRODUCTS(Blocks<Q2_K>);
+#define OF_BLOCKS(Type) extern PRODUCTS(Blocks<Type>);
+MULTIPLIED(OF_BLOCKS)
+#undef OF_BLOCKS
 extern PRODUCTS(MixedBlocks);
 
 inline bool emulate_product(const char* format, int rows, emulated::Index grid, std::uint64_t seed, const ProductArguments& arguments) {
@@ -50,10 +51,9 @@ inline bool emulate_product(const char* format, int rows, emulated::Index grid, 
     if (is("PlainBf16")) return emulate_rows<PlainBf16>(rows, grid, seed, arguments);
     if (is("PlainFp16")) return emulate_rows<PlainFp16>(rows, grid, seed, arguments);
     if (is("PlainFp32")) return emulate_rows<PlainFp32>(rows, grid, seed, arguments);
-    if (is("Blocks<Q8_0>")) return emulate_rows<Blocks<Q8_0>>(rows, grid, seed, arguments);
-    if (is("Blocks<Q4_K>")) return emulate_rows<Blocks<Q4_K>>(rows, grid, seed, arguments);
-    if (is("Blocks<Q6_K>")) return emulate_rows<Blocks<Q6_K>>(rows, grid, seed, arguments);
-    if (is("Blocks<Q2_K>")) return emulate_rows<Blocks<Q2_K>>(rows, grid, seed, arguments);
+#define OF_BLOCKS(Type) if (is("Blocks<" #Type ">")) return emulate_rows<Blocks<Type>>(rows, grid, seed, arguments);
+    MULTIPLIED(OF_BLOCKS)
+#undef OF_BLOCKS
     if (is("Blocks<Q4_K,Q6_K>")) return emulate_rows<MixedBlocks>(rows, grid, seed, arguments);
     return false;
 }
@@ -67,20 +67,9 @@ inline bool emulate_unpack(const char* format, emulated::Index grid, std::uint64
     if (is("Int8")) return run(unpack<Int8>);
     if (is("Int4")) return run(unpack<Int4>);
     if (is("Lut4")) return run(unpack<Lut4>);
-#define BLOCKS(Type) if (is(#Type)) return run(unpack_blocks<Type>)
-    BLOCKS(Q4_0);
-    BLOCKS(Q4_1);
-    BLOCKS(Q5_0);
-    BLOCKS(Q5_1);
-    BLOCKS(Q8_0);
-    BLOCKS(Q2_K);
-    BLOCKS(Q3_K);
-    BLOCKS(Q4_K);
-    BLOCKS(Q5_K);
-    BLOCKS(Q6_K);
-    BLOCKS(IQ4_NL);
-    BLOCKS(IQ4_XS);
-    BLOCKS(MXFP4);
+#define OF_BLOCKS(Type, number) if (is(#Type)) return run(unpack_blocks<Type>);
+    BLOCK_TYPES(OF_BLOCKS)
+#undef OF_BLOCKS
     return false;
 }
 
@@ -136,10 +125,9 @@ extern GROUPS(Int8);
 extern GROUPS(Int4);
 extern GROUPS(Lut4);
 
-extern GROUPS(Blocks<Q8_0>);
-extern GROUPS(Blocks<Q4_K>);
-extern GROUPS(Blocks<Q6_K>);
-extern GROUPS(Blocks<Q2_K>);
+#define OF_BLOCKS(Type) extern GROUPS(Blocks<Type>);
+MULTIPLIED(OF_BLOCKS)
+#undef OF_BLOCKS
 extern GROUPS(MixedBlocks);
 
 inline bool emulate_group_product(const char* format, int tiles, bool has_units, emulated::Index grid, std::uint64_t seed, const GroupProductArguments& arguments) {
@@ -147,10 +135,9 @@ inline bool emulate_group_product(const char* format, int tiles, bool has_units,
     if (is("Int8")) return emulate_tiles<Int8>(tiles, has_units, grid, seed, arguments);
     if (is("Int4")) return emulate_tiles<Int4>(tiles, has_units, grid, seed, arguments);
     if (is("Lut4")) return emulate_tiles<Lut4>(tiles, has_units, grid, seed, arguments);
-    if (is("Blocks<Q8_0>")) return emulate_tiles<Blocks<Q8_0>>(tiles, has_units, grid, seed, arguments);
-    if (is("Blocks<Q4_K>")) return emulate_tiles<Blocks<Q4_K>>(tiles, has_units, grid, seed, arguments);
-    if (is("Blocks<Q6_K>")) return emulate_tiles<Blocks<Q6_K>>(tiles, has_units, grid, seed, arguments);
-    if (is("Blocks<Q2_K>")) return emulate_tiles<Blocks<Q2_K>>(tiles, has_units, grid, seed, arguments);
+#define OF_BLOCKS(Type) if (is("Blocks<" #Type ">")) return emulate_tiles<Blocks<Type>>(tiles, has_units, grid, seed, arguments);
+    MULTIPLIED(OF_BLOCKS)
+#undef OF_BLOCKS
     if (is("Blocks<Q4_K,Q6_K>")) return emulate_tiles<MixedBlocks>(tiles, has_units, grid, seed, arguments);
     return false;
 }

@@ -9,6 +9,10 @@
 #pragma once
 #include "formats.h"
 
+#define SWITCHYARD_GRID static __device__ const
+#include "grids.h"
+#undef SWITCHYARD_GRID
+
 // 4 bytes from an address that is a multiple of ALIGNED: 4, 2, or 1.
 template <int ALIGNED>
 __device__ __forceinline__ u32 read_word(const u8* at) {
@@ -189,6 +193,171 @@ struct MXFP4 : NoMinima {
         return float_of_bits(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
     }
 };
+
+// A bit each as the lowest of a byte.
+__device__ __forceinline__ u32 as_bytes(u32 bits) { return (bits & 1u) | (bits & 2u) << 7 | (bits & 4u) << 14 | (bits & 8u) << 21; }
+// 4 codes, none of them 0, negated where a bit is set.
+__device__ __forceinline__ u32 negated(u32 codes, u32 bits) {
+    const u32 set = as_bytes(bits);
+    return (codes ^ set * 255u) + set;
+}
+// Of the signs of four eights, 7 bits each, so that an even number is set, those of 4 codes.
+__device__ __forceinline__ u32 odd_signs(u32 seven, int number) {
+    seven &= 127u;
+    u32 parity = seven ^ seven >> 4;
+    parity ^= parity >> 2;
+    parity ^= parity >> 1;
+    return (seven | (parity & 1u) << 7) >> (number % 2 * 4);
+}
+// What 4 of a word's codes of 2 bits stand for.
+__device__ __forceinline__ u32 eights(u32 word, int number, u32 values) {
+    const u32 four = word >> (number % 2 * 8);
+    return __byte_perm(values, 0, (four & 3u) | (four & 12u) << 2 | (four & 48u) << 4 | (four & 192u) << 6);
+}
+// The same of its 4 codes of 3 bits.
+__device__ __forceinline__ u32 fours(u32 word, u32 low, u32 high) {
+    return __byte_perm(low, high, (word & 7u) | (word & 56u) << 1 | (word & 448u) << 2 | (word & 3584u) << 3);
+}
+// 2 * step + 1, of a part of the whole.
+__device__ __forceinline__ float odd_steps_of(const u8* of_block, int step, float part) { return product_of(steps_of(of_block, 2 * step + 1), part); }
+constexpr u32 IQ2_VALUES = 0x2b1908u;
+
+struct IQ2_XXS : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 66, PARTS = 1;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u8* at = block + 2 + 8 * run;
+        const u32 codes = eights(GRID_IQ2_XXS[at[number / 2]], number, IQ2_VALUES);
+        return negated(codes, odd_signs(read_word<2>(at + 4) >> (number / 2 * 7), number));
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int) { return odd_steps_of(block, block[9 + 8 * run] >> 4, 0.125f); }
+};
+
+struct IQ2_XS : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 74, PARTS = 2;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u32 both = *reinterpret_cast<const u16*>(block + 2 + 8 * run + number / 2 * 2);
+        return negated(eights(GRID_IQ2_XS[both & 511u], number, IQ2_VALUES), odd_signs(both >> 9, number));
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int part) { return odd_steps_of(block, block[66 + run] >> (4 * part) & 15, 0.125f); }
+};
+
+struct IQ2_S : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 82, PARTS = 2;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const int eight = 4 * run + number / 2;
+        const u32 position = block[2 + eight] | (block[66 + run] >> (number / 2 * 2) & 3u) << 8;
+        return negated(eights(GRID_IQ2_S[position], number, IQ2_VALUES), block[34 + eight] >> (number % 2 * 4));
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int part) { return odd_steps_of(block, block[74 + run] >> (4 * part) & 15, 0.125f); }
+};
+
+struct IQ3_XXS : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 98, PARTS = 1;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u32 codes = fours(GRID_IQ3_XXS[block[2 + 8 * run + number]], 0x1c140c04u, 0x3e342c24u);
+        return negated(codes, odd_signs(read_word<2>(block + 66 + 4 * run) >> (number / 2 * 7), number));
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int) { return odd_steps_of(block, block[69 + 4 * run] >> 4, 0.25f); }
+};
+
+struct IQ3_S : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 110, PARTS = 1;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u32 position = block[2 + 8 * run + number] | (block[66 + run] >> number & 1u) << 8;
+        const u32 codes = fours(GRID_IQ3_S[position], 0x07050301u, 0x0f0d0b09u);
+        return negated(codes, block[74 + 4 * run + number / 2] >> (number % 2 * 4));
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int) { return odd_steps_of(block, block[106 + run / 2] >> (run % 2 * 4) & 15, 1.0f); }
+};
+
+struct IQ1_S : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 50, PARTS = 1;
+    // Eight times -1, 0 or 1, and one less or more.
+    static __device__ __forceinline__ u32 shifted(u32 position, int number, bool is_less) {
+        return eights(GRID_IQ1[position], number, is_less ? 0x07fff7u : 0x0901f9u);
+    }
+    static __device__ __forceinline__ u32 of_run(const u8* block, int run) { return *reinterpret_cast<const u16*>(block + 34 + 2 * run); }
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u32 more = of_run(block, run);
+        return shifted(block[2 + 4 * run + number / 2] | (more >> (number / 2 * 3) & 7u) << 8, number, more >> 15 != 0);
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int) {
+        return odd_steps_of(block, static_cast<int>(of_run(block, run) >> 12 & 7u), 0.125f);
+    }
+};
+
+struct IQ1_M : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 56, PARTS = 2;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u32 more = static_cast<u32>(block[32 + 2 * run + number / 4] >> (number / 2 % 2 * 4));
+        return IQ1_S::shifted(block[4 * run + number / 2] | (more & 7u) << 8, number, (more & 8u) != 0);
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int part) {
+        const u32 low = word_at(block + 48), high = word_at(block + 52), group = static_cast<u32>(2 * run + part);
+        const u32 half = (low >> 12 & 15u) | (low >> 24 & 240u) | (high >> 4 & 3840u) | (high >> 16 & 61440u);
+        const int step = static_cast<int>((group < 8 ? low : high) >> (group / 4 % 2 * 16 + group % 4 * 3) & 7u);
+        return product_of(product_of(Fp16{static_cast<u16>(half)}.value(), static_cast<float>(2 * step + 1)), 0.125f);
+    }
+};
+
+struct TQ1_0 : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 54, PARTS = 1;
+    // Of each byte, a fraction of 256, a digit of base 3.
+    static __device__ __forceinline__ u32 digits(u32 bytes, int place) {
+        const u32 power = static_cast<u32>(0x511b090301ull >> (8 * place)) & 255u;
+        const u32 even = (bytes & 0x00ff00ffu) * power & 0x00ff00ffu, odd = (bytes >> 8 & 0x00ff00ffu) * power & 0x00ff00ffu;
+        return (even * 3 >> 8 & 0x00ff00ffu) | (odd * 3 & 0xff00ff00u);
+    }
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const int half = 2 * run + number / 4 - 10;
+        const u8* at = run < 5 ? block + 4 * number : half < 5 ? block + 32 + number % 4 * 4 : block + 48;
+        return less(digits(read_word<2>(at), run < 5 ? run : half < 5 ? half : number % 4), 1);
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int, int) { return half_value(block + 52); }
+};
+
+struct TQ2_0 : NoMinima {
+    static constexpr int COLUMNS = 256, BYTES = 66, PARTS = 1;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) { return less(Q2_K::pairs<2>(block, run, number), 1); }
+    static __device__ __forceinline__ float scale(const u8* block, int, int) { return half_value(block + 64); }
+};
+
+struct NVFP4 : NoMinima {
+    static constexpr int COLUMNS = 64, BYTES = 36, PARTS = 2;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u32 pairs = word_at(block + 4 + 16 * run + number / 4 * 8 + number % 2 * 4);
+        const u32 first = Lut4::look_up(MXFP4::values(), pairs & 0xffffu), second = Lut4::look_up(MXFP4::values(), pairs >> 16);
+        return __byte_perm(first, second, number % 4 < 2 ? 0x6420u : 0x7531u);
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int run, int part) {  // half of E4M3's, without a sign
+        const int byte = block[2 * run + part], exponent = byte >> 3 & 15;
+        const int steps = exponent != 0 ? 8 + (byte & 7) : byte & 7;
+        return byte == 127 ? 0.0f : product_of(static_cast<float>(steps << max(exponent, 1)), 1.0f / 2048);
+    }
+};
+
+struct Q1_0 : NoMinima {
+    static constexpr int COLUMNS = 128, BYTES = 18, PARTS = 1;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        return less(as_bytes(block[2 + 4 * run + number / 2] >> (number % 2 * 4)) << 1, 1);
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int, int) { return half_value(block); }
+};
+
+struct Q2_0 : NoMinima {
+    static constexpr int COLUMNS = 64, BYTES = 18, PARTS = 1;
+    static __device__ __forceinline__ u32 word(const u8* block, int run, int number) {
+        const u32 pairs = block[2 + 8 * run + number];
+        return less((pairs | pairs << 6 | pairs << 12 | pairs << 18) & 0x03030303u, 1);
+    }
+    static __device__ __forceinline__ float scale(const u8* block, int, int) { return half_value(block); }
+};
+
+// Each with ggml's number.
+#define BLOCK_TYPES(DO) \
+    DO(Q4_0, 2) DO(Q4_1, 3) DO(Q5_0, 6) DO(Q5_1, 7) DO(Q8_0, 8) DO(Q2_K, 10) DO(Q3_K, 11) DO(Q4_K, 12) DO(Q5_K, 13) DO(Q6_K, 14) \
+    DO(IQ2_XXS, 16) DO(IQ2_XS, 17) DO(IQ3_XXS, 18) DO(IQ1_S, 19) DO(IQ4_NL, 20) DO(IQ3_S, 21) DO(IQ2_S, 22) DO(IQ4_XS, 23) \
+    DO(IQ1_M, 29) DO(TQ1_0, 34) DO(TQ2_0, 35) DO(MXFP4, 39) DO(NVFP4, 40) DO(Q1_0, 41) DO(Q2_0, 42)
 
 template <class A, class B>
 struct Are { static constexpr bool SAME = false; };
