@@ -17,11 +17,11 @@ from engine.families.table import TABLE
 FILES: dict[str, tuple[str, ...]] = {
     "dbrx": ("dbrx",),
     "deepseek_v2": ("deepseek_v2",),
-    "deepseek_v3": ("deepseek_v3", "sarvam_mla"),
+    "deepseek_v3": ("deepseek_v3",),
     "ernie4_5_moe": ("ernie4_5_moe",),
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
-    "glm4_moe": ("glm4_moe", "sarvam_moe"),
+    "glm4_moe": ("glm4_moe",),
     "gpt_oss": ("gpt_oss",),
     "granitemoe": ("granitemoe",),
     "granitemoehybrid": ("granitemoehybrid",),

@@ -11,8 +11,14 @@ from engine.common.paths import resources_dir
 from engine.families import GGUF, PACKAGES, family_of
 
 _EXPERTS = "experts"
-_TEXT_PARTS = {"kimi_k25": "deepseek_v3", "nemotron_h_omni": "nemotron_h", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
-"""Of models that also see or hear: the family of what writes text in them, where it has another name."""
+_CLASSES = {
+    "kimi_k25": "deepseek_v3",
+    "nemotron_h_omni": "nemotron_h",
+    "qwen3_omni_moe_thinker": "qwen3_omni_moe",
+    "sarvam_mla": "deepseek_v3",
+    "sarvam_moe": "glm4_moe",
+}
+"""Types whose layers that write text are another family's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +60,13 @@ def known_families() -> list[Known]:
     return [_known(whole, names) for whole, names in sorted(parts.items())]
 
 
-def text_family(model_type: str) -> str:
-    """The `model_type` whose family a whole model's text part is of."""
-    return _TEXT_PARTS.get(model_type, model_type)
+def family_of_layers(model_type: str) -> str:
+    """The `model_type` of the family that the layers of a whole model's text part are of."""
+    return _CLASSES.get(model_type, model_type)
 
 
 def _known(whole: str, parts: list[str]) -> Known:
-    families = [family_of(name) for part in parts for name in (part, text_family(part))]
+    families = [family_of(name) for part in parts for name in (part, family_of_layers(part))]
     return Known(
         model_type=whole,
         has_experts=any(known_types()[part] for part in parts),

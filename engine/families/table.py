@@ -15,7 +15,7 @@ from engine.families.family import (
     Router,
     fast_path,
 )
-from engine.families.replies import DEEPSEEK, GRANITE, HERMES, MISTRAL
+from engine.families.replies import COMMON, DEEPSEEK, GRANITE, HERMES, KIMI, MINIMAX, MISTRAL
 
 _TWO_HALVES_CLAMPED = ClampedGate("halves", "swiglu_limit")
 
@@ -26,6 +26,7 @@ TABLE: dict[str, Family] = {
     "beam": Family(packs_rows=True),
     "cohere2_moe": Family(packs_rows=True),
     "deepseek_ocr2": Family(refused=READS_PICTURES),
+    "deepseek_v32": Family(replies=DEEPSEEK),
     "deepseek_v4": Family(replies=DEEPSEEK, gate=ClampedGate("halves", "limit"), kv=KvNumbers(keys_are_values=True)),
     "diffusion_gemma": Family(
         refused="fills in whole blocks of text at a time, and Switchyard runs models that write token by token"
@@ -54,7 +55,8 @@ TABLE: dict[str, Family] = {
         draft_head=DraftHead(),
     ),
     "glm4v_moe": Family(types=("glm4v_moe_text",), replies=HERMES, packs_rows=True),
-    "glm5_next": Family(gate=_TWO_HALVES_CLAMPED),
+    "glm5_next": Family(replies=HERMES, gate=_TWO_HALVES_CLAMPED),
+    "glm_moe_dsa": Family(replies=HERMES),
     "granitemoe_swa": Family(replies=GRANITE, packs_rows=True),
     "hy_v3": Family(
         packs_rows=True,
@@ -73,6 +75,8 @@ TABLE: dict[str, Family] = {
     "hy_v4": Family(gate=_TWO_HALVES_CLAMPED),
     "jamba": Family(continues=False),
     "jetmoe": Family(adapter="jetmoe", packs_rows=True),
+    "kimi_k25": Family(replies=KIMI),
+    "kimi_linear": Family(replies=KIMI),
     "kolibri1": Family(packs_rows=True),
     "laguna": Family(packs_rows=True),
     "longcat_flash": Family(adapter="longcat_flash", kv=KvNumbers(attentions=2)),
@@ -88,12 +92,13 @@ TABLE: dict[str, Family] = {
     # Layers with a window have twice the key-value heads of others.
     "mimo_v2_flash": Family(packs_rows=True, kv=KvNumbers(window_heads=2)),
     "minimax": Family(continues=False),
-    "minimax_m3_vl": Family(gate=ClampedGate("halves", "swiglu_limit", "swiglu_alpha")),
+    "minimax_m3_vl": Family(replies=MINIMAX, gate=ClampedGate("halves", "swiglu_limit", "swiglu_alpha")),
     "ministral": Family(replies=MISTRAL, packs_rows=True, fast_path=fast_path("Ministral"), mlx_experts={}),
     "mistral": Family(
         with_layer_types="ministral", replies=MISTRAL, packs_rows=True, fast_path=fast_path("Mistral"), mlx_experts={}
     ),
     "mistral4": Family(replies=MISTRAL, packs_rows=True),
+    "mistral_large4": Family(replies=MISTRAL),
     "muse_spark": Family(types=("muse_spark_text",), packs_rows=True),
     "nemotron3_5_transcribe": Family(
         types=("nemo_speechlm",), refused="writes down speech, and Switchyard gives models text only"
@@ -108,6 +113,9 @@ TABLE: dict[str, Family] = {
         packs_rows=True,
         fast_path=fast_path("Qwen3VLMoeText", "SparseMoeBlock", Router(normalise=True, bf16_shares=True), model=""),
     ),
+    "qwen4_exp": Family(types=("qwen4_exp_text",), replies=HERMES),
+    "sarvam_mla": Family(replies=COMMON, packs_rows=True),
+    "sarvam_moe": Family(replies=HERMES, packs_rows=True),
     "solar_open": Family(packs_rows=True, fast_path=fast_path("SolarOpen", "MoE", GROUPED_SIGMOID)),
     "step3p7": Family(types=("step3p7", "step3p5"), adapter="step3p7", packs_rows=True),
     "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1),

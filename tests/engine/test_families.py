@@ -7,7 +7,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -61,11 +60,7 @@ def test_every_file_and_row_is_listed_and_needed() -> None:
 
 
 def test_each_family_is_named_like_the_package_that_has_its_model_types() -> None:
-    modules = {model_type: model_type_to_module_name(model_type) for model_type in PACKAGES}
-    with_classes = {name for name in modules.values() if find_spec(f"transformers.models.{name}.modeling_{name}")}
-    assert {name: module for name, module in modules.items() if module != PACKAGES[name]}.keys() == {
-        name for name, module in modules.items() if module not in with_classes
-    }
+    assert {model_type: model_type_to_module_name(model_type) for model_type in PACKAGES} == PACKAGES
     assert PACKAGES.keys() <= CONFIG_MAPPING_NAMES.keys()
     listed = [*FILES.values(), *(row.types or (package,) for package, row in TABLE.items())]
     assert len(PACKAGES) == sum(map(len, listed))

@@ -17,6 +17,7 @@ from engine import families
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import resources_dir
+from engine.families import known
 from engine.families.known import known_families
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.verbs.models.families import row_of
@@ -110,6 +111,14 @@ def test_the_list_of_architectures_is_what_the_table_says() -> None:
     lines = [f"| {' | '.join(row)} |" for row in rows]
     page = (Path(__file__).parents[2] / "docs/families.md").read_text(encoding="utf-8").splitlines()
     assert [line for line in page if line.startswith("| ")][1:] == lines
+
+
+@pytest.mark.parametrize(("kind", "layers"), known._CLASSES.items())
+def test_layers_of_another_family_are_what_the_library_builds(kind: str, layers: str) -> None:
+    config = tiny_config(kind)
+    if config.get_text_config(decoder=True).model_type != layers:
+        names = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        assert kind == "qwen3_omni_moe_thinker" or names[kind] == names[layers]
 
 
 def test_a_newer_kind_is_refused_with_the_nearest_one(tmp_path: Path) -> None:

@@ -128,6 +128,14 @@ def _deepseek_r1(calls: list[Call]) -> str:
     return f"<{D}tool▁calls▁begin{D}>{chr(10).join(each)}<{D}tool▁calls▁end{D}>"
 
 
+def _kimi(calls: list[Call]) -> str:
+    each = (
+        f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{_json(given)}<|tool_call_end|>"
+        for at, (name, given) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{''.join(each)}<|tool_calls_section_end|>"
+
+
 def _mistral(calls: list[Call]) -> str:
     return "".join(f"[TOOL_CALLS]{name}[ARGS]{_json(given)}" for name, given in calls)
 
@@ -171,6 +179,7 @@ FORMS: dict[str, tuple[str, Callable[[list[Call]], str]]] = {
     "deepseek v3.2": ("deepseek_v3", _dsml),
     "deepseek v3.1": ("deepseek_v3", _deepseek),
     "deepseek r1": ("deepseek_v3", _deepseek_r1),
+    "kimi": ("kimi_k25", _kimi),
     "mistral": ("mistral4", _mistral),
     "mistral nemo": ("mistral", _listed("[TOOL_CALLS]")),
     "granite": ("granitemoe", _listed("<|tool_call|>")),
@@ -186,7 +195,8 @@ MARKS = [
     "<tool_call>", "</tool_call>", "<function=weather>", "</function>", "<parameter=days>", "</parameter>", "<arg_key>",
     "</arg_key>", "<arg_value>", "</arg_value>", '<invoke name="weather">', "</invoke>", '<parameter name="days">',
     "<minimax:tool_call>", "</minimax:tool_call>", f"<{D}tool▁call▁end{D}>", f"</{D}DSML{D}parameter>", "[TOOL_CALLS]",
-    "[ARGS]", "<|tool_call|>", "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|end|>", "<|call|>",
+    "[ARGS]", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call|>",
+    "<|tool_call_end|>", "<|tool_call>", "<tool_call|>", '<|"|>', "<|end|>", "<|call|>",
     "```", "<think>", "</think>", '{"name": "weather"', "{'", '"', "'", "\\", "}", "]", ")",
 ]  # fmt: skip
 OPENING = [mark for mark in MARKS if mark[0] in "<[" and "/" not in mark] + [f"<{D}tool▁calls▁begin{D}>"]

@@ -14,10 +14,12 @@ from engine.families.replies.calls import (
     Calls,
     Reading,
     Tools,
+    all_kimi_calls,
     all_separated_calls,
     braced_calls,
     fenced_calls,
     json_calls,
+    kimi_calls,
     mistral_calls,
     python_calls,
     separated_calls,
@@ -139,6 +141,17 @@ DEEPSEEK = ReplyForm(
         CallForm("<｜DSML｜function_calls>", DSML.read, DSML.around),
         CallForm("<｜DSML｜tool_calls>", DSML.read, DSML.around),
         CallForm(DSML.opens, DSML.read_opened, DSML.around),
+    ),
+)
+KIMI = ReplyForm(
+    calls=(
+        CallForm("<|tool_calls_section_begin|>", all_kimi_calls, ("<|tool_calls_section_end|>",)),
+        CallForm(
+            "<|tool_call_begin|>",
+            kimi_calls,
+            ("<|tool_calls_section_end|>",),
+            ("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ),
     ),
 )
 COMMON = ReplyForm(

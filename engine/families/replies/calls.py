@@ -162,6 +162,7 @@ def whole(read: Callable[[Arriving], Reading[T]], text: str) -> T:
 _SPACE, _BARE = re.compile(r"\s*"), re.compile(r"[\w.+-]*")
 _BARE_KEY = re.compile(r"[^\s\"'{}\[\](),:<]*")
 _KEYWORD = re.compile(r"\w*")
+_DIGITS = re.compile(r"[0-9]*")
 _NUMBER = re.compile(r"[-+]?(?:(?:0|[1-9]\d*)(\.\d*)?|(\.\d+))([eE][-+]?\d+)?")
 _WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
 _NO_NUMBER = re.compile(r"[-+]?(?:NaN|nan|Infinity|inf)")
@@ -599,6 +600,32 @@ def all_separated_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
     yield from source.run(_SPACE)
     yield from source.must("<｜tool▁call▁begin｜>")
     return (yield from separated_calls(source, tools))
+
+
+def kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
+    """`functions.name:0<|tool_call_argument_begin|>{...}` (Kimi K2)."""
+
+    def one() -> Reading[tuple[str, dict[str, Any]]]:
+        yield from source.run(_SPACE)
+        yield from source.passes("functions.")
+        name = yield from source.must(*tools.names)
+        yield from source.passes(":")
+        yield from source.run(_DIGITS)
+        yield from source.run(_SPACE)
+        yield from source.must("<|tool_call_argument_begin|>")
+        yield from source.run(_SPACE)
+        arguments = yield from _object(source, 0)
+        yield from source.closed("<|tool_call_end|>")
+        return name, arguments
+
+    return (yield from _several(source, one, "<|tool_call_begin|>"))
+
+
+def all_kimi_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
+    """The same behind the mark that opens all of them."""
+    yield from source.run(_SPACE)
+    yield from source.must("<|tool_call_begin|>")
+    return (yield from kimi_calls(source, tools))
 
 
 def mistral_calls(source: Arriving, tools: Tools) -> Reading[Calls]:

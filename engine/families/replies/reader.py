@@ -14,7 +14,7 @@ from typing import Protocol
 from engine.common.chat import Tool, ToolCall
 from engine.common.foreign import json_text
 from engine.families import family_of
-from engine.families.known import text_family
+from engine.families.known import family_of_layers
 from engine.families.replies import COMMON, HARMONY_MARKS, ReadCalls, ReplyForm
 from engine.families.replies.calls import (
     Arriving,
@@ -80,7 +80,7 @@ def reply_reader(
 
 def form_of(family: str) -> ReplyForm:
     """The form in which this `model_type` answers; one that also sees pictures has its text part's."""
-    candidates = (family, f"{family}_text", text_family(family))
+    candidates = (family, f"{family}_text", family_of_layers(family))
     return next((form for name in candidates if (form := family_of(name).replies)), COMMON)
 
 
