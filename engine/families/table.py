@@ -1,11 +1,9 @@
-"""Model families that are nothing out of the ordinary: a row each, by the transformers package with their classes.
-
-A family that needs nothing at all has no row, one that needs more than a row has a file.
-"""
+"""Model families that need something: a row each, by the transformers package with their classes."""
 
 from __future__ import annotations
 
 from engine.families.family import (
+    BESIDE_THE_LAYERS,
     GROUPED_SIGMOID,
     READS_PICTURES,
     ClampedGate,
@@ -15,7 +13,20 @@ from engine.families.family import (
     Router,
     fast_path,
 )
-from engine.families.replies import COMMON, DEEPSEEK, GRANITE, HERMES, KIMI, MINIMAX, MISTRAL
+from engine.families.replies import (
+    COMMON,
+    DEEPSEEK,
+    GEMMA,
+    GRANITE,
+    HARMONY,
+    HERMES,
+    KIMI,
+    LFM,
+    LLAMA,
+    MINIMAX,
+    MISTRAL,
+    QWEN2,
+)
 
 _TWO_HALVES_CLAMPED = ClampedGate("halves", "swiglu_limit")
 
@@ -25,7 +36,30 @@ TABLE: dict[str, Family] = {
     "axk1": Family(packs_rows=True),
     "beam": Family(packs_rows=True),
     "cohere2_moe": Family(packs_rows=True),
+    "dbrx": Family(adapter="dbrx", packs_rows=True),
     "deepseek_ocr2": Family(refused=READS_PICTURES),
+    "deepseek_v2": Family(
+        replies=DEEPSEEK,
+        packs_rows=True,
+        fast_path=fast_path(
+            "DeepseekV2",
+            "Moe",
+            Router(
+                groups=("num_group", "topk_group"),
+                groups_if=("topk_method", "group_limited_greedy"),
+                bf16_logits=False,
+                scale="routed_scaling_factor",
+            ),
+            is_latent=True,
+            angles="complex",
+        ),
+    ),
+    "deepseek_v3": Family(
+        replies=DEEPSEEK,
+        packs_rows=True,
+        fast_path=fast_path("DeepseekV3", "MoE", GROUPED_SIGMOID, is_latent=True),
+        draft_head=DraftHead(),
+    ),
     "deepseek_v32": Family(replies=DEEPSEEK),
     "deepseek_v4": Family(replies=DEEPSEEK, gate=ClampedGate("halves", "limit"), kv=KvNumbers(keys_are_values=True)),
     "diffusion_gemma": Family(
@@ -34,6 +68,21 @@ TABLE: dict[str, Family] = {
     # Its experts mix the routing of all tokens of a forward.
     "doge": Family(exact_tokens=lambda config: 0 if config.get("is_moe") else None),
     "dots1": Family(packs_rows=True, fast_path=fast_path("Dots1", "MoE", GROUPED_SIGMOID)),
+    "ernie4_5_moe": Family(
+        packs_rows=True,
+        fast_path=fast_path(
+            "Ernie4_5_Moe",
+            rotates_neighbours=True,
+            block="SparseMoeBlock",
+            router=Router(
+                correction="moe_statics.e_score_correction_bias",
+                bf16_logits=False,
+                normalise=True,
+                least="norm_min",
+                bf16_shares=True,
+            ),
+        ),
+    ),
     "ernie4_5_vl_moe": Family(types=("ernie4_5_vl_moe_text",), packs_rows=True),
     "exaone_moe": Family(
         packs_rows=True,
@@ -46,7 +95,29 @@ TABLE: dict[str, Family] = {
     ),
     "flex_olmo": Family(packs_rows=True),
     "flint": Family(packs_rows=True),
+    # Gemma 3, dense, without what reads pictures.
+    "gemma3": Family(
+        types=("gemma3_text",),
+        replies=GEMMA,
+        fast_path=fast_path(
+            "Gemma3",
+            angles_by_type=True,
+            norms=("input_layernorm", "pre_feedforward_layernorm"),
+            after_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+            norm_offset=1.0,
+            unless=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+        ),
+    ),
+    # Gemma 4, without what reads pictures and sound.
+    "gemma4": Family(types=("gemma4_text",), replies=GEMMA),
     "gemma4_assistant": Family(refused="only drafts tokens for a Gemma 4 model: open that model instead"),
+    "glm4_moe": Family(
+        replies=HERMES,
+        packs_rows=True,
+        fast_path=fast_path("Glm4Moe", "MoE", GROUPED_SIGMOID),
+        draft_head=DraftHead(),
+        mlx_experts={},
+    ),
     # DeepSeek-V3's attention and experts under names of its own.
     "glm4_moe_lite": Family(
         replies=HERMES,
@@ -57,7 +128,30 @@ TABLE: dict[str, Family] = {
     "glm4v_moe": Family(types=("glm4v_moe_text",), replies=HERMES, packs_rows=True),
     "glm5_next": Family(replies=HERMES, gate=_TWO_HALVES_CLAMPED),
     "glm_moe_dsa": Family(replies=HERMES),
+    # gpt-oss: sinks (a logit per head of attending to nothing), norms that round once, and a gate of its own.
+    # A softmax over the chosen logits is one over all of them, made to sum to 1.
+    "gpt_oss": Family(
+        replies=HARMONY,
+        packs_rows=True,
+        fast_path=fast_path("GptOss", "MLP", Router(bias="bias", normalise=True, bf16_shares=True), angles="once"),
+        gate=ClampedGate("alternating", "limit", "alpha"),
+    ),
+    "granitemoe": Family(replies=GRANITE, packs_rows=True),
     "granitemoe_swa": Family(replies=GRANITE, packs_rows=True),
+    # Granite 4.0: Mamba-2 and attention, with experts or dense.
+    "granitemoehybrid": Family(replies=GRANITE),
+    # Granite, MoE with shared experts.
+    "granitemoeshared": Family(replies=GRANITE, packs_rows=True),
+    "hunyuan_v1_moe": Family(
+        packs_rows=True,
+        fast_path=fast_path(
+            "HunYuanMoEV1",
+            head_norms=("query_layernorm", "key_layernorm"),
+            head_norms_last=True,
+            block="Moe",
+            router=Router(weight="wg.weight", normalise=True, bf16_shares=True),
+        ),
+    ),
     "hy_v3": Family(
         packs_rows=True,
         fast_path=fast_path(
@@ -79,6 +173,11 @@ TABLE: dict[str, Family] = {
     "kimi_linear": Family(replies=KIMI),
     "kolibri1": Family(packs_rows=True),
     "laguna": Family(packs_rows=True),
+    # LFM2-MoE: short convolutions and attention.
+    "lfm2_moe": Family(replies=LFM),
+    "llama": Family(replies=LLAMA, packs_rows=True, fast_path=fast_path("Llama"), mlx_experts={}),
+    # Llama 4, with or without what reads pictures.
+    "llama4": Family(types=("llama4", "llama4_text"), replies=LLAMA, adapter="llama4"),
     "longcat_flash": Family(adapter="longcat_flash", kv=KvNumbers(attentions=2)),
     "mellum": Family(
         packs_rows=True,
@@ -92,6 +191,17 @@ TABLE: dict[str, Family] = {
     # Layers with a window have twice the key-value heads of others.
     "mimo_v2_flash": Family(packs_rows=True, kv=KvNumbers(window_heads=2)),
     "minimax": Family(continues=False),
+    "minimax_m2": Family(
+        replies=MINIMAX,
+        packs_rows=True,
+        fast_path=fast_path(
+            "MiniMaxM2",
+            norms_all_heads=True,
+            block="SparseMoeBlock",
+            router=Router(scoring="sigmoid", correction="e_score_correction_bias", normalise=True),
+        ),
+        mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    ),
     "minimax_m3_vl": Family(replies=MINIMAX, gate=ClampedGate("halves", "swiglu_limit", "swiglu_alpha")),
     "ministral": Family(replies=MISTRAL, packs_rows=True, fast_path=fast_path("Ministral"), mlx_experts={}),
     "mistral": Family(
@@ -99,13 +209,44 @@ TABLE: dict[str, Family] = {
     ),
     "mistral4": Family(replies=MISTRAL, packs_rows=True),
     "mistral_large4": Family(replies=MISTRAL),
+    "mixtral": Family(
+        replies=MISTRAL,
+        packs_rows=True,
+        fast_path=fast_path("Mixtral", "SparseMoeBlock", Router(normalise=True)),
+        mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    ),
     "muse_spark": Family(types=("muse_spark_text",), packs_rows=True),
     "nemotron3_5_transcribe": Family(
         types=("nemo_speechlm",), refused="writes down speech, and Switchyard gives models text only"
     ),
     "nllb_moe": Family(types=("nllb-moe",), adapter="nllb_moe", experts_per_token=2),
+    "olmoe": Family(
+        packs_rows=True,
+        fast_path=fast_path(
+            "Olmoe", "SparseMoeBlock", Router(normalise="norm_topk_prob", bf16_shares=True), norms_all_heads=True
+        ),
+        mlx_experts={},
+    ),
     "openai_privacy_filter": Family(refused="marks personal data in text, and Switchyard runs models that write text"),
+    "phi3": Family(rotates_again=True),
     "phi4_multimodal": Family(rotates_again=True),
+    "phimoe": Family(rotates_again=True, mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}),
+    "qwen2": Family(replies=QWEN2, packs_rows=True, fast_path=fast_path("Qwen2"), mlx_experts={}),
+    "qwen2_moe": Family(
+        replies=QWEN2,
+        packs_rows=True,
+        fast_path=fast_path("Qwen2Moe", "SparseMoeBlock", Router(normalise="norm_topk_prob", bf16_shares=True)),
+        mlx_experts={},
+    ),
+    "qwen3": Family(replies=HERMES, packs_rows=True, fast_path=fast_path("Qwen3"), mlx_experts={}),
+    "qwen3_5_moe": Family(types=("qwen3_5_moe_text",), replies=HERMES, draft_head=BESIDE_THE_LAYERS),
+    "qwen3_moe": Family(
+        replies=HERMES,
+        packs_rows=True,
+        fast_path=fast_path("Qwen3Moe", "SparseMoeBlock", Router(normalise="norm_topk_prob", bf16_shares=True)),
+        mlx_experts={},
+    ),
+    "qwen3_next": Family(replies=HERMES, draft_head=BESIDE_THE_LAYERS),
     "qwen3_omni_moe": Family(replies=HERMES, adapter="qwen3_omni_moe"),
     "qwen3_vl_moe": Family(
         types=("qwen3_vl_moe_text",),
@@ -116,6 +257,9 @@ TABLE: dict[str, Family] = {
     "qwen4_exp": Family(types=("qwen4_exp_text",), replies=HERMES),
     "sarvam_mla": Family(replies=COMMON, packs_rows=True),
     "sarvam_moe": Family(replies=HERMES, packs_rows=True),
+    "smollm3": Family(
+        replies=HERMES, fast_path=fast_path("SmolLM3", rotates=lambda attention: bool(attention.use_rope))
+    ),
     "solar_open": Family(packs_rows=True, fast_path=fast_path("SolarOpen", "MoE", GROUPED_SIGMOID)),
     "step3p7": Family(types=("step3p7", "step3p5"), adapter="step3p7", packs_rows=True),
     "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1),

@@ -100,7 +100,6 @@ _SCALE = 1.0606601717798212
 """Of rotary embeddings for twice a length of 256 (Phi-3's formula)."""
 
 
-
 def _of_ling_2(tensors: dict[str, Any]) -> dict[str, Any]:
     """With queries, keys and values in one matrix."""
     for name in [name for name in tensors if ".attn_q." in name]:
@@ -703,7 +702,7 @@ def _split(tensors: dict[str, Any]) -> dict[str, Any]:
     """With experts one by one, and gates and ups apart."""
     found: dict[str, Any] = {}
     for name, values in tensors.items():
-        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             parts = {"w2": values} if "down" in name else dict(zip(("w1", "w3"), np.split(values, 2, 1), strict=True))
             stem = name.rpartition(".")[0]
             found |= {

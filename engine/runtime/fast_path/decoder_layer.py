@@ -25,7 +25,7 @@ from engine.telemetry.recorder import RECORDER
 
 
 def knows_layer(layer: Any) -> bool:
-    """Whether this is a decoder layer of the common kind: attention and an MLP, each after a norm, added to their inputs."""
+    """Whether this is a decoder layer of the common kind: attention and an MLP, each after a norm and added."""
     return fast_path_of(layer, "layer") is not None
 
 
