@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from PySide6.QtCore import QEvent, QMimeData, QPoint, QPointF, QRectF, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import (
+    QEvent,
+    QMimeData,
+    QPoint,
+    QPointF,
+    QRectF,
+    QRegularExpression,
+    QSize,
+    Qt,
+    QTimer,
+    QUrl,
+    Signal,
+)
 from PySide6.QtGui import (
     QColor,
     QContextMenuEvent,
@@ -20,6 +34,7 @@ from PySide6.QtGui import (
     QPaintEvent,
     QPen,
     QResizeEvent,
+    QTextCharFormat,
     QTextCursor,
     QWheelEvent,
 )
@@ -51,6 +66,7 @@ _COPIED_MS = 2_000
 _CURSOR_WIDTH = 8
 _CURSOR_GAP = 3
 _MOST_MATCHES = 1_000
+_REFERENCE, _REFERENCES = QRegularExpression(r"\[[1-9]\d{0,2}(?:[,;–-] ?[1-9]\d{0,2})*\]"), "reference:"
 _KEYS_THAT_SCROLL = frozenset(
     {Qt.Key.Key_Up, Qt.Key.Key_Down, Qt.Key.Key_PageUp, Qt.Key.Key_PageDown, Qt.Key.Key_Home, Qt.Key.Key_End}
 )
@@ -64,6 +80,12 @@ class Match:
 
     start: int
     end: int
+
+
+def _number_in(address: str) -> int:
+    """Of a reference; 0 if it is the address of anything else."""
+    found = re.fullmatch(f"{_REFERENCES}([0-9]+)", address)
+    return int(found[1]) if found else 0
 
 
 class CopyButton(QPushButton):
@@ -440,15 +462,25 @@ class AnswerView(QTextBrowser):
         document, code = self.document(), self._style.code_font().family()
         found = document.find(_REFERENCE) if self._references else QTextCursor()
         while not found.isNull():
-            number, char = int(found.selectedText()[1:-1]), found.charFormat()
-            if number in self._references and not char.isAnchor() and char.font().family() != code:
-                link = QTextCharFormat()
-                link.setAnchor(True)
-                link.setAnchorHref(f"{_REFERENCES}{number}")
-                link.setForeground(QColor(self._style.theme.accent_text))
-                link.setFontUnderline(True)
-                found.mergeCharFormat(link)
+            text, char = found.selectedText(), found.charFormat()
+            if not char.isAnchor() and char.font().family() != code:
+                one = re.fullmatch(r"\[(\d+)\]", text)
+                for each in [one] if one is not None else re.finditer(r"(\d+)", text):
+                    self._link_reference(found.selectionStart(), each)
             found = document.find(_REFERENCE, found)
+
+    def _link_reference(self, start: int, found: re.Match[str]) -> None:
+        if int(found[1]) not in self._references:
+            return
+        link = QTextCharFormat()
+        link.setAnchor(True)
+        link.setAnchorHref(f"{_REFERENCES}{int(found[1])}")
+        link.setForeground(QColor(self._style.theme.accent_text))
+        link.setFontUnderline(True)
+        cursor = QTextCursor(self.document())
+        cursor.setPosition(start + found.start())
+        cursor.setPosition(start + found.end(), QTextCursor.MoveMode.KeepAnchor)
+        cursor.mergeCharFormat(link)
 
     def _text_between(self, start: int, end: int) -> str:
         return plain_text(self.document(), start, end)
