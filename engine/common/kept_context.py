@@ -36,6 +36,7 @@ _PATIENCE_S = 2.0
 _OURS = re.compile(r"[0-9a-f]{32}\.(kept|part)")
 _CHATS = re.compile(r"[0-9a-f]{32}")
 _GONE = re.compile(r"gone-[0-9a-f]{16}")
+_REQUESTS = re.compile(r"requests-\d+\.lock")
 _KEY_NAME, _KEY = "kept-context", re.compile(r"[0-9a-f]{64}")
 _log = logging.getLogger(__name__)
 
@@ -109,6 +110,26 @@ def keep_chat(chat: str, folder: Path | None = None) -> None:
 def forget_chat(chat: str) -> None:
     """Removes all that is kept of a chat, also while it is being written; never fails."""
     _remove([folder_of(chat, kept_context_dir())], kept_context_dir())
+
+
+@contextlib.contextmanager
+def keeping_requests(*, wanted: bool) -> Iterator[None]:
+    """While the body runs, `OTHER_PROGRAMS` are kept, if that is wanted.  If it is not, what an earlier server kept is
+    removed, unless one that keeps it is still running."""
+    folder = kept_context_dir()
+    lock, is_taken = Lock(folder / f"requests-{os.getpid()}.lock"), False
+    if wanted:
+        keep_chat(OTHER_PROGRAMS)
+        with contextlib.suppress(OSError):  # nothing can be kept there either
+            is_taken = lock.take()
+    elif not any(Lock(folder / name).is_held() for name in _names(folder) if _REQUESTS.fullmatch(name)):
+        forget_chat(OTHER_PROGRAMS)
+    try:
+        yield
+    finally:
+        if is_taken:
+            lock.release()
+            lock.path.unlink(missing_ok=True)
 
 
 def forget_other_chats(chats: Iterable[str]) -> None:

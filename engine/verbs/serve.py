@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.kept_context import OTHER_PROGRAMS, forget_chat, keep_chat
+from engine.common.kept_context import OTHER_PROGRAMS, keeping_requests
 from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note
 
@@ -98,32 +98,38 @@ def run(args: argparse.Namespace) -> int:
     except EngineError:
         link.close()
         raise
-    (keep_chat if args.keep_context else forget_chat)(OTHER_PROGRAMS)
-    link.start()
-    announcer = None
-    try:
-        link.prepare(path)
-        announcer = _announced(args.announce, port, is_https=args.https)
-        host = f"[{address.host}]" if ":" in address.host else address.host
-        url = f"{'https' if args.https else 'http'}://{host}:{port}"
-        shown = fingerprint(address.certificate.read_bytes()) if address.certificate is not None else ""
-        human = (
-            f"Serving {args.model} at {url}\n"
-            f"  OpenAI:    {url}/v1    Anthropic: {url}    Ollama: {url}\n"
-            f"  Key:       {'needed' if address.key else 'none needed (any will do)'}\n"
-            + (f"  Certificate, SHA-256: {shown}\n" if shown else "")
-            + "Ctrl-C stops it."
-        )
-        document = {"url": url, "port": port, "model": args.model, "needs_key": bool(address.key), "fingerprint": shown}
-        emit(document, as_json=args.json, human=human)
-        _until_stopped()
-    finally:
-        if announcer is not None:
-            announcer.stop()
-        engine.expect_end()  # it may end with the server's thread, which has started it
-        server.stop()
-        link.close()
-        engine.stop()
+    with keeping_requests(wanted=args.keep_context):
+        link.start()
+        announcer = None
+        try:
+            link.prepare(path)
+            announcer = _announced(args.announce, port, is_https=args.https)
+            host = f"[{address.host}]" if ":" in address.host else address.host
+            url = f"{'https' if args.https else 'http'}://{host}:{port}"
+            shown = fingerprint(address.certificate.read_bytes()) if address.certificate is not None else ""
+            human = (
+                f"Serving {args.model} at {url}\n"
+                f"  OpenAI:    {url}/v1    Anthropic: {url}    Ollama: {url}\n"
+                f"  Key:       {'needed' if address.key else 'none needed (any will do)'}\n"
+                + (f"  Certificate, SHA-256: {shown}\n" if shown else "")
+                + "Ctrl-C stops it."
+            )
+            document = {
+                "url": url,
+                "port": port,
+                "model": args.model,
+                "needs_key": bool(address.key),
+                "fingerprint": shown,
+            }
+            emit(document, as_json=args.json, human=human)
+            _until_stopped()
+        finally:
+            if announcer is not None:
+                announcer.stop()
+            engine.expect_end()  # it may end with the server's thread, which has started it
+            server.stop()
+            link.close()
+            engine.stop()
     return 0
 
 

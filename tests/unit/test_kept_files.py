@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from engine.cli import main
 from engine.common.kept_context import (
+    OTHER_PROGRAMS,
     KeptContextSettings,
     clear_kept_context,
     folder_of,
@@ -20,6 +21,7 @@ from engine.common.kept_context import (
     forget_other_chats,
     is_key_in_file,
     keep_chat,
+    keeping_requests,
     kept_context_bytes,
     kept_context_dir,
     kept_context_key,
@@ -257,6 +259,18 @@ def test_nothing_comes_back_of_a_chat_that_is_gone(tmp_path: Path) -> None:
     forget_chat("nobody's")
     assert not list(folder.rglob("*.kept"))
     assert [path.name for path in folder.iterdir()] == ["lock"]
+
+
+def test_a_server_that_keeps_nothing_leaves_one_alone_that_keeps_what_it_reads() -> None:
+    folder = folder_of(OTHER_PROGRAMS, kept_context_dir())
+    with keeping_requests(wanted=True):
+        with keeping_requests(wanted=False):
+            assert folder.is_dir()
+        assert folder.is_dir()
+    assert folder.is_dir()  # for the next one that keeps
+    with keeping_requests(wanted=False):
+        assert not folder.exists()
+    assert [path.name for path in kept_context_dir().iterdir()] == ["lock"]
 
 
 def test_what_is_left_of_chats_that_no_longer_exist_is_removed() -> None:

@@ -16,7 +16,7 @@ from app.theme import scaled, use_tabular_figures
 from app.views.chat.icon_button import IconButton
 from app.views.chat.message_editor import MessageEditor
 from app.views.chat.phrases import phase_text, ran_out, stats_text, trouble_text
-from app.views.chat.source_row import SourceRow
+from app.views.chat.source_row import SourceRow, source_words
 from app.views.chat.thought import Thought
 from app.views.chat.version_switch import VersionSwitch
 from app.widgets.answer_text import AnswerView
@@ -56,6 +56,7 @@ class AnswerMessage(QWidget):
         """What was thought before it, if anything was."""
         self.body = AnswerView(self)
         self.body.link_activated.connect(self.link_activated)
+        self.body.reference_activated.connect(self._open_reference)
         self.sources = SourceRow(self)
         self.sources.opened.connect(self.source_opened)
         self._note = self._build_note()
@@ -118,9 +119,16 @@ class AnswerMessage(QWidget):
         self.body.show_growing(message.content, grows=streaming)
         self.body.setVisible(bool(message.content) and self._editor is None)
         self.sources.show_sources(() if streaming or not message.content else shown_sources(message))
+        self.body.set_references({source.number: source_words(source) for source in message.sources})
         if not streaming:
             self._phase = None
         self._refresh()
+
+    def _open_reference(self, number: int) -> None:
+        for source in self._row.message.sources:
+            if source.number == number:
+                self.source_opened.emit(source)
+                return
 
     @property
     def editor(self) -> MessageEditor | None:

@@ -59,11 +59,16 @@ class SourceRow(QWidget):
         button = QPushButton(f"[{source.number}] {short}{page}".replace("&", "&&"), self._flow)
         button.setProperty("kind", "chip")
         button.setCursor(Qt.CursorShape.PointingHandCursor)
-        words = f"{source.name}, {source_place(source)}".rstrip(", ")
+        words = source_words(source)
         button.setToolTip(words)
         button.setAccessibleName(self.tr("Source {0}: {1}").format(source.number, words))
         button.clicked.connect(lambda: self.opened.emit(source))
         return button
+
+
+def source_words(source: Source) -> str:
+    """Its document, and where in it."""
+    return f"{source.name}, {source_place(source)}".rstrip(", ")
 
 
 Surroundings = Callable[[Source, Callable[[tuple[str, str, str]], object]], object]

@@ -3,10 +3,24 @@
 from __future__ import annotations
 
 import math
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from PySide6.QtCore import QEvent, QMimeData, QPoint, QPointF, QRectF, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import (
+    QEvent,
+    QMimeData,
+    QPoint,
+    QPointF,
+    QRectF,
+    QRegularExpression,
+    QSize,
+    Qt,
+    QTimer,
+    QUrl,
+    Signal,
+)
 from PySide6.QtGui import (
     QColor,
     QContextMenuEvent,
@@ -20,6 +34,7 @@ from PySide6.QtGui import (
     QPaintEvent,
     QPen,
     QResizeEvent,
+    QTextCharFormat,
     QTextCursor,
     QWheelEvent,
 )
@@ -51,6 +66,7 @@ _COPIED_MS = 2_000
 _CURSOR_WIDTH = 8
 _CURSOR_GAP = 3
 _MOST_MATCHES = 1_000
+_REFERENCE, _REFERENCES = QRegularExpression(r"\[[1-9]\d{0,2}(?:[,;–-] ?[1-9]\d{0,2})*\]"), "reference:"
 _KEYS_THAT_SCROLL = frozenset(
     {Qt.Key.Key_Up, Qt.Key.Key_Down, Qt.Key.Key_PageUp, Qt.Key.Key_PageDown, Qt.Key.Key_Home, Qt.Key.Key_End}
 )
@@ -64,6 +80,12 @@ class Match:
 
     start: int
     end: int
+
+
+def _number_in(address: str) -> int:
+    """Of a reference; 0 if it is the address of anything else."""
+    found = re.fullmatch(f"{_REFERENCES}([0-9]+)", address)
+    return int(found[1]) if found else 0
 
 
 class CopyButton(QPushButton):
@@ -103,9 +125,11 @@ class AnswerView(QTextBrowser):
 
     Signals:
         link_activated: a link was clicked, or activated by keyboard; the owner decides whether to open it.
+        reference_activated: likewise the number of a reference.
     """
 
     link_activated = Signal(QUrl)
+    reference_activated = Signal(int)
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -130,6 +154,7 @@ class AnswerView(QTextBrowser):
         self._parser = StreamParser()
         self._buttons: list[CopyButton] = []
         self._matches: list[Match] = []
+        self._references: dict[int, str] = {}
         self._heights: dict[int, int] = {}
         self._is_streaming = False
         self._must_recheck = False
@@ -169,6 +194,13 @@ class AnswerView(QTextBrowser):
         self._select(0, 0)
         self._take(text)
         self.finish()
+
+    def set_references(self, titles: Mapping[int, str]) -> None:
+        """Makes `[1]` and the like, once the text is complete, links to what has these numbers."""
+        if dict(titles) != self._references:
+            self._references = dict(titles)
+            if not self._is_streaming and not self._timer.isActive():
+                self._link_references()
 
     def append_markdown(self, text: str) -> None:
         """Appends text; resumes streaming if the text was complete."""
@@ -412,6 +444,7 @@ class AnswerView(QTextBrowser):
         self._place(first_button)
         self._repaint_end()
         if is_written and not self._is_streaming:
+            self._link_references()
             self.setAccessibleDescription(self._text_between(0, self.document().characterCount()))
         return is_written
 
@@ -424,6 +457,30 @@ class AnswerView(QTextBrowser):
             cursor.setPosition(anchor)
             cursor.setPosition(position, QTextCursor.MoveMode.KeepAnchor)
             self.setTextCursor(cursor)
+
+    def _link_references(self) -> None:
+        document, code = self.document(), self._style.code_font().family()
+        found = document.find(_REFERENCE) if self._references else QTextCursor()
+        while not found.isNull():
+            text, char = found.selectedText(), found.charFormat()
+            if not char.isAnchor() and char.font().family() != code:
+                one = re.fullmatch(r"\[(\d+)\]", text)
+                for each in [one] if one is not None else re.finditer(r"(\d+)", text):
+                    self._link_reference(found.selectionStart(), each)
+            found = document.find(_REFERENCE, found)
+
+    def _link_reference(self, start: int, found: re.Match[str]) -> None:
+        if int(found[1]) not in self._references:
+            return
+        link = QTextCharFormat()
+        link.setAnchor(True)
+        link.setAnchorHref(f"{_REFERENCES}{int(found[1])}")
+        link.setForeground(QColor(self._style.theme.accent_text))
+        link.setFontUnderline(True)
+        cursor = QTextCursor(self.document())
+        cursor.setPosition(start + found.start())
+        cursor.setPosition(start + found.end(), QTextCursor.MoveMode.KeepAnchor)
+        cursor.mergeCharFormat(link)
 
     def _text_between(self, start: int, end: int) -> str:
         return plain_text(self.document(), start, end)
@@ -531,15 +588,16 @@ class AnswerView(QTextBrowser):
             event.ignore()
 
     def contextMenuEvent(self, event: QContextMenuEvent) -> None:
-        menu = self.build_menu(self.anchorAt(event.pos()))
+        menu = self.build_menu(allowed_link(self.anchorAt(event.pos())))
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         menu.popup(event.globalPos())
 
     def viewportEvent(self, event: QEvent) -> bool:
         if event.type() == QEvent.Type.ToolTip and isinstance(event, QHelpEvent):
             address = self.anchorAt(event.pos())
-            if address:
-                QToolTip.showText(event.globalPos(), address[:500], self.viewport())
+            said = address if allowed_link(address) else self._references.get(_number_in(address), "")
+            if said:
+                QToolTip.showText(event.globalPos(), said[:500], self.viewport())
             else:
                 QToolTip.hideText()
             return True
@@ -561,6 +619,8 @@ class AnswerView(QTextBrowser):
     def _on_anchor(self, url: QUrl) -> None:
         if allowed_link(url.toString()):
             self.link_activated.emit(url)
+        elif (number := _number_in(url.toString())) in self._references:
+            self.reference_activated.emit(number)
 
     def paintEvent(self, event: QPaintEvent) -> None:
         painter = QPainter(self.viewport())

@@ -57,6 +57,28 @@ def test_links_are_reached_by_the_keyboard(make_view: ViewMaker, qtbot: QtBot) -
         qtbot.keyClick(view, Qt.Key.Key_Return)
 
 
+def test_numbers_of_sources_are_links(make_view: ViewMaker, qtbot: QtBot) -> None:
+    view = make_view("It rains [1], as others say [2, 3]; `a[1]`, [9] and [manual](reference:1).\n\n```\nb[1]\n```")
+    view.show()
+    view.set_references({1: "weather.pdf, page 3", 2: "b.txt", 3: "c.txt"})
+    opened: list[int] = []
+    view.reference_activated.connect(opened.append)
+    for text, along in (("[1]", 1), ("2, 3", 0), ("3]", 0), ("a[1]", 1), ("[9]", 1), ("manual", 1), ("b[1]", 1)):
+        cursor = view.document().find(text)
+        cursor.setPosition(cursor.selectionStart() + along)
+        at = view.cursorRect(cursor).center() + QPoint(2, 0)
+        if view.anchorAt(at):
+            qtbot.mouseClick(view.viewport(), Qt.MouseButton.LeftButton, pos=at)
+    assert opened == [1, 2, 3]
+    view.set_markdown("Again [3].")
+    view.flush()
+    view.setFocus(Qt.FocusReason.TabFocusReason)
+    qtbot.keyClick(view, Qt.Key.Key_Tab)
+    with qtbot.waitSignal(view.reference_activated) as signal:
+        qtbot.keyClick(view, Qt.Key.Key_Return)
+    assert signal.args == [3]
+
+
 def test_nothing_is_ever_loaded(make_view: ViewMaker, tmp_path: object) -> None:
     picture = QImage(4, 4, QImage.Format.Format_RGB32)
     picture.fill(QColor("red"))
