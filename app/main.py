@@ -11,7 +11,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, QEvent, QLocale, Qt, QTimer, Signal, SignalInstance
+from PySide6.QtCore import (
+    QCoreApplication,
+    QEvent,
+    QLibraryInfo,
+    QLocale,
+    QObject,
+    Qt,
+    QTimer,
+    QTranslator,
+    Signal,
+    SignalInstance,
+)
 from PySide6.QtGui import QFileOpenEvent, QGuiApplication
 from PySide6.QtWidgets import QApplication, QVBoxLayout, QWidget
 
@@ -19,20 +30,18 @@ from app.icons import logo
 from app.services.crash_reports import CrashReports
 from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
-from app.services.garbage import GarbageCollection
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
 from app.services.window_log import close_window_log, open_window_log
 from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
-from app.translations import install_translations, translations_dir
 from app.views.main_window import MainWindow
 from app.widgets.charts_ready import when_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
 from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.files import make_private
 from engine.common.installed import version
-from engine.common.paths import data_dir, log_dir, own_dirs
+from engine.common.paths import data_dir, log_dir, own_dirs, resources_dir
 
 if TYPE_CHECKING:
     from app.services.services import Services
@@ -50,6 +59,49 @@ TRAY_AFTER_MS = 400
 
 MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
 """Names a file: the window sends prompts and writes what the Monitor costs (`bench monitor`)."""
+
+
+_EVERY_MS = 500
+
+
+def translations_dir() -> Path:
+    """The folder of `switchyard_<language>.qm` files; its README says how to make one."""
+    return resources_dir() / "translations"
+
+
+def install_translations(app: QCoreApplication, locale: QLocale, folder: Path) -> list[QTranslator]:
+    """Installs our translations from `folder` and Qt's own for `locale`, if any; returns them."""
+    installed = []
+    for name, place in (
+        ("switchyard", str(folder)),
+        ("qtbase", QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)),
+    ):
+        translator = QTranslator(app)
+        if translator.load(locale, name, "_", place) and app.installTranslator(translator):
+            installed.append(translator)
+        else:
+            translator.deleteLater()
+    return installed
+
+
+class GarbageCollection(QObject):
+    """Takes over from Python's automatic collection, for the rest of the process."""
+
+    def __init__(self, parent: QObject) -> None:
+        super().__init__(parent)
+        gc.disable()
+        looking = QTimer(self, interval=_EVERY_MS)
+        looking.timeout.connect(collect_if_due)
+        looking.start()
+
+
+def collect_if_due() -> None:
+    """Collects the oldest generation that has reached its threshold, as Python would; call it on the GUI thread."""
+    thresholds = gc.get_threshold()  # 0: never
+    for generation, count in reversed(list(enumerate(gc.get_count()))):
+        if 0 < thresholds[generation] < count:
+            gc.collect(generation)
+            return
 
 
 def main(argv: list[str] | None = None) -> int:

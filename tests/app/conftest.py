@@ -13,8 +13,8 @@ from PySide6.QtCore import QCoreApplication, QEvent
 from PySide6.QtWidgets import QApplication
 
 import app.widgets.chart  # noqa: F401  # as in a window that has been open for a second
+from app.main import collect_if_due
 from app.services.formulas import formulas
-from app.services.garbage import collect_if_due
 from app.services.settings import Settings
 from app.theme import BODY_PX, ThemeController
 

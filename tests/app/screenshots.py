@@ -37,7 +37,7 @@ def _draw(args: argparse.Namespace, width: int, height: int, home: Path) -> None
     from PySide6.QtGui import QPainter
     from PySide6.QtWidgets import QApplication
 
-    from app.services.garbage import GarbageCollection
+    from app.main import GarbageCollection
     from app.services.settings import Settings
     from app.theme import ThemeController
     from tests.app.stage import SCENES, staged

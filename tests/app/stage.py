@@ -46,7 +46,7 @@ from app.views.chat.side_by_side import SideBySide
 from app.views.chat.source_row import PassageDialog
 from app.views.chat.thought import Thought
 from app.views.main_window import MainWindow
-from app.views.main_window.shortcuts_dialog import ShortcutsDialog
+from app.views.main_window.window import ShortcutsDialog
 from app.views.models import ModelsPage
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage

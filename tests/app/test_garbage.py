@@ -12,7 +12,7 @@ from PySide6.QtCore import QObject, QTimer
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.garbage import GarbageCollection
+from app.main import GarbageCollection
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 

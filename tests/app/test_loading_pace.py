@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from app.services.loading_pace import LoadingPace
-from app.widgets.loading_words import loading_words
+from app.views.chat.model_picker import loading_words
 from engine.protocol import Phase, Progress
 
 

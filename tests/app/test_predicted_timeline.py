@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.history.aligning import aligned_ns
 from app.services.history.history import History
 from app.services.predicted_timeline import (
     Predicted,
@@ -20,8 +19,7 @@ from app.services.predicted_timeline import (
     predict,
     request_before,
 )
-from app.views.monitor.predicted_words import assumptions, speeds
-from app.views.monitor.second import SecondTimeline
+from app.views.monitor.second import SecondTimeline, aligned_ns, assumptions, speeds
 from app.widgets.timeline.view import TimelineView
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError

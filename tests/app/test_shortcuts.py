@@ -11,7 +11,7 @@ from pytestqt.qtbot import QtBot
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.user_message import UserMessage
-from app.views.main_window.shortcuts_dialog import ShortcutsDialog
+from app.views.main_window.window import ShortcutsDialog
 from app.widgets.page import MONITOR
 from app.widgets.timeline.keys import timeline_keys
 from tests.app.stage import staged

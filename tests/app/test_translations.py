@@ -17,14 +17,14 @@ from PySide6.QtCore import QLocale
 from PySide6.QtWidgets import QApplication, QPushButton
 from pytestqt.qtbot import QtBot
 
+from app.main import install_translations, translations_dir
 from app.services.api_server import ApiServer
 from app.services.endpoints import Endpoints
 from app.services.loading_pace import LoadingPace
 from app.services.settings import Settings
 from app.theme import ThemeController
-from app.translations import install_translations, translations_dir
+from app.views.chat.model_picker import loading_words
 from app.views.settings import SettingsPage
-from app.widgets.loading_words import loading_words
 from app.widgets.quantities import SEPARATOR
 from engine.protocol import LoadPhase, Progress
 from tests.app.scripted_engine import ScriptedEngine

@@ -16,7 +16,7 @@ from app.services.chat_store.pages import PAGE_BYTES, Pages
 from app.services.chat_store.records import AnswerStats, Conversation, Message, MessageState
 from app.services.chat_store.recovery import Recovery, open_checked, recover
 from app.services.chat_store.schema import is_damage
-from app.services.chat_store.search import search
+from app.services.chat_store.store import search
 from app.services.chat_store.tree import MessageTree
 
 CHATS, TURNS = 20, 20

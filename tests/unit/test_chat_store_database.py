@@ -27,7 +27,7 @@ from app.services.chat_store.records import (
 )
 from app.services.chat_store.recovery import open_checked, recover
 from app.services.chat_store.schema import MIGRATIONS, NewerDatabaseError, connect, migrate, version_of
-from app.services.chat_store.search import search
+from app.services.chat_store.store import search
 from app.services.chat_store.tree import MessageTree
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams

@@ -21,7 +21,7 @@ from app.services.chat_store.reading import Unread, read_chats
 from app.services.chat_store.records import Conversation, Fold, Folder, Message, digest_of
 from app.services.chat_store.recovery import open_checked, recover
 from app.services.chat_store.schema import MIGRATIONS, connect, migrate
-from app.services.chat_store.search import search
+from app.services.chat_store.store import search
 from app.services.chat_store.transfer import Merged, merge, to_export
 from app.services.chat_store.tree import MessageTree, without_deleted
 

@@ -20,7 +20,7 @@ from app.services.chat_store.json_format import Whole
 from app.services.chat_store.records import Conversation, Message, MessageState
 from app.services.chat_store.recovery import Recovery, open_checked, recover
 from app.services.chat_store.schema import is_damage
-from app.services.chat_store.search import search
+from app.services.chat_store.store import search
 from app.services.chat_store.tree import MessageTree
 from app.services.chat_store.worker import Job, StoreWorker
 from engine.common.errors import EngineError

@@ -6,11 +6,10 @@ from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from app.services.history.buckets import BucketSeries, Floats, spread
-from app.services.history.busy import BusyTime
 from app.services.history.gauges import GaugeHistory, gauges_of
-from app.services.history.records import RecordHistory
 from app.services.history.runs import PhaseRun, RunHistory
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import (
@@ -43,6 +42,116 @@ _WITH_BYTES = frozenset((H2D, D2H, DISK))
 MOST_DEVICES = 16
 EXPERT_KINDS = {"hit": "hits", "fetched": "fetched", "cpu": "on_cpu"}
 """How a step's experts were served: from video memory, fetched into it, or computed on the CPU."""
+
+
+_TAIL_NS = 2_000_000_000
+"""Spans that arrive later than this may be counted twice where they overlap others of their lane."""
+
+Moments = NDArray[np.int64]
+
+
+class RecordHistory:
+    """At least the last `most` records, in whole chunks; read by time range."""
+
+    def __init__(self, most: int, empty: Records) -> None:
+        self._most = most
+        self._empty = empty
+        self._pieces: deque[tuple[int, int, Records]] = deque()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def most(self) -> int:
+        return self._most
+
+    @property
+    def start_ns(self) -> int | None:
+        """Beginning of the oldest record kept; None if there is none."""
+        return min((first for first, _, _ in self._pieces), default=None)
+
+    def add(self, records: Records) -> None:
+        """Add records without copying: the caller must not write to them any more."""
+        for piece in [records[at : at + self._most] for at in range(0, len(records), self._most)]:
+            self._pieces.append((int(piece["start_ns"].min()), int(piece["end_ns"].max()), piece))
+            self._count += len(piece)
+        while len(self._pieces) > 1 and self._count - len(self._pieces[0][2]) >= self._most:
+            self._count -= len(self._pieces.popleft()[2])
+
+    def between(self, start_ns: int, end_ns: int) -> Records:
+        """All that overlap [start, end), in order of arrival."""
+        found = [piece for first, last, piece in self._pieces if last > start_ns and first < end_ns]
+        if not found:
+            return self._empty
+        joined = joined_records(found)
+        inside: NDArray[np.bool_] = (joined["end_ns"] > start_ns) & (joined["start_ns"] < end_ns)
+        return joined[inside]
+
+    def last(self, count: int) -> Records:
+        """The last `count` to arrive."""
+        found: list[Records] = []
+        wanted = count
+        for _, _, piece in reversed(self._pieces):
+            if wanted <= 0:
+                break
+            found.append(piece[-wanted:])
+            wanted -= len(found[-1])
+        return joined_records(found[::-1]) if found else self._empty
+
+    def copy(self) -> RecordHistory:
+        """A copy that no longer changes with this one."""
+        other = RecordHistory(self._most, self._empty)
+        other._pieces, other._count = self._pieces.copy(), self._count
+        return other
+
+
+def joined_records(pieces: list[Records]) -> Records:
+    """Concatenate chunks of one dtype.
+
+    As bytes: numpy would compare the fields of each pair of chunks, which takes longer than copying them.
+    """
+    if len(pieces) == 1:
+        return pieces[0]
+    dtype = pieces[0].dtype
+    raw = np.dtype((np.void, dtype.itemsize))
+    return np.concatenate([np.ascontiguousarray(piece).view(raw) for piece in pieces]).view(dtype)
+
+
+class BusyTime:
+    """Nanoseconds per bucket in which at least one of a lane's spans ran."""
+
+    def __init__(self) -> None:
+        self.series = BucketSeries()
+        self._starts: Moments = np.empty(0, np.int64)
+        self._ends: Moments = np.empty(0, np.int64)
+
+    def add(self, starts: Moments, ends: Moments) -> None:
+        """Add spans, in any order."""
+        if not len(starts):
+            return
+        # Only spans that reach into the new ones can overlap them.
+        first = int(np.searchsorted(self._ends, starts.min(), side="right"))
+        old = self._starts[first:], self._ends[first:]
+        new = union(np.concatenate((old[0], starts)), np.concatenate((old[1], ends)))
+        begin, busy = spread(*new, (new[1] - new[0]).astype(np.float64))
+        if len(old[0]):
+            old_begin, old_busy = spread(*old, (old[1] - old[0]).astype(np.float64))
+            busy[old_begin - begin : old_begin - begin + len(old_busy)] -= old_busy
+        self.series.add(begin, busy)
+        starts = np.concatenate((self._starts[:first], new[0]))
+        ends = np.concatenate((self._ends[:first], new[1]))
+        recent = int(np.searchsorted(ends, ends[-1] - _TAIL_NS))
+        self._starts, self._ends = starts[recent:], ends[recent:]
+
+
+def union(starts: Moments, ends: Moments) -> tuple[Moments, Moments]:
+    """Disjoint intervals, in order, that cover the same time as these."""
+    order = np.argsort(starts, kind="stable")
+    starts, furthest = starts[order], np.maximum.accumulate(ends[order])
+    first = np.concatenate(([True], starts[1:] > furthest[:-1]))
+    last = np.concatenate((np.flatnonzero(first)[1:] - 1, [len(starts) - 1]))
+    return starts[first], furthest[last]
 
 
 def experts_met(steps: Records, kind: str) -> Floats:

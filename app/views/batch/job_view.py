@@ -2,23 +2,167 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QEvent, Qt, QTimer
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QBoxLayout, QFrame, QScrollArea, QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtWidgets import (
+    QBoxLayout,
+    QFrame,
+    QGridLayout,
+    QHBoxLayout,
+    QLabel,
+    QProgressBar,
+    QScrollArea,
+    QStackedWidget,
+    QVBoxLayout,
+    QWidget,
+)
 
-from app.services.batch_job import JobEntry
-from app.theme import scaled
-from app.views.batch.progress_card import ProgressCard
+from app.services.batch_job import UNDER_WAY, JobEntry, JobState
+from app.theme import scaled, set_look, use_tabular_figures
+from app.views.batch.phrases import cost_text, pace_text, place_name, place_text, rows_text, state_text, status_text
 from app.views.batch.row_detail import RowDetail
 from app.views.batch.rows_card import RowsCard
 from app.views.batch.settings_card import SharedSettingsCard
+from app.widgets.chip import ElidedLabel
+from app.widgets.flow_layout import Flow
+from app.widgets.quantities import count, percent
+from app.widgets.wrapped_label import WrappedLabel
+from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
 
 SIDE_PX = 320
 NARROW_PX = 860
 LEAST_ROWS_PX = 260
+
+
+_RIGHT = Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter
+
+
+class PlaceRows(QWidget):
+    """A small table; hidden while there is only this PC."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._grid = QGridLayout(self)
+        self._grid.setContentsMargins(0, 0, 0, 0)
+        self._grid.setHorizontalSpacing(18)
+        self._grid.setVerticalSpacing(4)
+        self._grid.setColumnStretch(1, 1)
+        self._lines: list[tuple[QLabel, ElidedLabel, QLabel, QLabel]] = []
+        self.setAccessibleName(self.tr("Who answers the rows"))
+        self.hide()
+
+    def show_places(self, places: Sequence[PlacePace]) -> None:
+        """Shows these places."""
+        while len(self._lines) < len(places):
+            self._add_line()
+        for line, place in zip(self._lines, places, strict=False):
+            name, state, rows, cost = line
+            name.setText(place_name(place))
+            name.setToolTip(place.host)
+            state.set_full_text(place_text(place))
+            set_look(state, "tone", "warning" if place.state == "out" else "")
+            rows.setText(self.tr("1 row") if place.rows == 1 else self.tr("{0} rows").format(count(place.rows)))
+            cost.setText(cost_text(place))
+        costs = any(place.cost is not None for place in places)  # else its column would leave a gap at the right
+        for number, line in enumerate(self._lines):
+            for label in line:
+                label.setVisible(number < len(places) and (costs or label is not line[-1]))
+        self.setVisible(bool(places))
+        self.setAccessibleDescription(
+            ". ".join(f"{place_name(place)}: {place_text(place)}, {count(place.rows)}" for place in places)
+        )
+
+    def _add_line(self) -> None:
+        at = len(self._lines)
+        name, state, rows, cost = QLabel(self), ElidedLabel(self), QLabel(self), QLabel(self)
+        for label in (state, rows, cost):
+            label.setProperty("role", "secondary")
+        for label in (rows, cost):
+            label.setAlignment(_RIGHT)
+            use_tabular_figures(label)
+        for column, label in enumerate((name, state, rows, cost)):
+            self._grid.addWidget(label, at, column)
+        self._lines.append((name, state, rows, cost))
+
+
+class ProgressCard(QFrame):
+    """Text, a bar, and while the job runs a view of the machine at work."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setProperty("card", "true")
+        self._percent = QLabel(self)
+        self._percent.setObjectName("percent")
+        self._rows = QLabel(self)
+        self._rows.setProperty("role", "lead")
+        self._rate = QLabel(self)
+        self._rate.setStyleSheet("font-weight: 600;")
+        self._end = QLabel(self)
+        self._end.setProperty("role", "lead")
+        self._bar = QProgressBar(self)
+        self._bar.setTextVisible(False)
+        self._bar.setRange(0, 1000)
+        self._bar.setAccessibleName(self.tr("Job progress"))
+        self._status = WrappedLabel("", self)
+        self._status.setProperty("role", "secondary")
+        for label in (self._percent, self._rows, self._rate, self._end):
+            use_tabular_figures(label)
+        left = QWidget(self)
+        line = QHBoxLayout(left)
+        line.setContentsMargins(0, 0, 0, 0)
+        line.setSpacing(10)
+        for label in (self._percent, self._rows):
+            line.addWidget(label, 0, Qt.AlignmentFlag.AlignBaseline)
+        # An end on another day is long: in a narrow window it is below the rate.
+        self._right = right = Flow(self._rate, self._end, parent=self, gap=10)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(16, 14, 16, 14)
+        column.setSpacing(10)
+        right.hide()
+        column.addWidget(Flow(left, right, parent=self, ends_right=True))
+        column.addWidget(self._bar)
+        column.addWidget(self._status)
+        self._places = PlaceRows(self)
+        column.addWidget(self._places)
+        self._column = column
+        self._make_strip: Callable[[QWidget], QWidget] | None = None
+        self._strip: QWidget | None = None
+
+    def add_strip(self, make: Callable[[QWidget], QWidget]) -> None:
+        """Shown below the text while a job runs; created for the first one."""
+        self._make_strip = make
+
+    def _show_strip(self, shown: bool) -> None:
+        if shown and self._strip is None and self._make_strip is not None:
+            self._strip = self._make_strip(self)
+            self._column.addWidget(self._strip)
+        if self._strip is not None:
+            self._strip.setVisible(shown)
+
+    def show_job(self, job: JobEntry) -> None:
+        """Shows this job's progress."""
+        share = job.share
+        self._percent.setText(percent(share) if share is not None else state_text(job).capitalize())
+        self._rows.setText(rows_text(job))
+        rate, end = pace_text(job)
+        self._rate.setText(rate)
+        self._end.setText(end)
+        self._right.setVisible(bool(rate or end))
+        busy = share is None and job.state is JobState.RUNNING
+        self._bar.setRange(0, 0 if busy else 1000)
+        if not busy:
+            self._bar.setValue(int((share or 0.0) * 1000))
+        self._show_strip(job.state in UNDER_WAY and job.needs_model)
+        self._places.show_places(job.places)
+        status = status_text(job)
+        warns = bool(job.blocked) or job.state is JobState.FAILED
+        set_look(self._status, "tone", "warning" if warns else "")
+        self._status.setText(status)
+        self.setAccessibleName(self.tr("Job progress"))
+        self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.text()}. {rate} {end}. {status}")
 
 
 class JobView(QWidget):

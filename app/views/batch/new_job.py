@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from PySide6.QtCore import Qt, QTimer, Signal
-from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.background import LatestTask
 from app.services.batch_forecast import BatchForecasts
@@ -18,7 +18,6 @@ from app.services.batch_places import has_ray, offered_endpoints
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
 from app.views.batch.answer_card import AnswerCard
-from app.views.batch.form_foot import FormFoot
 from app.views.batch.input_card import InputCard
 from app.views.batch.output_card import OutputCard
 from app.views.batch.phrases import sample_text, sampled_text
@@ -26,7 +25,7 @@ from app.views.batch.places_card import PlacesCard
 from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
-from app.widgets.card import Card, set_message
+from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.page import BatchDraft
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
@@ -40,6 +39,47 @@ from engine.tuning.batch_forecast import Forecast, ForecastQuestion
 WIDTH_PX = 860
 _LAID_OUT_MS = 60
 """After the layout of what was just added."""
+
+
+class FormFoot(QWidget):
+    """Signals: `start_wanted`, `cancelled`: the buttons."""
+
+    start_wanted = Signal()
+    cancelled = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setObjectName("formFoot")
+        self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
+        self.plan = muted_label(self)
+        self.trouble = warning_label(self)
+        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self.cancel.clicked.connect(self.cancelled)
+        self.start = QPushButton(self.tr("Start"), self)
+        self.start.setProperty("kind", "primary")
+        self.start.clicked.connect(self.start_wanted)
+        words = QVBoxLayout()
+        words.setSpacing(2)
+        words.addWidget(self.trouble)
+        words.addWidget(self.plan)
+        line = QHBoxLayout(self)
+        line.setContentsMargins(20, 10, 20, 10)
+        line.setSpacing(12)
+        line.addLayout(words, 1)
+        line.addWidget(self.cancel)
+        line.addWidget(self.start)
+
+    def show_state(self, *, able: bool, checking: bool, why_not: str, words: str) -> None:
+        """Shows whether the job can be started.
+
+        Args:
+            why_not: a sentence, if it cannot.
+            words: the plan, or what is missing.
+        """
+        self.start.setEnabled(able and not checking)
+        self.start.setText(self.tr("Checking…") if checking else self.tr("Start"))
+        self.start.setToolTip(why_not)
+        set_message(self.plan, words)
 
 
 class NewJob(QWidget):

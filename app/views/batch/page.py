@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from PySide6.QtCore import QUrl
+from PySide6.QtCore import QEvent, QObject, Qt, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -15,17 +15,26 @@ from PySide6.QtGui import (
     QKeySequence,
     QShowEvent,
 )
-from PySide6.QtWidgets import QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtWidgets import (
+    QFrame,
+    QHBoxLayout,
+    QLabel,
+    QPushButton,
+    QScrollArea,
+    QStackedWidget,
+    QVBoxLayout,
+    QWidget,
+)
 
+from app.icons import IconMark
 from app.models.jobs import JobListModel
 from app.services.batch_input import can_be_read
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState, key_of
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
-from app.views.batch.close_guard import RunningJobGuard
+from app.theme import set_look
 from app.views.batch.dialogs import ask_folder, ask_input_files
-from app.views.batch.empty_batch import EmptyBatch
 from app.views.batch.head import BatchHead
 from app.views.batch.job_strip import JobStrip
 from app.views.batch.job_view import JobView
@@ -41,6 +50,133 @@ from app.widgets.toast import Toast
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed
+
+ICON_PX = 36
+WIDTH_PX = 620
+
+
+class EmptyBatch(QScrollArea):
+    """Scrolls if the window is too small.
+
+    Signals: `file_wanted`, `folder_wanted`: to choose one.
+    """
+
+    file_wanted = Signal()
+    folder_wanted = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setWidgetResizable(True)
+        self.setFrameShape(QFrame.Shape.NoFrame)
+        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        content = QWidget(self)
+        self._area = QFrame(content)
+        self._area.setObjectName("dropArea")
+        self._area.setMaximumWidth(WIDTH_PX)
+        title = QLabel(self.tr("Drop a file of prompts here"), self._area)
+        title.setProperty("role", "title")
+        words = QLabel(
+            self.tr("Every row is answered, many at a time. The result file keeps the input's columns."), self._area
+        )
+        kinds = QLabel(
+            self.tr(
+                "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html, a folder of such files, "
+                "and OpenAI batch files."
+            ),
+            self._area,
+        )
+        for label in (title, words, kinds):
+            label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
+        for label in (words, kinds):
+            label.setWordWrap(True)
+        words.setProperty("role", "lead")
+        kinds.setProperty("role", "secondary")
+        self.choose = QPushButton(self.tr("Choose a file…"), self._area)
+        self.choose.setProperty("kind", "primary")
+        self.choose.clicked.connect(self.file_wanted)
+        self.choose_folder = QPushButton(self.tr("Choose a folder…"), self._area)
+        self.choose_folder.clicked.connect(self.folder_wanted)
+        buttons = QHBoxLayout()
+        buttons.setSpacing(12)
+        buttons.addStretch(1)
+        buttons.addWidget(self.choose)
+        buttons.addWidget(self.choose_folder)
+        buttons.addStretch(1)
+        column = QVBoxLayout(self._area)
+        column.setContentsMargins(32, 40, 32, 40)
+        column.setSpacing(10)
+        column.addWidget(IconMark("batch", "muted", ICON_PX, self._area), 0, Qt.AlignmentFlag.AlignHCenter)
+        column.addWidget(title)
+        column.addWidget(words)
+        column.addSpacing(10)
+        column.addLayout(buttons)
+        column.addSpacing(10)
+        column.addWidget(kinds)
+        row = QHBoxLayout()
+        row.addStretch(1)
+        row.addWidget(self._area, 1000)
+        row.addStretch(1)
+        page = QVBoxLayout(content)
+        page.setContentsMargins(20, 20, 20, 20)
+        page.addStretch(2)
+        page.addLayout(row)
+        page.addStretch(3)
+        self.setWidget(content)
+
+    def set_over(self, over: bool) -> None:
+        """Whether an accepted drag is over the page."""
+        set_look(self._area, "over", "true" if over else "false")
+
+
+class RunningJobGuard(QObject):
+    """Asks when the user closes the window; does not hold up a system shutdown."""
+
+    def __init__(self, jobs: BatchJobs, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._jobs = jobs
+        self._page = parent
+        self._window: QWidget | None = None
+        self._is_leaving = False
+
+    def watch(self, window: QWidget) -> None:
+        """Ask before this window closes."""
+        if window is not self._window and window is not self._page:
+            self._window = window
+            window.installEventFilter(self)
+
+    def eventFilter(self, watched: QObject, event: QEvent) -> bool:
+        by_hand = event.type() == QEvent.Type.Close and event.spontaneous()
+        if watched is self._window and by_hand and not self._is_leaving and self._jobs.running:
+            event.ignore()
+            running = len(self._jobs.running)
+            question, words, choice = (
+                self.tr("A batch job is running."),
+                self.tr("It stops with the window. No answered row is lost: you can resume it at the next start."),
+                self.tr("Stop it and close"),
+            )
+            if running > 1:
+                question, words, choice = (
+                    self.tr("{0} batch jobs are running.").format(running),
+                    self.tr(
+                        "They stop with the window. No answered row is lost: you can resume them at the next start."
+                    ),
+                    self.tr("Stop them and close"),
+                )
+            ask(
+                self._window or self._page,
+                question,
+                words,
+                [(choice, "do", self._leave)],
+                self.tr("Keep the window open"),
+            )
+            return True
+        return False
+
+    def _leave(self) -> None:
+        self._is_leaving = True
+        if self._window is not None:
+            self._window.close()
 
 
 class BatchPage(Page):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QEvent, QPoint, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QMenu, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, QVBoxLayout, QWidget
 
 from app.models.context_use import ContextUse
 from app.services.chat_store import Attachment, Conversation
@@ -17,8 +17,9 @@ from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
-from app.views.chat.system_prompt_popover import SystemPromptPopover
+from app.widgets.popover import Popover
 from app.widgets.sampling_popover import SamplingPopover
+from app.widgets.text_box import TextBox
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 
@@ -29,6 +30,34 @@ _MOST_FITS = 4
 """In a row; more would be two sizes that lead to each other."""
 BESIDE_CHIPS_SHARE = 0.15
 """Of the window's height, for the box below documents."""
+
+
+class SystemPromptPopover(Popover):
+    """Signals: `changed`, the text after every edit."""
+
+    changed = Signal(str)
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(self.tr("System prompt"), parent)
+        hint = QLabel(self.tr("Instructions the model reads first, such as who it is and how to answer."), self)
+        hint.setProperty("role", "secondary")
+        hint.setWordWrap(True)
+        self.text = TextBox(self)
+        self.text.setPlaceholderText(self.tr("You are a helpful assistant that answers in one sentence."))
+        self.text.setAccessibleName(self.tr("System prompt"))
+        self.text.setTabChangesFocus(True)
+        self.text.setMinimumSize(380, 130)
+        self.text.textChanged.connect(lambda: self.changed.emit(self.text.toPlainText()))
+        self.column.addWidget(hint)
+        self.column.addWidget(self.text)
+
+    def edit(self, system_prompt: str, button: QWidget) -> None:
+        """Open with this text."""
+        self.text.blockSignals(True)
+        self.text.setPlainText(system_prompt)
+        self.text.blockSignals(False)
+        self.open_at(button)
+        self.text.setFocus()
 
 
 class Composer(QFrame):

@@ -5,8 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from PySide6.QtCore import QEvent, QModelIndex, QObject, QPersistentModelIndex, QSortFilterProxyModel, Qt, Signal
-from PySide6.QtGui import QKeyEvent
+from PySide6.QtCore import (
+    QCoreApplication,
+    QEvent,
+    QModelIndex,
+    QObject,
+    QPersistentModelIndex,
+    QPointF,
+    QRect,
+    QRectF,
+    QSize,
+    QSortFilterProxyModel,
+    Qt,
+    Signal,
+)
+from PySide6.QtGui import QFont, QFontMetrics, QKeyEvent, QPainter, QPainterPath
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QApplication,
@@ -17,6 +30,9 @@ from PySide6.QtWidgets import (
     QListView,
     QProgressBar,
     QPushButton,
+    QStyle,
+    QStyledItemDelegate,
+    QStyleOptionViewItem,
     QVBoxLayout,
     QWidget,
 )
@@ -25,19 +41,124 @@ from app.models.library import ROW_ROLE, LibraryTable, ModelRow
 from app.services.endpoints import Endpoints
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
+from app.services.loading_pace import LoadingPace
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import Settings
-from app.theme import scaled
-from app.views.chat.model_delegate import ModelDelegate
-from app.views.chat.phrases import choice_text, sent_text, title_text
-from app.widgets.loading_words import loading_words
+from app.theme import BODY_PX, ColourName, scaled, tabular, themed
+from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
 from app.widgets.popover import Popover
+from app.widgets.quantities import SEPARATOR, duration, file_size
 from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
 
 WIDTH_PX = 460
 MOST_ROWS = 6
+
+
+RADIUS = 8
+INSET = 10
+GAP = 12
+ABOVE = 8
+DOT_PX = 8
+
+
+translate = QCoreApplication.translate
+
+
+def loading_words(pace: LoadingPace) -> str:
+    """What is done, how much of how much, and the time left, as far as they are known."""
+    progress = pace.progress
+    if progress is None:
+        return translate("Loading", "Opening the model")
+    words = {
+        "reading": translate("Loading", "Reading weights"),
+        "converting": translate("Loading", "Converting weights; later starts skip this"),
+    }.get(progress.phase, translate("Loading", "Loading the model"))
+    amount = translate("Loading", "{0} of {1}").format(file_size(progress.done), file_size(progress.total))
+    left = translate("Loading", "{0} left").format(duration(pace.left_s)) if pace.left_s is not None else ""
+    return SEPARATOR.join(filter(None, (words, amount, left)))
+
+
+class ModelDelegate(QStyledItemDelegate):
+    """Two lines on the left, elided; the speed on the right."""
+
+    def sizeHint(self, _option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex) -> QSize:
+        lines = QFontMetrics(self._font(BODY_PX)).lineSpacing() + QFontMetrics(self._font(12.5)).lineSpacing()
+        return QSize(0, lines + 2 * ABOVE + 2 + self._heading_height(index.data(ROW_ROLE)))
+
+    def _heading_height(self, row: ModelRow) -> int:
+        return QFontMetrics(self._font(12.5)).lineSpacing() + 2 * ABOVE if row.heading else 0
+
+    def paint(
+        self, painter: QPainter, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex
+    ) -> None:
+        row: ModelRow = index.data(ROW_ROLE)
+        whole: QRect = option.rect
+        rect = whole.adjusted(0, self._heading_height(row), 0, 0)
+        state: QStyle.StateFlag = option.state
+        painter.save()
+        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
+        if row.heading:
+            above = whole.adjusted(INSET, ABOVE, -INSET, 0)
+            above.setHeight(QFontMetrics(self._font(12.5)).lineSpacing())
+            self._line(painter, above, self._font(12.5, QFont.Weight.DemiBold), row.heading, "", "muted")
+        pill = QPainterPath()
+        pill.addRoundedRect(QRectF(rect).adjusted(1, 1, -1, -1), RADIUS, RADIUS)
+        if state & QStyle.StateFlag.State_Selected:
+            painter.fillPath(pill, themed("accent_background"))
+        elif state & QStyle.StateFlag.State_MouseOver:
+            painter.fillPath(pill, themed("hover"))
+        if state & QStyle.StateFlag.State_HasFocus:
+            painter.setPen(themed("accent"))
+            painter.drawPath(pill)
+        title, small = self._font(BODY_PX, QFont.Weight.Medium), self._font(12.5)
+        inside = rect.adjusted(INSET, ABOVE, -INSET, -ABOVE)
+        upper = QRect(inside.topLeft(), QSize(inside.width(), QFontMetrics(title).lineSpacing()))
+        lower = QRect(upper.bottomLeft(), QSize(inside.width(), QFontMetrics(small).lineSpacing()))
+        lower.translate(0, 2)
+        problem = row.entry.problem
+        speed, source = ("", "") if problem else speed_text(row)
+        self._line(painter, upper, title, title_text(row), speed, "muted" if problem else "text", row.is_loaded)
+        self._line(painter, lower, small, problem or about_text(row), source, "danger" if problem else "muted")
+        painter.restore()
+
+    def _line(
+        self,
+        painter: QPainter,
+        room: QRect,
+        font: QFont,
+        text: str,
+        beside: str,
+        colour: ColourName,
+        has_dot: bool = False,
+    ) -> None:
+        """A text from the left, elided, and a short one at the right edge."""
+        metrics = QFontMetrics(font)
+        middle = Qt.AlignmentFlag.AlignVCenter
+        painter.setFont(font)
+        painter.setPen(themed(colour))
+        left = room.adjusted(0, 0, -(metrics.horizontalAdvance(beside) + GAP) if beside else 0, 0)
+        if beside:
+            right = QRect(room)
+            right.setLeft(left.right() + GAP)
+            painter.drawText(right, Qt.AlignmentFlag.AlignRight | middle, beside)
+        if has_dot:
+            painter.save()
+            painter.setPen(Qt.PenStyle.NoPen)
+            painter.setBrush(themed("pcie"))
+            painter.drawEllipse(QPointF(left.left() + DOT_PX / 2, left.center().y() + 1), DOT_PX / 2, DOT_PX / 2)
+            painter.restore()
+            left.adjust(DOT_PX + 7, 0, 0, 0)
+        elided = metrics.elidedText(text, Qt.TextElideMode.ElideRight, left.width())
+        painter.drawText(left, Qt.AlignmentFlag.AlignLeft | middle, elided)
+
+    def _font(self, px: float, weight: QFont.Weight = QFont.Weight.Normal) -> QFont:
+        view = self.parent()
+        font = tabular(view.font()) if isinstance(view, QWidget) else QFont()
+        font.setPixelSize(max(8, scaled(px)))
+        font.setWeight(weight)
+        return font
 
 
 class ModelPicker(Popover):

@@ -8,7 +8,20 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QByteArray, QEvent, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QCloseEvent, QDragEnterEvent, QDropEvent, QGuiApplication, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QMainWindow, QPushButton, QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtWidgets import (
+    QDialog,
+    QDialogButtonBox,
+    QFrame,
+    QGridLayout,
+    QHBoxLayout,
+    QLabel,
+    QMainWindow,
+    QPushButton,
+    QScrollArea,
+    QStackedWidget,
+    QVBoxLayout,
+    QWidget,
+)
 
 from app.icons import logo
 from app.services.background import LatestTask
@@ -18,7 +31,6 @@ from app.services.engine_part import is_needed
 from app.services.settings import STARTER
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
-from app.views.main_window.shortcuts_dialog import ShortcutsDialog
 from app.views.main_window.sidebar import Sidebar
 from app.widgets.banner import Banner, BannerStack
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
@@ -27,7 +39,7 @@ from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, P
 from app.widgets.page_header import PageHeader
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
-from app.widgets.shortcuts import add_shortcut, keys_of
+from app.widgets.shortcuts import Key, add_shortcut, keys_of
 from engine.remote.endpoint import is_remote
 
 if TYPE_CHECKING:
@@ -39,6 +51,52 @@ _LATER_MS = 500
 """Not while the window is opening."""
 SMALLEST = QSize(640, 400)
 """Fits a notebook of 1440 x 900 pixels at a scale of 2, minus its panel and the title bar."""
+
+
+class ShortcutsDialog(QDialog):
+    """Shows the shortcuts by group; empty groups are left out."""
+
+    def __init__(self, groups: Sequence[tuple[str, Sequence[Key]]], parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setWindowTitle(self.tr("Keyboard shortcuts"))
+        listed = QWidget(self)
+        grid = QGridLayout(listed)
+        grid.setContentsMargins(0, 0, 12, 0)
+        grid.setHorizontalSpacing(24)
+        grid.setVerticalSpacing(6)
+        grid.setColumnStretch(1, 1)
+        for name, keys in groups:
+            if not keys:
+                continue
+            heading = QLabel(name, listed)
+            heading.setProperty("role", "heading")
+            heading.setContentsMargins(0, 8 if grid.rowCount() > 1 else 0, 0, 2)
+            grid.addWidget(heading, grid.rowCount(), 0, 1, 2)
+            for pressed, words in keys:
+                row = grid.rowCount()
+                key, what = QLabel(pressed, listed), QLabel(words, listed)
+                what.setProperty("role", "secondary")
+                what.setWordWrap(True)
+                grid.addWidget(key, row, 0, Qt.AlignmentFlag.AlignTop)
+                grid.addWidget(what, row, 1)
+        grid.setRowStretch(grid.rowCount(), 1)
+        scroll = QScrollArea(self)
+        scroll.setWidgetResizable(True)
+        scroll.setFrameShape(QFrame.Shape.NoFrame)
+        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
+        scroll.setAccessibleName(self.windowTitle())
+        scroll.setWidget(listed)
+        buttons = QDialogButtonBox(QDialogButtonBox.StandardButton.Close, self)
+        buttons.rejected.connect(self.reject)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(20, 20, 20, 20)
+        column.setSpacing(16)
+        column.addWidget(scroll, 1)
+        column.addWidget(buttons)
+        wanted = listed.sizeHint()
+        room = parent.window().size() if parent is not None else wanted
+        wide, high = max(460, wanted.width() + 60), wanted.height() + 120
+        self.resize(min(wide, room.width() - 40), min(high, room.height() - 40))
 
 
 class MainWindow(QMainWindow):

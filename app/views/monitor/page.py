@@ -2,37 +2,259 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, QTimer
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QFrame, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import (
+    QButtonGroup,
+    QFileDialog,
+    QFrame,
+    QHBoxLayout,
+    QMenu,
+    QPushButton,
+    QScrollArea,
+    QVBoxLayout,
+    QWidget,
+)
 
 from app.services.analyser import WAITING_TOKENS, waiting_for_last
-from app.services.background import LatestTask
+from app.services.background import LatestTask, TaskQueue
 from app.services.engine_client import EngineClient, EngineState
 from app.services.predicted_timeline import Predicted
-from app.services.session_library import OpenedSession
+from app.services.session_library import OpenedSession, SessionEntry, open_session, sessions_in
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
+from app.services.timeline_export import export_tables, export_trace
 from app.theme import scaled
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
-from app.views.monitor.exporting import ExportButton
 from app.views.monitor.predicting import PredictButton
-from app.views.monitor.range_bar import RangeBar
 from app.views.monitor.second import SecondTimeline
-from app.views.monitor.sessions import SessionsButton, session_words
 from app.views.monitor.summary import SummaryCard, waiting_sentence
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
+from app.widgets.quantities import memory
+from app.widgets.timeline.navigator import WHOLE, Navigator
+from app.widgets.timeline.view import TimelineView
 from engine.common.model_info import ModelInfo
+from engine.common.paths import sessions_dir
 from engine.hardware.measured import measured_ceilings
 from engine.hardware.probe import probe
 
 _REFRESH_MS = 500
 _NARROW_PX = 860
 """Below this width the header uses short labels."""
+
+
+_SECOND = 1_000_000_000
+
+
+MOST_LISTED = 20
+
+
+class SessionsButton(QPushButton):
+    """Signals: `opened(OpenedSession)`, `compared(OpenedSession)`, `reported(str)`: why a session was not opened."""
+
+    opened = Signal(object)
+    compared = Signal(object)
+    reported = Signal(str)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setText(self.tr("Sessions"))
+        self._reading = LatestTask(self)
+        self._menu = QMenu(self)
+        self._menu.aboutToShow.connect(self._fill)
+        self.setMenu(self._menu)
+
+    def wait(self) -> None:
+        """Waits for a session that is being read."""
+        self._reading.close()
+
+    def read(self, entry: SessionEntry, *, compare: bool) -> None:
+        """Reads a session; one of the signals follows."""
+        self.setEnabled(False)
+        self.setText(self.tr("Reading…"))
+        self._reading.ask(lambda: open_session(entry), lambda session: self._done(session, compare=compare), self._fail)
+
+    def _fill(self) -> None:
+        self._menu.clear()
+        entries = sessions_in(sessions_dir())
+        if not entries:
+            self._menu.addAction(self.tr("None yet: ask something in Chat")).setEnabled(False)
+            return
+        self._menu.addSection(self.tr("Open"))
+        for entry in entries[:MOST_LISTED]:
+            action = self._menu.addAction(session_title(entry))
+            action.triggered.connect(lambda _checked=False, one=entry: self.read(one, compare=False))
+        compare = self._menu.addMenu(self.tr("Compare with"))
+        for entry in entries[:MOST_LISTED]:
+            action = compare.addAction(session_title(entry))
+            action.triggered.connect(lambda _checked=False, one=entry: self.read(one, compare=True))
+
+    def _done(self, session: OpenedSession, *, compare: bool) -> None:
+        self._rest()
+        (self.compared if compare else self.opened).emit(session)
+
+    def _fail(self, error: Exception) -> None:
+        self._rest()
+        self.reported.emit(getattr(error, "message", None) or self.tr("The session could not be read."))
+
+    def _rest(self) -> None:
+        self.setEnabled(True)
+        self.setText(self.tr("Sessions"))
+
+
+def session_title(entry: SessionEntry) -> str:
+    """`2026-11-21 07:20, 3 MB`, in local time."""
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(entry.started_s))}, {memory(entry.nbytes)}"
+
+
+def session_words(session: OpenedSession) -> str:
+    """How it ran: `starter · cpu · bf16`, or at which servers if no model was loaded here."""
+    about = session.about
+    parts = [str(about[key]) for key in ("model", "device", "precision") if about.get(key)]
+    return " · ".join(parts or dict.fromkeys(session.history.places.values()))
+
+
+class RangeBar(QWidget):
+    """10 s, 60 s, 5 min, the whole session; and freeze."""
+
+    def __init__(self, navigator: Navigator, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._navigator = navigator
+        self._is_narrow = False
+        self._group = QButtonGroup(self)
+        self._group.setExclusive(True)
+        row = QHBoxLayout(self)
+        row.setContentsMargins(8, 0, 0, 0)
+        row.setSpacing(6)
+        self._spans: dict[QPushButton, int] = {}
+        for text, spoken, span_ns in (
+            (self.tr("10 s"), self.tr("Show 10 seconds"), 10 * _SECOND),
+            (self.tr("60 s"), self.tr("Show 60 seconds"), 60 * _SECOND),
+            (self.tr("5 min"), self.tr("Show 5 minutes"), 300 * _SECOND),
+            (self.tr("Session"), self.tr("Show the whole session"), WHOLE),
+        ):
+            button = QPushButton(text, self)
+            button.setProperty("kind", "chip")
+            button.setCheckable(True)
+            button.setAccessibleName(spoken)
+            button.setToolTip(spoken)
+            self._group.addButton(button)
+            self._spans[button] = span_ns
+            row.addWidget(button)
+        self._group.buttonClicked.connect(self._choose)
+        row.addSpacing(10)
+        self.freeze = QPushButton(self)
+        self.freeze.setProperty("kind", "chip")
+        self.freeze.setCheckable(True)
+        self.freeze.clicked.connect(lambda: navigator.toggle())
+        row.addWidget(self.freeze)
+        navigator.moved.connect(self._show)
+        navigator.live_changed.connect(self._show)
+        self._show()
+
+    def set_narrow(self, is_narrow: bool) -> None:
+        """Whether space is short: the last button then has a short label, and a tooltip with the rest."""
+        if is_narrow != self._is_narrow:
+            self._is_narrow = is_narrow
+            self._show()
+
+    def _choose(self, button: QPushButton) -> None:
+        self._navigator.set_preset(self._spans[button])
+
+    def _show(self, *_news: object) -> None:
+        self._group.setExclusive(False)  # after zooming, none is checked
+        for button, span_ns in self._spans.items():
+            button.setChecked(span_ns == self._navigator.preset_ns)
+        self._group.setExclusive(True)
+        live = self._navigator.is_live
+        self.freeze.setChecked(not live)
+        if self._is_narrow:
+            self.freeze.setText(self.tr("Freeze") if live else self.tr("Frozen"))
+        else:
+            self.freeze.setText(self.tr("Space freezes") if live else self.tr("Frozen: Home follows"))
+        self.freeze.setToolTip(
+            self.tr("Space freezes the view; recording continues") if live else self.tr("Home follows live data")
+        )
+        self.freeze.setAccessibleName(
+            self.tr("Freeze the view; recording continues") if live else self.tr("Follow live data")
+        )
+
+
+class ExportButton(QPushButton):
+    """Signals: `reported(str)`, a sentence on what was written or why not."""
+
+    reported = Signal(str)
+
+    def __init__(self, view: TimelineView, about: Callable[[], dict[str, str]], parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setText(self.tr("Export"))
+        self.setToolTip(self.tr("Contains no text of prompts or answers"))
+        self._view, self._about = view, about
+        self._writing = TaskQueue(self)
+        menu = QMenu(self)
+        menu.addAction(self.tr("Trace for Perfetto and Chrome (JSON)…")).triggered.connect(
+            lambda: self._records("json")
+        )
+        menu.addAction(self.tr("Tables of spans and steps (CSV)…")).triggered.connect(lambda: self._records("csv"))
+        menu.addAction(self.tr("Picture (PNG)…")).triggered.connect(lambda: self._picture("png"))
+        menu.addAction(self.tr("Drawing (SVG)…")).triggered.connect(lambda: self._picture("svg"))
+        self.setMenu(menu)
+
+    def wait(self) -> None:
+        """Waits for a running export."""
+        self._writing.close()
+
+    def write_records(self, path: Path) -> None:
+        """Writes the visible range as a trace, or as tables if the name ends in `.csv`; `reported` follows."""
+        history = self._view.navigator.history
+        if history is None or not history.has_engine:
+            self.reported.emit(self.tr("Nothing to export yet: ask something in Chat first."))
+            return
+        past, about = history.copy(), self._about()
+
+        def write() -> int:
+            return export_tables(past, path) if path.suffix == ".csv" else export_trace(past, path, about)
+
+        self._writing.add(
+            write,
+            lambda count: self.reported.emit(self.tr("{0} spans written to {1}").format(count, path)),
+            lambda error: self._fail(path, error),
+        )
+
+    def write_picture(self, path: Path) -> None:
+        """Writes the view as PNG, or as SVG if the name ends in `.svg`."""
+        done = self._view.write_picture(path)
+        self.reported.emit(
+            self.tr("Written to {0}").format(path)
+            if done
+            else self.tr("{0} could not be written; choose another folder.").format(path)
+        )
+
+    def _records(self, suffix: str) -> None:
+        if path := self._ask(suffix):
+            self.write_records(path)
+
+    def _picture(self, suffix: str) -> None:
+        if path := self._ask(suffix):
+            self.write_picture(path)
+
+    def _ask(self, suffix: str) -> Path | None:
+        self._view.navigator.freeze()
+        name = time.strftime(f"switchyard-%Y%m%d-%H%M%S.{suffix}")
+        chosen, _ = QFileDialog.getSaveFileName(self, self.tr("Export"), name, f"*.{suffix}")
+        return Path(chosen).with_suffix(f".{suffix}") if chosen else None
+
+    def _fail(self, path: Path, error: Exception) -> None:
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        self.reported.emit(self.tr("{0} could not be written ({1}); choose another folder.").format(path, reason))
 
 
 class MonitorPage(Page):

@@ -2,17 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from PySide6.QtCore import Signal
+from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtWidgets import QPushButton, QWidget
 
-from app.services.history.aligning import aligned_ns
 from app.services.history.history import History
 from app.services.predicted_timeline import Predicted
-from app.views.monitor.predicted_words import assumptions, speeds
 from app.widgets.card import Card, muted_label
+from app.widgets.quantities import number
 from app.widgets.timeline.view import TimelineView
+from app.widgets.timeline.viewport import duration
+from engine.telemetry.lanes import DECODE
+
+_STEPS = 8
+"""How many steps after a moment to search for one that can be matched: some may not be recorded singly."""
+
+
+translate = QCoreApplication.translate
+
+
+def speeds(predicted: Predicted, measured_tokens_per_s: float | None) -> str:
+    """`154 tokens/s predicted, 98.1 measured · first token after 60 ms`."""
+    speed = translate("Predicted", "{0} tokens/s predicted").format(number(predicted.tokens_per_s, 1))
+    if measured_tokens_per_s:
+        speed += ", " + translate("Predicted", "{0} measured").format(number(measured_tokens_per_s, 1))
+    first = translate("Predicted", "first token after {0}").format(duration(predicted.ttft_s * 1e9))
+    return f"{speed} · {first}"
+
+
+def assumptions(predicted: Predicted) -> str:
+    """Its assumptions, in one or two lines."""
+    shape = predicted.shape
+    parts = [
+        translate("Predicted", "Simulated for {0} tokens read and {1} written, aligned at the same step.").format(
+            number(shape.prompt_tokens, 0), number(shape.tokens, 0)
+        )
+    ]
+    if predicted.measured:
+        parts.append(translate("Predicted", "Measured here: {0}.").format(_named(predicted.measured)))
+    if predicted.assumed:
+        parts.append(
+            translate("Predicted", "From data sheets, not measured by Tune: {0}.").format(_named(predicted.assumed))
+        )
+    if predicted.hit_rate is not None:
+        parts.append(
+            translate("Predicted", "Assumed: typical expert popularity, so that {0} slots hit {1}%;").format(
+                number(predicted.slots, 0), number(100 * predicted.hit_rate, 0)
+            )
+        )
+    else:
+        parts.append(translate("Predicted", "Assumed: typical expert popularity;"))
+    parts.append(translate("Predicted", "no other program is running."))
+    return " ".join(parts)
+
+
+def _named(groups: tuple[str, ...]) -> str:
+    names = {
+        "cpu": translate("Predicted", "processor and RAM"),
+        "gpu": translate("Predicted", "graphics card"),
+        "link": translate("Predicted", "PCIe"),
+        "disk": translate("Predicted", "disk"),
+    }
+    return ", ".join(names.get(group, group) for group in groups)
+
+
+def aligned_ns(history: History, start_ns: float, end_ns: float, steps_ns: Sequence[int]) -> float | None:
+    """The moment of a prediction that corresponds to `start_ns` of a recording.
+
+    A request that begins in [start, end) is aligned with the beginning of its prediction; otherwise the first decode
+    step that begins there is aligned with the same step.
+
+    Args:
+        steps_ns: beginning of each predicted decode step; the prediction begins at 0.
+
+    Returns:
+        None if nothing was decoded before `end_ns`.
+    """
+    runs = history.last_request(end_ns)
+    if not runs or not steps_ns:
+        return None
+    first_decode = next(run for run in runs if run.phase == DECODE)
+    begin = runs[0].start_ns if runs[0] is not first_decode else first_decode.start_ns - steps_ns[0]
+    if start_ns <= begin or start_ns < first_decode.start_ns:
+        return start_ns - begin
+    in_sight = next((run for run in reversed(runs) if run.phase == DECODE and run.start_ns <= start_ns), first_decode)
+    one_ns = (in_sight.end_ns - in_sight.start_ns) / max(in_sight.tokens, 1)
+    steps = history.steps_between(int(start_ns), int(start_ns + _STEPS * one_ns) + 1)
+    steps = steps[(steps["name"] == DECODE) & (steps["start_ns"] >= start_ns)]
+    if len(steps):
+        number, at_ns = int(steps["step"][0]) - first_decode.first_step, int(steps["start_ns"][0])
+    else:  # past the prediction's end, or steps no longer kept: use the mean
+        number = int((start_ns - first_decode.start_ns) / max(one_ns, 1.0))
+        at_ns = round(first_decode.start_ns + number * one_ns)
+    return steps_ns[number % len(steps_ns)] - (at_ns - start_ns)
 
 
 class SecondTimeline(Card):

@@ -11,7 +11,7 @@ from PySide6.QtCore import QMimeData, QUrl
 from PySide6.QtGui import QGuiApplication, QImage, QTextCursor
 from pytestqt.qtbot import QtBot
 
-from app.views.batch.template_edit import TemplateEdit
+from app.views.batch.template_card import TemplateEdit
 from app.views.chat.chat_view import ChatView
 from app.widgets.text_box import TextBox
 from tests.app.scripted_engine import STARTER, ScriptedEngine

@@ -3,21 +3,186 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
+from PySide6.QtCore import QCoreApplication, Signal
+from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
-from app.views.monitor.cache.resizing import Resizing
-from app.views.monitor.cache.size_chooser import SizeChooser
 from app.views.monitor.cache.tier_row import TierRow
 from app.views.monitor.cache.words import policy_name
 from app.widgets.card import Card, muted_label
+from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
+from app.widgets.quantities import number
 from app.widgets.rate_line import VALUES
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
 _TIERS: tuple[CacheTier, ...] = ("vram", "ram")
+
+
+translate = QCoreApplication.translate
+
+_SETTLED_REPORTS = 5
+"""Seconds of decoding before the new size is judged: until then the cache fills."""
+
+
+class SizeChooser(QWidget):
+    """A field, a button, and undo.
+
+    Signals:
+        moved(int): experts in the field, before they are requested.
+        chosen(int): the button was pressed.
+        undone: revert to the previous size.
+    """
+
+    moved = Signal(int)
+    chosen = Signal(int)
+    undone = Signal()
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        label = QLabel(self.tr("Experts kept"), self)
+        label.setProperty("role", "secondary")
+        self.field = SpinBox(self)
+        self.field.setAccessibleName(self.tr("Experts kept in this tier"))
+        self.field.setKeyboardTracking(False)
+        self.field.setGroupSeparatorShown(True)
+        self.field.lineEdit().setTextMargins(8, 0, 0, 0)  # the style sheet's padding does not apply here
+        label.setBuddy(self.field)
+        self.button = QPushButton(self.tr("Resize"), self)
+        self.button.setToolTip(self.tr("Lasts until the model is reloaded; Tune sets a permanent size."))
+        self.undo = QPushButton(self.tr("Undo"), self)
+        self.undo.setProperty("kind", "quiet")
+        stays = self.undo.sizePolicy()
+        stays.setRetainSizeWhenHidden(True)  # or the card would change its width
+        self.undo.setSizePolicy(stays)
+        self.undo.hide()
+        row = QHBoxLayout()
+        row.setSpacing(8)
+        row.addWidget(label)
+        row.addWidget(self.field)
+        row.addWidget(self.button)
+        row.addWidget(self.undo)
+        row.addStretch(1)
+        self._outcome = muted_label(self)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(0, 0, 0, 0)
+        column.setSpacing(6)
+        column.addLayout(row)
+        column.addWidget(self._outcome)
+        self._outcome.hide()
+        self._present = 0
+        self.field.valueChanged.connect(self._on_value)
+        self.button.clicked.connect(lambda: self.chosen.emit(self.field.value()))
+        self.undo.clicked.connect(lambda: self.undone.emit())
+
+    @property
+    def outcome(self) -> str:
+        """The text about the last change."""
+        return self._outcome.text()
+
+    def show_tier(self, tier: TierReport, slots: int) -> None:
+        """Shows the tier, and the handle's size."""
+        self._present = tier.slots
+        if not self.field.hasFocus() or self.field.value() == slots:
+            self.set_slots(slots, tier.most_slots)
+
+    def set_slots(self, slots: int, most: int) -> None:
+        """Updates the field when the handle moves."""
+        self.field.blockSignals(True)
+        self.field.setRange(1, max(1, most))
+        self.field.setSingleStep(max(1, most // 100))
+        self.field.setValue(slots)
+        self.field.blockSignals(False)
+        self.button.setEnabled(self.field.value() != self._present)
+
+    def say(self, outcome: str, *, undoable: bool) -> None:
+        """Shows the outcome of the last change; empty if there was none."""
+        self._outcome.setText(outcome)
+        self._outcome.setVisible(bool(outcome))
+        self.undo.setVisible(undoable)
+
+    def _on_value(self, slots: int) -> None:
+        self.button.setEnabled(slots != self._present)
+        self.moved.emit(slots)
+
+
+@dataclass
+class Resizing:
+    """One change of size, from its request on.
+
+    Attributes:
+        before: the tier as it was.
+        asked: experts requested.
+        speed_before: tokens per second before; 0 if nothing was decoded.
+        predicted: tokens per second with the requested size; None if unknown.
+    """
+
+    before: TierReport
+    asked: int
+    speed_before: float
+    predicted: float | None
+    now: TierReport | None = None
+    reports: int = 0
+    decoded: int = 0
+    speed: float = 0.0
+
+    @property
+    def tier(self) -> CacheTier:
+        return self.before.tier
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether the engine has reported the new size."""
+        # The first report may predate the command.
+        return self.now is not None and (self.now.slots != self.before.slots or self.reports > 1)
+
+    def on_report(self, report: CacheReport) -> None:
+        """Handles the next report."""
+        now = next((tier for tier in report.tiers if tier.tier == self.tier), None)
+        if now is None:
+            return
+        self.now = now
+        self.reports += 1
+        if report.steps_per_s > 0 and now.slots != self.before.slots:
+            self.decoded += 1
+            self.speed = report.steps_per_s
+
+    def sentence(self) -> str:
+        """The outcome, for the user."""
+        if self.now is None or not self.is_answered:
+            return translate("Resizing", "Requested {0} experts…").format(number(self.asked, 0))
+        has, had = number(self.now.slots, 0), number(self.before.slots, 0)
+        if self.now.slots == self.before.slots:
+            no_room = translate("Resizing", "Stays at {0} experts: no room for {1}.")
+            no_size = translate("Resizing", "Stays at {0} experts: {1} is not a valid size, or too few for a step.")
+            text = no_room if self.asked > self.now.slots else no_size
+            return text.format(has, number(self.asked, 0))
+        # Sizes are whole sets: a few less than requested still meets the request.
+        if self.now.slots < 0.9 * self.asked:
+            text = translate("Resizing", "Now {0} experts, was {1}; no room for {2}.")
+            return self._with_gain(text.format(has, had, number(self.asked, 0)))
+        return self._with_gain(translate("Resizing", "Now {0} experts, was {1}.").format(has, had))
+
+    def _with_gain(self, text: str) -> str:
+        if self.now is None or self.decoded < _SETTLED_REPORTS:
+            return text
+        gains = []
+        if self.now.recent_hit_rate >= 0 and self.before.recent_hit_rate >= 0:
+            gains.append(
+                translate("Resizing", "hits {0}%, was {1}%").format(
+                    number(100 * self.now.recent_hit_rate, 0), number(100 * self.before.recent_hit_rate, 0)
+                )
+            )
+        if self.speed_before > 0:
+            gain = translate("Resizing", "{0} tokens/s, was {1}").format(
+                number(self.speed, 1), number(self.speed_before, 1)
+            )
+            if self.predicted is not None:
+                gain += " " + translate("Resizing", "(predicted: {0})").format(number(self.predicted, 1))
+            gains.append(gain)
+        return " ".join((text, translate("Resizing", "Measured: {0}.").format("; ".join(gains)))) if gains else text
 
 
 class CacheCard(Card):
