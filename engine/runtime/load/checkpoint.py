@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.checkpoint.config_file import read_config, unread_inputs
+from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
@@ -28,6 +29,7 @@ from engine.runtime.load.library_models import (
     model_class_for,
     quantizer_for,
     read_library_config,
+    tied_to,
 )
 
 _UNKNOWN_CONTEXT = 32_768
@@ -67,6 +69,13 @@ class OpenedCheckpoint:
     def key(self) -> str:
         """Under which what is learned about the model is kept between sessions."""
         return content_digest(self.directory)
+
+    def weight_of(self, module: str) -> TensorEntry | None:
+        """The tensor that is the weight of a module as it is, be it the embedding's that an output layer shares."""
+        weight, renamed = f"{module}.weight", self.plan.renamed
+        if self.plan.quantizer is not None:  # which has a use of its own for it
+            return None
+        return renamed.get(weight) or renamed.get(tied_to(self.model).get(weight, ""))
 
     def context_tokens(self, asked: int | None) -> int:
         """The longest context, if so much is asked for."""

@@ -52,7 +52,7 @@ from engine.runtime.load.checkpoint import OpenedCheckpoint, read_headers
 from engine.runtime.load.library_conversion import load_rest, parameter_dtypes
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.records import RecordMaker, repack_all, working_bytes
-from engine.runtime.load.stored import entry_of, read_apart, sites_in, stored_linears
+from engine.runtime.load.stored import read_apart, sites_in, stored_linears
 from engine.runtime.load.tensor_reader import TensorReader
 
 KEEP_VARIABLE = "SWITCHYARD_KEEP_PREPARED"
@@ -167,7 +167,7 @@ class Conversion:
         return read_headers(opened.directory, self.precision, guesses=opened.guesses)
 
     def _weight(self, name: str, reader: TensorReader) -> torch.Tensor:
-        entry = entry_of(self.opened, name)
+        entry = self.opened.weight_of(name)
         if entry is not None:
             return reader.read(entry).to(self.opened.dtype)
         if self._rest is None:  # made by the library, together with everything that it makes something else of

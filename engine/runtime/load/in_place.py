@@ -45,6 +45,7 @@ from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.files import Files
 from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.library_models import tied_to
 from engine.runtime.load.records import PartRows
 from engine.runtime.load.tensor_reader import TensorReader
 
@@ -261,18 +262,15 @@ def _rows_of(stack: TensorEntry, raw: torch.Tensor) -> Blocks:
 def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[str, TensorEntry]:
     """The weights of linear layers and embeddings that can be used as they lie in the files, by name: an output layer
     that shares the embedding's has a name of its own."""
-    model, named = opened.model, opened.plan.renamed
-    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
-    found: dict[str, TensorEntry] = {}
-    for name, module in model.named_modules():
-        weight = f"{name}.weight"
-        entry = named.get(weight) or named.get(tied.get(weight, ""))
+    tied, found = tied_to(opened.model), dict[str, TensorEntry]()
+    for name, module in opened.model.named_modules():
+        entry = opened.weight_of(name)
         if entry is None or not _is_used(entry, types):
             continue
         is_linear = type(module) is torch.nn.Linear and name.rpartition(".")[2] not in (*ROUTERS, *_USED_OTHERWISE)
         is_plain = is_linear and {each.dtype for each in module.parameters(recurse=False)} == {torch.bfloat16}
         if is_plain or looks_rows_up(module):
-            found[weight] = entry
+            found[f"{name}.weight"] = entry
     # A weight that several modules share is in place for all of them or for none.
     alone = {tied.get(name, name) for name in (*tied, *tied.values()) if name not in found}
     return {name: entry for name, entry in found.items() if tied.get(name, name) not in alone}
@@ -339,7 +337,7 @@ class MatricesOnCards:
 
     def __init__(self, opened: OpenedCheckpoint, reader: TensorReader | None = None) -> None:
         self._found, self._reader = matrices_in_place(opened, BLOCKS), reader
-        self._tied: Mapping[str, str] = getattr(opened.model, "all_tied_weights_keys", None) or {}
+        self._tied = tied_to(opened.model)
         linears: dict[str, BlockFormat] = {}
         self.embeddings: dict[str, TensorEntry] = {}
         for weight, entry in self._found.items():

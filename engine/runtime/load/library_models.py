@@ -9,7 +9,7 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
 from types import CodeType
@@ -375,7 +375,12 @@ def first_line(error: BaseException) -> str:
     return (lines[0] if lines else type(error).__name__).rstrip(".")[:300]
 
 
+def tied_to(model: Any) -> Mapping[str, str]:
+    """Parameters that are another one, by name."""
+    return getattr(model, "all_tied_weights_keys", None) or {}
+
+
 def count_weights(model: Any) -> int:
     """Parameters of a skeleton, experts included as long as they are in their modules; tied ones count once."""
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    tied = tied_to(model)
     return sum(parameter.numel() for name, parameter in model.named_parameters() if name not in tied)

@@ -38,8 +38,9 @@ from engine.runtime.load.in_place import (
     matrices_in_place,
     types_in_place,
 )
+from engine.runtime.load.library_models import tied_to
 from engine.runtime.load.records import lies_as_recorded, working_bytes
-from engine.runtime.load.stored import shape_of, sites_in, stored_linears, tied_to
+from engine.runtime.load.stored import shape_of, sites_in, stored_linears
 
 _CPU = torch.device("cpu")
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from engine.checkpoint.gguf.codes import KEPT_IN
 from engine.checkpoint.gguf.types import BY_NAME
-from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import beside, common_format, linear_format, pieces_of, target_of, type_of
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.sites import ExpertsSite, pairing_of, quantised
@@ -20,6 +18,7 @@ from engine.runtime.load.blocks import Stored, stored_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.in_place import site_in_place
 from engine.runtime.load.library_conversion import LoadingPlan
+from engine.runtime.load.library_models import tied_to
 
 
 def sites_in(opened: OpenedCheckpoint, precision: str, *, in_place: frozenset[str] = frozenset()) -> list[ExpertsSite]:
@@ -46,24 +45,11 @@ def _as_stored(site: ExpertsSite, plan: LoadingPlan) -> ExpertsSite:
     return replace(site, layout=QuantisedLayout.quantising(site.layout, of_part, pairing_of(site.module)))
 
 
-def tied_to(model: Any) -> Mapping[str, str]:
-    """Parameters that are another one, by name."""
-    return getattr(model, "all_tied_weights_keys", None) or {}
-
-
-def entry_of(opened: OpenedCheckpoint, module: str) -> TensorEntry | None:
-    """The tensor that is the weight of a module as it is, be it the embedding's that an output layer shares."""
-    plan, weight = opened.plan, f"{module}.weight"
-    if plan.quantizer is not None:  # which has a use of its own for it
-        return None
-    return plan.renamed.get(weight) or plan.renamed.get(tied_to(opened.model).get(weight, ""))
-
-
 def stored_linears(opened: OpenedCheckpoint) -> dict[str, tuple[Stored, TiledFormat]]:
     """What a checkpoint has of linear layers in codes, and the formats that keep these, by the modules' names."""
     found: dict[str, tuple[Stored, TiledFormat]] = {}
     for name, module in opened.model.named_modules():
-        entry = entry_of(opened, name) if isinstance(module, torch.nn.Linear) else None
+        entry = opened.weight_of(name) if isinstance(module, torch.nn.Linear) else None
         target, stored = (linear_format(entry), stored_of(entry)) if entry is not None else (None, None)
         if target is not None and stored is not None:
             found[name] = stored, target
