@@ -178,8 +178,9 @@ def _stack(entries: Sequence[TensorEntry | ExpertSource], *, is_fused: bool) -> 
         return Stack(kind, rows, columns, [(first.file, first.offset + at * each) for at in range(first.shape[0])])
     places: list[Place] = []
     for entry in entries:
-        is_alike = type(entry) is TensorEntry and (entry.dtype, entry.shape) == (first.dtype, first.shape)
-        if not is_alike or not _is_aligned(entry):
+        if type(entry) is not TensorEntry or (entry.dtype, entry.shape) != (first.dtype, first.shape):
+            return None
+        if not _is_aligned(entry):
             return None
         places.append((entry.file, entry.offset))
     return Stack(kind, rows, columns, places)
