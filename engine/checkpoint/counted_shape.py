@@ -25,7 +25,7 @@ from engine.checkpoint.stored import (
     precisions_of,
     type_of,
 )
-from engine.formats import BF16, GGML, ROUTERS, SMALLEST, STORED, TILE_ROWS, TiledFormat, WeightFormat, format_of
+from engine.formats import BF16, GGML, ROUTERS, SMALLEST, STORED, TiledFormat, WeightFormat, format_of
 from engine.formats.int8 import INT8
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h|block)\.(\d+)\.")
@@ -230,7 +230,7 @@ def _is_read(entry: TensorEntry) -> bool:
 
 
 def _is_large(entry: TensorEntry) -> bool:
-    return entry.shape[0] >= TILE_ROWS and entry.key.removesuffix(".weight").rpartition(".")[2] not in ROUTERS
+    return entry.shape[0] > 1 and entry.key.removesuffix(".weight").rpartition(".")[2] not in ROUTERS
 
 
 def _kept_linear(entry: TensorEntry) -> TiledFormat | None:

@@ -167,6 +167,9 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert "became" not in ours.info.device_note
         assert "kept as" not in ours.info.device_note
         assert ours.model(input_ids=PROMPT).logits.dtype == torch.float32
+        step = StepModel(ours.model, 64)
+        assert step._single is not None
+        assert step._single._whole is not None  # whatever types are beside one another
         with routes_of(ours.model) as routes:
             found = logits(ours.model)[0].float()
         one_by_one = torch.cat([each[0] for each in decoded_logits(ours.model)]).float()

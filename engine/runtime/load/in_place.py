@@ -25,7 +25,7 @@ from engine.experts.ranges import Part, Place
 from engine.experts.record import PartSpec, RecordLayout
 from engine.experts.record_memory import HugePages
 from engine.experts.sites import ExpertsSite
-from engine.formats import BF16, ROUTERS, STORED, TILE_ROWS
+from engine.formats import BF16, ROUTERS, STORED
 from engine.formats.ggml import GGML, BlockFormat
 from engine.formats.tiles import Pairing
 from engine.kernels.activation import activation_of
@@ -129,11 +129,21 @@ def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> d
         return None
     if site.module.has_post_expert_norm:  # no native kernel has one, and the library's operators want plain weights
         types &= BLOCKS
+    if site.name not in plan.stacks:
+        plan.stacks[site.name] = _any_stacks_of(site, sources, plan)
+    found = plan.stacks[site.name]
+    is_of_types = found is not None and all(each.kind.name in types for stacks in found.values() for each in stacks)
+    return found if is_of_types else None
+
+
+def _any_stacks_of(
+    site: ExpertsSite, sources: Mapping[str, PartSources], plan: LoadingPlan
+) -> dict[str, list[Stack]] | None:
     found: dict[str, list[Stack]] = {}
     for part in site.layout.unquantised.parts:
         if len(part.shape) == 1:
             continue
-        stacks = _stacks_of_part(part, sources[part.name], plan, types) if part.name in sources else None
+        stacks = _stacks_of_part(part, sources[part.name], plan) if part.name in sources else None
         if stacks is None or sum(stack.rows for stack in stacks) != part.shape[0]:
             return None
         if any(len(stack.places) != site.num_experts or stack.columns != part.shape[1] for stack in stacks):
@@ -144,22 +154,24 @@ def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> d
     return found
 
 
-def _stacks_of_part(spec: PartSpec, part: PartSources, plan: LoadingPlan, types: frozenset[str]) -> list[Stack] | None:
+def _stacks_of_part(spec: PartSpec, part: PartSources, plan: LoadingPlan) -> list[Stack] | None:
     rows = PartRows.of(part, plan)
     if rows is None or spec.transposed != rows.transposed:
         return None
     stacks: list[Stack | None] = []
     for pattern in rows.order:
         pieces = zip(*map(pieces_of, part.by_pattern[pattern]), strict=True)
-        stacks += [_stack(piece, types, is_fused=part.is_fused) for piece in pieces]
+        stacks += [_stack(piece, is_fused=part.is_fused) for piece in pieces]
     found = [stack for stack in stacks if stack is not None]
     return found if len(found) == len(stacks) and 1 <= len(found) <= 2 else None
 
 
-def _stack(entries: Sequence[TensorEntry | ExpertSource], types: frozenset[str], *, is_fused: bool) -> Stack | None:
+def _stack(entries: Sequence[TensorEntry | ExpertSource], *, is_fused: bool) -> Stack | None:
     """That of a tensor [E, rows, columns], or of E matrices; `None` if they are anything else."""
     first = entries[0]
-    if not isinstance(first, TensorEntry) or first.dtype not in types or len(first.shape) != 2 + is_fused:
+    if not isinstance(first, TensorEntry) or first.dtype not in BY_NAME or len(first.shape) != 2 + is_fused:
+        return None
+    if not _is_aligned(first):
         return None
     kind, (rows, columns) = BY_NAME[first.dtype], first.shape[-2:]
     if is_fused:
@@ -168,6 +180,8 @@ def _stack(entries: Sequence[TensorEntry | ExpertSource], types: frozenset[str],
     places: list[Place] = []
     for entry in entries:
         if type(entry) is not TensorEntry or (entry.dtype, entry.shape) != (first.dtype, first.shape):
+            return None
+        if not _is_aligned(entry):
             return None
         places.append((entry.file, entry.offset))
     return Stack(kind, rows, columns, places)
@@ -277,8 +291,8 @@ def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[s
 
 
 def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
-    """Whether the kernels are to read a matrix in place.  Not a few rows of numbers; and bf16 of safetensors, which
-    lies in place as well, is the library's own."""
+    """Whether the kernels are to read a matrix in place.  Not one row of numbers, as gates have; and bf16 of
+    safetensors, which lies in place as well, is the library's own."""
     heads = heads_in_rows(entry)
     if heads is not None:
         return {stack.dtype for stack in heads} <= types
@@ -287,7 +301,13 @@ def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
         return False
     if stored.dtype in BLOCKS:
         return True
-    return stored.shape[0] >= TILE_ROWS and (stored.dtype != BF16.name.upper() or is_in_gguf(entry))
+    is_ours = stored.dtype != BF16.name.upper() or is_in_gguf(entry)
+    return is_ours and stored.shape[0] > 1 and _is_aligned(stored)
+
+
+def _is_aligned(entry: TensorEntry) -> bool:
+    """Whether numbers begin where a file allows to use them in place."""
+    return entry.dtype in BLOCKS or entry.offset % BY_NAME[entry.dtype].nbytes == 0
 
 
 def _stacks_by_part(site: ExpertsSite, plan: LoadingPlan) -> dict[str, Stack]:

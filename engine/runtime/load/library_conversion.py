@@ -58,6 +58,7 @@ class LoadingPlan:
         rest: tensors for the library's normal loading, by checkpoint name.
         renamed: those of `rest` that become parameters unchanged, by the parameters' names.
         surplus: biases of modules that have none: GPTQ's tools store them for every module, all of them zeros.
+        stacks: of experts modules, by name, once `engine.runtime.load.in_place` has looked where they lie.
     """
 
     index: ExpertIndex
@@ -68,6 +69,7 @@ class LoadingPlan:
     dtype: torch.dtype
     renamed: dict[str, TensorEntry] = field(default_factory=dict)
     surplus: dict[str, TensorEntry] = field(default_factory=dict)
+    stacks: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def nbytes(self) -> int:
