@@ -20,7 +20,7 @@ _CROSS, _EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 
 pytestmark = [
     pytest.mark.exhaustive,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         not (shutil.which(_CROSS) and shutil.which(_EMULATOR)), reason=f"{_CROSS} and {_EMULATOR} are not both here"
     ),
