@@ -121,7 +121,7 @@ class BlockType:
             return self.split(np.ascontiguousarray(raw).reshape(-1, self.nbytes))
 
 
-def _half(two_bytes: Bytes) -> Floats:
+def _half(two_bytes: Bytes) -> NDArray[Any]:
     return _as(two_bytes, "<f2").astype("f4")
 
 
@@ -132,7 +132,7 @@ def _as(raw: Bytes, dtype: str) -> NDArray[Any]:
     return np.ascontiguousarray(raw).view(dtype)
 
 
-def _floats(numbers: NDArray[Any]) -> Floats:
+def _floats(numbers: NDArray[Any]) -> NDArray[Any]:
     return numbers.astype("f4")
 
 
@@ -140,17 +140,19 @@ def _shifted(packed: NDArray[Any], *shifts: int) -> NDArray[Any]:
     """[..., n] numbers -> [..., shifts, n]: what lies above each of these bits."""
     import numpy as np
 
-    return packed[..., None, :] >> np.array(shifts, packed.dtype)[:, None]
+    found: NDArray[Any] = packed[..., None, :] >> np.array(shifts, packed.dtype)[:, None]
+    return found
 
 
 def _fields(packed: NDArray[Any], *shifts: int) -> NDArray[Any]:
     """[...] numbers -> [..., shifts]: what lies above each of these bits."""
     import numpy as np
 
-    return packed[..., None] >> np.array(shifts, packed.dtype)
+    found: NDArray[Any] = packed[..., None] >> np.array(shifts, packed.dtype)
+    return found
 
 
-def _nibbles(pairs: Bytes) -> Bytes:
+def _nibbles(pairs: Bytes) -> NDArray[Any]:
     """[..., n] bytes -> [..., 2, n] codes: all low halves come before all high ones."""
     return _shifted(pairs, 0, 4) & 15
 
@@ -190,7 +192,7 @@ def _q8_0(blocks: Bytes) -> Groups:
     return Groups(_as(blocks[:, 2:], "i1")[:, None], _half(blocks[:, :2]))
 
 
-def _pairs_of_bits(packed: Bytes) -> Bytes:
+def _pairs_of_bits(packed: Bytes) -> NDArray[Any]:
     """64 bytes: of each 128 codes, two bits for each 32 of them."""
     return _shifted(packed.reshape(-1, 2, 32), 0, 2, 4, 6) & 3
 
@@ -253,12 +255,13 @@ def _iq2_grid(name: str) -> NDArray[np.int8]:
 
 def _signs(bits: Bytes) -> NDArray[np.int8]:
     """[..., n] bytes -> [..., 8 * n]: -1 where a bit is set, else 1."""
-    return 1 - 2 * _as(_bits(bits), "i1")
+    signs: NDArray[np.int8] = 1 - 2 * _as(_bits(bits), "i1")
+    return signs
 
 
 def _odd_signs(seven: NDArray[Any]) -> NDArray[np.int8]:
     """[..., n] numbers of 7 bits -> [..., 8 * n]: as `_signs`, the eighth so that there is an even number of -1."""
-    bits = seven.astype("u1") & 127
+    bits: NDArray[Any] = seven.astype("u1") & 127
     parity = bits ^ bits >> 4
     parity ^= parity >> 2
     return _signs(bits | (parity ^ parity >> 1) << 7)
@@ -271,7 +274,7 @@ def _iq2_xxs(blocks: Bytes) -> Groups:
     return Groups(codes, _half(blocks[:, :2]) * (_floats(signs >> 28) + 0.5) * 0.25)
 
 
-def _nibble_scales(blocks: Bytes, packed: Bytes) -> Floats:
+def _nibble_scales(blocks: Bytes, packed: Bytes) -> NDArray[Any]:
     """[blocks, n] bytes, a nibble for each 16 weights, low ones first -> [blocks, 2 * n]."""
     return _half(blocks[:, :2]) * (_floats(_fields(packed, 0, 4) & 15).reshape(len(packed), -1) + 0.5) * 0.25
 
@@ -305,7 +308,8 @@ def _iq3_s(blocks: Bytes) -> Groups:
 def _iq1(positions: NDArray[Any], is_less: NDArray[Any]) -> NDArray[np.int8]:
     """[blocks, 32] eights of weights -> [blocks, 256]: eight times these, and one more or less."""
     shifts = 1 - 2 * is_less.astype("i1")
-    return (_grid("IQ1", 2, (-1, 0, 1))[positions] * 8 + shifts[..., None]).reshape(-1, 256)
+    codes: NDArray[np.int8] = _grid("IQ1", 2, (-1, 0, 1))[positions] * 8 + shifts[..., None]
+    return codes.reshape(-1, 256)
 
 
 def _iq1_s(blocks: Bytes) -> Groups:

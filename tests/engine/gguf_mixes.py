@@ -26,7 +26,8 @@ from tests.engine.gguf_files import DATA, VOCABULARY, as_llama_cpp_computes, sav
 from tests.tiny_gguf import write_model
 
 MIXES = ("Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ4_XS", "IQ4_NL", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0",
-         "MXFP4_MOE")  # fmt: skip
+         "MXFP4_MOE", "IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_M", "IQ3_XXS", "IQ3_S", "TQ1_0", "TQ2_0",
+         "Q1_0", "Q2_0")  # fmt: skip
 _HIDDEN, _WIDTH, _BLOCK = 512, 256, 256
 _POOL = 32
 _RUN = 8

@@ -1,6 +1,6 @@
 """Runs llama.cpp or ik_llama.cpp: one JSON request per line on stdin, one answer per line on stdout.
 
-    {"do": "quantise", "path", "target", "type", "threads"} -> {"seconds"}   type: number of a llama_ftype
+    {"do": "quantise", "path", "target", "type", "threads", "columns"} -> {"seconds"}   type: number of a llama_ftype
     {"do": "load", "path", "repack"}             -> {"seconds"}
     {"do": "open", "threads", "context", "sequences", "flash", "fused", "latent"} -> {"seconds"}   an empty context
     {"do": "prefill", "ids"}                     -> {"seconds"}          from an empty context
@@ -280,11 +280,20 @@ class Model:
         return np.ctypeslib.as_array(self._program.logits(place), (self._program.vocabulary,))
 
 
-def quantise(path: str, target: str, type: int, threads: int) -> None:
-    """Writes the model in `path`, whose matrices are plain numbers, to `target` as llama-quantize does."""
+def quantise(path: str, target: str, type: int, threads: int, columns: dict[str, int]) -> None:
+    """Writes the model in `path`, whose matrices are plain numbers, to `target` as llama-quantize does.
+
+    Args:
+        columns: of each matrix, those of all experts together: they are said to be equally important.  May be empty.
+    """
     llama_cpp = importlib.import_module("llama_cpp")
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread = type, threads
+    importance = (llama_cpp.llama_model_imatrix_data * (len(columns) + 1))()  # up to one without a name
+    for each, (name, count) in zip(importance, columns.items(), strict=False):
+        each.name, each.data, each.size = name.encode(), (ctypes.c_float * count)(*[1.0] * count), count
+    if columns:
+        options.imatrix = importance
     if llama_cpp.llama_model_quantize(path.encode(), target.encode(), ctypes.byref(options)):
         raise RuntimeError("it cannot quantise the file (its own words are on stderr)")
 

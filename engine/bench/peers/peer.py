@@ -237,17 +237,26 @@ class GgufPeer(_Child):
 def quantise(source: Path, target: Path, kind: str, threads: int = 0) -> None:
     """Writes a GGUF file of plain numbers again, with the types that llama.cpp chooses for `kind` ("Q4_K_M").
 
+    For the IQ types it wants to know how important columns are: they are all said to be alike.
+
     Args:
         threads: 0: all cores.
 
     Raises:
         PeerError: llama.cpp is not built, or it cannot quantise the file.
     """
+    matrices = read_gguf(source).tensors.items() if kind.startswith(("IQ1", "IQ2", "IQ3")) else ()
+    columns = {
+        name: entry.shape[-1] * (entry.shape[0] if len(entry.shape) == 3 else 1)
+        for name, entry in matrices
+        if len(entry.shape) > 1
+    }
+    request = {"path": str(source), "target": str(target), "type": FILE_TYPES[kind], "threads": threads}
     with _Child(LLAMA_CPP) as child:
-        child._ask(do="quantise", path=str(source), target=str(target), type=FILE_TYPES[kind], threads=threads)
+        child._ask(do="quantise", **request, columns=columns)
 
 
-FILE_TYPES = {kind.name.removeprefix("MOSTLY_"): int(kind) for kind in LlamaFileType}
+FILE_TYPES = {kind.name.removeprefix("MOSTLY_"): int(kind) for kind in LlamaFileType} | {"Q2_0": 41}
 """llama.cpp's numbers for the types of whole files."""
 
 
