@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.common.paths import resources_dir
-from engine.families import GGUF, PACKAGES, family_of
+from engine.families import PACKAGES, family_of
+from engine.families.gguf.table import GGUF
 
 _EXPERTS = "experts"
 _CLASSES = {
@@ -71,7 +72,7 @@ def _known(whole: str, parts: list[str]) -> Known:
         model_type=whole,
         has_experts=any(known_types()[part] for part in parts),
         refused=next((family.refused for family in families if family.refused), ""),
-        architectures=tuple(sorted(one for one, types in GGUF.items() if {*types} & {*parts})),
+        architectures=tuple(sorted(one for one, rows in GGUF.items() if {row.model_type for row in rows} & {*parts})),
         is_native=any(family.fast_path is not None for family in families),
         packs_rows=any(family.packs_rows for family in families),
         has_draft_head=any(family.draft_head is not None for family in families),
@@ -86,5 +87,5 @@ def _whole(model_type: str) -> str:
 
 def nearest(name: str, names: Collection[str]) -> str:
     """Says of an unknown name which one is most like it: ` (the nearest that it reads is 'llama')`, or nothing."""
-    found = difflib.get_close_matches(name, names, n=1)
+    found = difflib.get_close_matches(name, {*names} - {name}, n=1)
     return f" (the nearest that it reads is {found[0]!r})" if found else ""
