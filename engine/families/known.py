@@ -87,5 +87,5 @@ def _whole(model_type: str) -> str:
 
 def nearest(name: str, names: Collection[str]) -> str:
     """Says of an unknown name which one is most like it: ` (the nearest that it reads is 'llama')`, or nothing."""
-    found = difflib.get_close_matches(name, names, n=1)
+    found = difflib.get_close_matches(name, {*names} - {name}, n=1)
     return f" (the nearest that it reads is {found[0]!r})" if found else ""

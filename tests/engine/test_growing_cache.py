@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicIndexedLayer, DynamicLayer
 
-from engine.runtime.kv.growing import GrowingLayer
+from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_bytes
 from tests.engine.loaded_tiny import tiny_loaded
@@ -48,6 +48,40 @@ def test_equal_to_concatenation(operations: list[tuple[str, object]], most: int 
         if theirs.get_seq_length():
             assert torch.equal(ours.keys, theirs.keys)
             assert torch.equal(ours.values, theirs.values)
+
+
+@given(operations=st.lists(OPERATIONS, max_size=12), most=st.sampled_from([None, 10, 400]), seed=st.integers(0, 99))
+def test_an_index_is_equal_to_concatenation(operations: list[tuple[str, object]], most: int | None, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    ours, theirs = GrowingIndexedLayer(most), DynamicIndexedLayer()
+    for name, value in operations:
+        if name == "update":
+            assert isinstance(value, int)
+            states, index = (torch.randn(shape, generator=generator) for shape in ((3, 2, value, 4), (3, value, 5)))
+            positions = torch.randint(99, (2, 3, value), generator=generator)
+            assert torch.equal(ours.update_indexer(index), theirs.update_indexer(index))
+            for layer in (ours, theirs):
+                layer.update(states, states)
+                held = layer.indexer_position_ids
+                layer.indexer_position_ids = positions if held is None else torch.cat([held, positions], dim=2)
+        elif name == "crop":
+            assert isinstance(value, int)
+            fewer = min(value, max(0, theirs.get_seq_length() - 1))
+            ours.crop(-fewer)
+            theirs.crop(-fewer)
+        elif name == "reorder":
+            for layer in (ours, theirs):
+                layer.reorder_cache(torch.tensor(value))
+        else:
+            ours.reset()
+            theirs.reset()
+        assert ours.is_indexer_initialized == theirs.is_indexer_initialized
+        for mine, library in (
+            (ours.indexer_keys, theirs.indexer_keys),
+            (ours.indexer_position_ids, theirs.indexer_position_ids),
+        ):
+            assert (mine is None) == (library is None)
+            assert mine is None or torch.equal(mine, library)
 
 
 def test_widening_and_selecting() -> None:

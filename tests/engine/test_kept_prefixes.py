@@ -114,6 +114,36 @@ def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: KeptPrefixes, t
     restarted.close()
 
 
+@pytest.mark.parametrize(
+    ("family", "index"),
+    [
+        ("deepseek_v32", {"index_topk": 32, "index_n_heads": 32}),
+        ("glm_moe_dsa", {"index_topk": 32, "index_n_heads": 32}),
+        ("qwen4_exp_text", {"indexer_budget": 32, "indexer_n_heads": 32}),
+    ],
+)
+def test_an_index_of_tokens_is_kept_with_them(family: str, index: dict[str, int], tmp_path: Path) -> None:
+    loaded = tiny_loaded(family, context_tokens=512, **index)
+    loaded.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    scheduler = Scheduler(loaded)
+    (first,) = ask(scheduler, A)
+    ask(scheduler, B)
+    again = further(A, first)
+    (second,) = ask(scheduler, again)
+    assert second.token_ids == fresh(loaded, again)
+    assert second.from_ram + second.from_disk >= 192
+    assert loaded.kept.settle(30)
+    scheduler.close()
+    loaded.kept.close()
+    loaded.kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    scheduler, more = Scheduler(loaded), further(again, second)
+    (third,) = ask(scheduler, more)
+    assert third.token_ids == fresh(loaded, more)
+    assert third.from_disk >= 192
+    scheduler.close()
+    loaded.kept.close()
+
+
 def test_a_prompt_that_begins_as_the_present_one_brings_what_is_behind(qwen: LoadedModel, kept: KeptPrefixes) -> None:
     scheduler = Scheduler(qwen)
     ask(scheduler, A)

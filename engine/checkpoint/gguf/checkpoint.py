@@ -11,7 +11,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from engine.families import family_of
 from engine.families.family import DraftHead
 from engine.families.gguf import ARRAY, DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made
 from engine.families.gguf.table import GGUF
+from engine.families.known import nearest
 
 _MOST_LAYERS, _MOST_READ = 4096, 2**20
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -177,12 +177,10 @@ def _family(file: GgufFile) -> Gguf:
         if family.when is None or family.when(scalars):
             return family
     name = plain_line(file.architecture)[:60]
-    nearest = get_close_matches(name, GGUF, 1)
-    known = f" (the nearest that it reads is {nearest[0]!r})" if nearest and nearest[0] != name else ""
     raise EngineError(
         ErrorCode.MODEL_UNSUPPORTED,
         f"{file.path.name} holds a model of the architecture {name!r}, which Switchyard does not read from GGUF "
-        f"files{known}: use the model's safetensors version.",
+        f"files{nearest(name, GGUF)}: use the model's safetensors version.",
     )
 
 

@@ -2,8 +2,8 @@
 
 transformers' `DynamicLayer` concatenates at every step, which moves the entire cache for each token.  `GrowingLayer`
 holds its keys and values in buffers of doubling capacity and hands out views of them; it is equal in every other way,
-so it stands in for plain full-attention layers, `GrowingWindowLayer` for sliding windows, and the library's own layers
-serve all others.
+so it stands in for plain full-attention layers, `GrowingIndexedLayer` for those that choose tokens by an index,
+`GrowingWindowLayer` for sliding windows, and the library's own layers serve all others.
 """
 
 from __future__ import annotations
@@ -299,3 +299,105 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyp
     def allocated_bytes(self) -> int:
         """Bytes of both buffers, spare capacity included."""
         return sum(b.numel() * b.element_size() for b in (self._key_buffer, self._value_buffer) if b is not None)
+
+
+class GrowingIndexedLayer(GrowingLayer):
+    """As the library's `DynamicIndexedLayer`: beside keys and values what an index of important tokens is looked up by.
+
+    Attributes:
+        indexer_position_ids: [axes, B, n] positions that the model may keep here; `None` if it does not.
+    """
+
+    def __init__(self, most_tokens: int | None = None) -> None:
+        super().__init__(most_tokens)
+        self.indexer_position_ids: torch.Tensor | None = None
+        self._index_buffer: torch.Tensor | None = None
+        self._indexed = 0
+
+    @property
+    def is_indexer_initialized(self) -> bool:
+        """Whether this layer has an index of its own."""
+        return self._index_buffer is not None
+
+    @property
+    def indexer_keys(self) -> torch.Tensor | None:
+        """[B, n, D], a view; `None` without an index."""
+        return None if self._index_buffer is None else self._index_buffer.narrow(1, 0, self._indexed)
+
+    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        """Appends [B, q, D]; returns all of them so far, as a view valid until the next call."""
+        start, end = self._indexed, self._indexed + indexer_key_states.shape[1]
+        buffer = self._index_buffer
+        if buffer is None or end > buffer.shape[1]:
+            buffer = self._grow_index(indexer_key_states, end)
+        buffer.narrow(1, start, end - start).copy_(indexer_key_states)
+        self._indexed = end
+        return buffer.narrow(1, 0, end)
+
+    def _grow_index(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
+        old, capacity = self._index_buffer, grown_capacity(self._indexed, tokens, self.most_tokens)
+        shape = (like.shape[0], capacity, like.shape[2])
+        buffer = empty_in_huge_pages(shape, dtype=like.dtype, device=like.device)
+        if old is not None and self._indexed:
+            buffer.narrow(1, 0, self._indexed).copy_(old.narrow(1, 0, self._indexed))
+        self._index_buffer = buffer
+        return buffer
+
+    def claim_rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor, int] | None:
+        """See `GrowingLayer`; the rows of the index, and the positions, are the caller's to write as well."""
+        claimed = super().claim_rows(tokens)
+        if claimed is not None and self._index_buffer is not None:
+            end = self._indexed + tokens
+            if end > self._index_buffer.shape[1]:
+                self._grow_index(self._index_buffer, end)
+            self._indexed = end
+        positions = self.indexer_position_ids
+        if claimed is not None and positions is not None:
+            self.indexer_position_ids = torch.cat([positions, positions.new_zeros(*positions.shape[:2], tokens)], dim=2)
+        return claimed
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last `-tokens_to_remove` tokens: nothing is copied."""
+        super().crop(tokens_to_remove)
+        self._indexed = max(0, self._indexed + tokens_to_remove)
+        positions = self.indexer_position_ids
+        if positions is not None:
+            self.indexer_position_ids = positions[..., : max(0, positions.shape[2] + tokens_to_remove)]
+
+    def reset(self) -> None:
+        """Forgets everything and frees the buffers."""
+        super().reset()
+        self.indexer_position_ids = self._index_buffer = None
+        self._indexed = 0
+
+    def _take_rows(self, rows: torch.Tensor) -> None:
+        """Row i of the index and the positions becomes what row `rows[i]` was."""
+        if self._index_buffer is not None:
+            self._index_buffer = self._index_buffer.index_select(0, rows.to(self._index_buffer.device))
+        if self.indexer_position_ids is not None:
+            positions = self.indexer_position_ids
+            self.indexer_position_ids = positions.index_select(1, rows.to(positions.device))
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """See `GrowingLayer`."""
+        super().reorder_cache(beam_idx)
+        self._take_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times."""
+        super().batch_repeat_interleave(repeats)
+        if self._index_buffer is not None:
+            self._take_rows(torch.arange(self._index_buffer.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Only these rows."""
+        super().batch_select_indices(indices)
+        if self._index_buffer is not None:
+            self._take_rows(torch.arange(self._index_buffer.shape[0], device=indices.device)[indices])
+
+    def allocated_bytes(self) -> int:
+        """Bytes of all buffers, spare capacity included."""
+        beside = (self._index_buffer, self.indexer_position_ids)
+        return super().allocated_bytes() + sum(
+            each.numel() * each.element_size() for each in beside if each is not None
+        )

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    DynamicCache,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
 
@@ -29,6 +35,8 @@ def _growing(layer: Any, most_tokens: int | None, kv_type: KvType | None) -> Any
     """A new layer that does what the library's new `layer` does, in place where that is known."""
     if type(layer) is DynamicLayer:
         return GrowingLayer(most_tokens) if kv_type is None else NarrowLayer(kv_type, most_tokens)
+    if type(layer) is DynamicIndexedLayer:
+        return GrowingIndexedLayer(most_tokens)
     if type(layer) is DynamicSlidingWindowLayer:
         return GrowingWindowLayer(layer.sliding_window)
     return layer

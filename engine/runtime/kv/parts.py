@@ -8,13 +8,13 @@ import torch
 from transformers.cache_utils import DummyLayer
 
 from engine.kernels.native.paged_attention import PagedLayer
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
 
 def keeps_rows(states: Any) -> bool:
     """Whether a layer never forgets a token, and has each by itself."""
-    return type(states) in (GrowingLayer, NarrowLayer, DummyLayer)
+    return type(states) in (GrowingLayer, GrowingIndexedLayer, NarrowLayer, DummyLayer)
 
 
 def has_parts(states: Any, tokens: int) -> bool:
@@ -28,12 +28,20 @@ def has_parts(states: Any, tokens: int) -> bool:
 
 
 def held_parts(states: Any) -> list[torch.Tensor]:
-    """Keys and values [H, n, D] of the one sequence, and their scales [H, n] if they have any."""
+    """Keys and values [H, n, D] of the one sequence, and their scales [H, n] if they have any.
+
+    Behind those of an index of tokens come its keys [1, n, D], and positions [axes, n] if it keeps them.
+    """
     if type(states) is DummyLayer:
         return []
     if type(states) is NarrowLayer:
         return states.stored()
-    return [states.keys[0], states.values[0]]
+    parts = [states.keys[0], states.values[0]]
+    if type(states) is GrowingIndexedLayer and states.indexer_keys is not None:
+        parts.append(states.indexer_keys)
+        if states.indexer_position_ids is not None:
+            parts.append(states.indexer_position_ids[:, 0])
+    return parts
 
 
 def parts_of_pages(paged: PagedLayer) -> list[torch.Tensor]:
@@ -61,6 +69,10 @@ def make_rows(states: Any, tokens: int, first: list[torch.Tensor]) -> list[torch
             states.restore(first)
         else:
             states.update(first[0][None], first[1][None])
+            for index in first[2:3]:
+                states.update_indexer(index)
+            for positions in first[3:]:
+                states.indexer_position_ids = positions[:, None].clone()
     now = states.get_seq_length()
     if now < held + tokens and states.claim_rows(held + tokens - now) is None:
         raise LookupError("the layer takes no rows from outside")

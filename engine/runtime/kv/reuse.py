@@ -21,14 +21,14 @@ from transformers.cache_utils import (
 )
 
 from engine.families import family_of
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.memory import cache_layer_bytes
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.window_masks import window_of_cache_alone
 
 BY_LENGTH = ("dynamic", "longrope")
 """Kinds whose angles depend on how long the context of a forward is, and not on the position alone."""
-KEEPS_EVERY_TOKEN = (GrowingLayer, NarrowLayer, DynamicLayer, DynamicIndexedLayer, DummyLayer)
+KEEPS_EVERY_TOKEN = (GrowingLayer, GrowingIndexedLayer, NarrowLayer, DynamicLayer, DynamicIndexedLayer, DummyLayer)
 """Classes whose `crop` takes tokens back exactly.  By exact class: a subclass may hold more state (compressed entries,
 recurrent states) that its inherited `crop` does not know of."""
 
