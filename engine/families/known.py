@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from engine.common.paths import resources_dir
-from engine.families import GGUF, PACKAGES, family_of
+from engine.families import PACKAGES, family_of
+from engine.families.gguf.table import GGUF
 
 _EXPERTS = "experts"
 _TEXT_PARTS = {"kimi_k25": "deepseek_v3", "nemotron_h_omni": "nemotron_h", "qwen3_omni_moe_thinker": "qwen3_omni_moe"}
@@ -65,7 +66,7 @@ def _known(whole: str, parts: list[str]) -> Known:
         model_type=whole,
         has_experts=any(known_types()[part] for part in parts),
         refused=next((family.refused for family in families if family.refused), ""),
-        architectures=tuple(sorted(one for one, types in GGUF.items() if {*types} & {*parts})),
+        architectures=tuple(one for one, rows in GGUF.items() if any(row.model_type in parts for row in rows)),
         is_native=any(family.fast_path is not None for family in families),
         packs_rows=any(family.packs_rows for family in families),
         has_draft_head=any(family.draft_head is not None for family in families),

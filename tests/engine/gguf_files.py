@@ -100,7 +100,6 @@ _SCALE = 1.0606601717798212
 """Of rotary embeddings for twice a length of 256 (Phi-3's formula)."""
 
 
-
 def _of_ling_2(tensors: dict[str, Any]) -> dict[str, Any]:
     """With queries, keys and values in one matrix."""
     for name in [name for name in tensors if ".attn_q." in name]:
@@ -196,12 +195,13 @@ CASES: dict[str, Case] = {
          "num_hidden_layers": 3, "layer_types": ["sliding_attention", "compressed_sparse_attention",
                                                  "heavily_compressed_attention"],
          "mlp_layer_types": ["hash_moe", "moe", "moe"], "sliding_window": 16, "o_groups": 2, "o_lora_rank": 16,
-         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "hc_mult": 2, "num_nextn_predict_layers": 0,
+         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "hc_mult": 4, "num_nextn_predict_layers": 0,
          "partial_rotary_factor": 0.5},
         {"qk_rope_head_dim": 16, "compress_ratios": [0, 4, 128], "num_hash_layers": 1,
          "scoring_func": "sqrtsoftplus", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
         renamed={r"^model\.": "", "^embed_tokens": "embed", "^lm_head": "head", r"^hc_head\.hc_": "hc_head_",
                  r"attn\.norm\.": "attn.kv_norm."},
+        judge="transformers",
     ),
     "qwen4exp": Case(
         "qwen4_exp_text",
@@ -703,7 +703,7 @@ def _split(tensors: dict[str, Any]) -> dict[str, Any]:
     """With experts one by one, and gates and ups apart."""
     found: dict[str, Any] = {}
     for name, values in tensors.items():
-        if name.endswith("experts.gate_up_proj") or name.endswith("experts.down_proj"):
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             parts = {"w2": values} if "down" in name else dict(zip(("w1", "w3"), np.split(values, 2, 1), strict=True))
             stem = name.rpartition(".")[0]
             found |= {
