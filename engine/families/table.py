@@ -108,6 +108,7 @@ TABLE: dict[str, Family] = {
             unless=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
         ),
     ),
+    "gemma3n": Family(types=("gemma3n_text",), replies=GEMMA),
     # Gemma 4, without what reads pictures and sound.
     "gemma4": Family(types=("gemma4_text",), replies=GEMMA),
     "gemma4_assistant": Family(refused="only drafts tokens for a Gemma 4 model: open that model instead"),
@@ -136,6 +137,8 @@ TABLE: dict[str, Family] = {
         fast_path=fast_path("GptOss", "MLP", Router(bias="bias", normalise=True, bf16_shares=True), angles="once"),
         gate=ClampedGate("alternating", "limit", "alpha"),
     ),
+    "granite": Family(replies=GRANITE),
+    "granite_swa": Family(replies=GRANITE),
     "granitemoe": Family(replies=GRANITE, packs_rows=True),
     "granitemoe_swa": Family(replies=GRANITE, packs_rows=True),
     # Granite 4.0: Mamba-2 and attention, with experts or dense.
@@ -173,6 +176,7 @@ TABLE: dict[str, Family] = {
     "kimi_linear": Family(replies=KIMI),
     "kolibri1": Family(packs_rows=True),
     "laguna": Family(packs_rows=True),
+    "lfm2": Family(replies=LFM),
     # LFM2-MoE: short convolutions and attention.
     "lfm2_moe": Family(replies=LFM),
     "llama": Family(replies=LLAMA, packs_rows=True, fast_path=fast_path("Llama"), mlx_experts={}),
@@ -204,6 +208,7 @@ TABLE: dict[str, Family] = {
     ),
     "minimax_m3_vl": Family(replies=MINIMAX, gate=ClampedGate("halves", "swiglu_limit", "swiglu_alpha")),
     "ministral": Family(replies=MISTRAL, packs_rows=True, fast_path=fast_path("Ministral"), mlx_experts={}),
+    "ministral3": Family(replies=MISTRAL),
     "mistral": Family(
         with_layer_types="ministral", replies=MISTRAL, packs_rows=True, fast_path=fast_path("Mistral"), mlx_experts={}
     ),
@@ -239,6 +244,7 @@ TABLE: dict[str, Family] = {
         mlx_experts={},
     ),
     "qwen3": Family(replies=HERMES, packs_rows=True, fast_path=fast_path("Qwen3"), mlx_experts={}),
+    "qwen3_5": Family(types=("qwen3_5_text",), replies=HERMES),
     "qwen3_5_moe": Family(types=("qwen3_5_moe_text",), replies=HERMES, draft_head=BESIDE_THE_LAYERS),
     "qwen3_moe": Family(
         replies=HERMES,

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS, damaged, expert_rows, rows_of
 from engine.checkpoint.gguf.file import GgufFile, Strings
-from engine.checkpoint.gguf.types import BY_NAME
+from engine.checkpoint.gguf.types import BY_NAME, WHOLE
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import reason
@@ -90,8 +90,9 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
         further = []
     left = dict.fromkeys(name for name in file.tensors if not _predicts_further(name, layers))
     tensors: dict[str, TensorEntry] = {}
-    own = {f"{ARRAY}{key.removeprefix(f'{file.architecture}.')}": entry for key, entry in file.arrays.items()}
-    stored = {**file.tensors, **own}
+    prefix = f"{file.architecture}."
+    arrays = {f"{ARRAY}{key.removeprefix(prefix)}": entry for key, entry in file.arrays.items()}
+    stored = {**file.tensors, **arrays}
     for name, ways in (*expanded(family, range(layers)), *further):
         made = next((made for made in ways if all(_first(source) in stored for source in made.sources)), None)
         if made is None:
@@ -103,6 +104,8 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
             left.pop(source, None)
         arrange = ARRANGEMENTS[made.how]
         sources = [stored[source] for source in made.sources]
+        if made.how not in ("table", "first") and any(source.dtype == WHOLE.name for source in sources):
+            raise damaged(sources[0], "is no matrix of weights")
         with _sensible(file):
             if "{e}" not in name:
                 tensors[name] = replace(arrange(sources, config), key=name)

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
-from engine.checkpoint.gguf.types import BLOCK_TYPES, BlockType, unread_type
+from engine.checkpoint.gguf.types import BLOCK_TYPES, WHOLE, BlockType, unread_type
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import Opener, open_foreign, reason
@@ -152,6 +152,7 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     return _read(path, tuple(map(_state, all_parts(path))))
 
 
+_TYPES = {**BLOCK_TYPES, WHOLE.id: WHOLE}
 _ARRAYS = {"int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "I64"}
 
 
@@ -263,7 +264,7 @@ class _Header:
         digest: SHA-256 of the header.
     """
 
-    def __init__(self, path: Path, open_file: Opener, types: Mapping[int, BlockType] = BLOCK_TYPES) -> None:
+    def __init__(self, path: Path, open_file: Opener, types: Mapping[int, BlockType] = _TYPES) -> None:
         self.path, self._types = path, types
         try:
             with open_file(path) as stream:
@@ -275,7 +276,7 @@ class _Header:
                 self._read_version()
                 tensors, entries = self._count("tensors"), self._count("metadata entries")
                 self.metadata = self._read_metadata(entries)
-                if types is BLOCK_TYPES:
+                if types is _TYPES:
                     _refuse_other_kinds(path, self.metadata)
                 self.tensors = self._read_tensors(tensors)
                 self.end = self._at

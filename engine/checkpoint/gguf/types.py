@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from engine.formats.ggml import TYPES, BlockType
 
-__all__ = ["BLOCK_TYPES", "BY_NAME", "BlockType", "unread_type"]
+__all__ = ["BLOCK_TYPES", "BY_NAME", "WHOLE", "BlockType", "unread_type"]
 
+WHOLE = BlockType("I32", 26, 1, 4)
+"""Of tables that are no weights."""
 BLOCK_TYPES = {each.id: each for each in TYPES}
-"""By their number in files."""
+"""Those of weights, by their number in files."""
 BY_NAME = {each.name: each for each in TYPES}
 """By name."""
-_UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 27: "I64", 28: "F64"}
 _DROPPED = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",

@@ -51,9 +51,9 @@ ROWS = (
             f"{_ATTENTION}.norm_1.weight": "blk.{n}.attn_norm.weight",
             f"{_ATTENTION}.norm_2.weight": "blk.{n}.attn_output_norm.weight",
             f"{_BLOCK}.ffn.router.layer.weight": "blk.{n}.ffn_gate_inp.weight",
-            f"{_BLOCK}.ffn.experts.mlp.w1": Made("experts_below", "blk.{n}.ffn_gate_exps.weight"),
-            f"{_BLOCK}.ffn.experts.mlp.v1": Made("experts_below", "blk.{n}.ffn_up_exps.weight"),
-            f"{_BLOCK}.ffn.experts.mlp.w2": Made("experts_below_transposed", "blk.{n}.ffn_down_exps.weight"),
+            f"{_BLOCK}.ffn.experts.mlp.w1": Made("below", "blk.{n}.ffn_gate_exps.weight"),
+            f"{_BLOCK}.ffn.experts.mlp.v1": Made("below", "blk.{n}.ffn_up_exps.weight"),
+            f"{_BLOCK}.ffn.experts.mlp.w2": Made("below_transposed", "blk.{n}.ffn_down_exps.weight"),
         },
     ),
 )

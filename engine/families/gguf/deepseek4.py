@@ -16,6 +16,9 @@ def _layers(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     strange = [ratio for ratio in ratios if ratio not in _KINDS]
     if strange:
         raise file.unsupported("attention.compress_ratios", strange)
+    shared = file.value(Key("swiglu_clamp_shexp", config["swiglu_limit"]))
+    if shared != config["swiglu_limit"]:
+        raise file.unsupported("swiglu_clamp_shexp", shared)
     layers, hashed = config["num_hidden_layers"], file.value(Key("hash_layer_count", 0))
     rotated = file.value(Key("rope.dimension_count")) / config["head_dim"]
     main = {"rope_type": "default", "rope_theta": file.value(Key("rope.freq_base"))}
@@ -65,7 +68,6 @@ _NAMES = {
     "ffn_norm.weight": "ffn_norm.weight",
     "ffn.gate.weight": "ffn_gate_inp.weight",
     "ffn.gate.bias": "exp_probs_b.bias",
-    "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
     **{
         f"ffn.{theirs}.{matrix}.weight": f"ffn_{part}_{kind}.weight"
         for theirs, kind in {"experts.{e}": "exps", "shared_experts": "shexp"}.items()
@@ -78,7 +80,8 @@ _TENSORS: Tensors = {
     "head.weight": "output.weight",
     **{f"hc_head_{part}": f"output_hc_{part}.weight" for part in ("fn", "base", "scale")},
     **{f"layers.{{n}}.{theirs}": f"blk.{{n}}.{ours}" for theirs, ours in _NAMES.items()},
-    "layers.{n}.attn.wo_a.weight": Made("experts_below", "blk.{n}.attn_output_a.weight"),
+    "layers.{n}.ffn.gate.tid2eid": Made("table", "blk.{n}.ffn_gate_tid2eid.weight"),
+    "layers.{n}.attn.wo_a.weight": Made("below", "blk.{n}.attn_output_a.weight"),
 }
 
 ROWS = (
