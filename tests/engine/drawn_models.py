@@ -55,7 +55,7 @@ _KEPT = {
     **dict.fromkeys(
         ("deepseek_v4", "mimo_v2_flash"), ("num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
     ),
-    "phimoe": ("rope_parameters",),
+    **dict.fromkeys(("hy_v4_vl", "phimoe"), ("rope_parameters",)),
     **dict.fromkeys(("qwen4_exp", "qwen4_exp_text"), ("head_dim",)),
 }
 """Values that stay as in the tables, for others hang on them."""
