@@ -46,7 +46,7 @@ class Weights:
 WEIGHTS = (
     *(Weights(each.name, each.name) for each in FORMATS.values() if each.native is not None),
     Weights("lut4 (MXFP4)", LUT4.name, MXFP4_TABLE),
-    *(Weights(kind, kind) for kind in ("Q2_K", "Q3_K", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "MXFP4")),
+    *(Weights(kind.name, kind.name) for kind in BY_NAME.values() if kind.split is not None),
 )
 _BESIDE = {"lut4": "int4"}
 """Precision -> the one whose weights per second in the same run its own are divided by."""

@@ -246,7 +246,8 @@ def _grid(name: str, bits: int, values: tuple[int, ...]) -> NDArray[np.int8]:
     assert found is not None
     words = np.array([int(each, 16) for each in found[1].replace(",", " ").split()], np.uint16)
     codes = _fields(words, *range(0, 16 // bits // 4 * 4 * bits, bits)) & (2**bits - 1)
-    return np.array(values, np.int8)[codes]
+    grid: NDArray[np.int8] = np.array(values, np.int8)[codes]
+    return grid
 
 
 def _iq2_grid(name: str) -> NDArray[np.int8]:
@@ -271,12 +272,14 @@ def _iq2_xxs(blocks: Bytes) -> Groups:
     pairs = blocks[:, 2:].reshape(-1, 8, 8)
     signs = _as(pairs[..., 4:], "<u4")[..., 0]
     codes = _iq2_grid("IQ2_XXS")[pairs[..., :4]].reshape(-1, 8, 32) * _odd_signs(_fields(signs, 0, 7, 14, 21))
-    return Groups(codes, _half(blocks[:, :2]) * (_floats(signs >> 28) + 0.5) * 0.25)
+    return Groups(codes, _half(blocks[:, :2]) * (_floats(signs >> 28) * 2 + 1) * 0.125)
 
 
 def _nibble_scales(blocks: Bytes, packed: Bytes) -> NDArray[Any]:
     """[blocks, n] bytes, a nibble for each 16 weights, low ones first -> [blocks, 2 * n]."""
-    return _half(blocks[:, :2]) * (_floats(_fields(packed, 0, 4) & 15).reshape(len(packed), -1) + 0.5) * 0.25
+    steps: NDArray[Any] = _floats(_fields(packed, 0, 4) & 15).reshape(len(packed), -1)
+    scales: NDArray[Any] = _half(blocks[:, :2]) * (steps * 2 + 1) * 0.125
+    return scales
 
 
 def _iq2_xs(blocks: Bytes) -> Groups:
@@ -295,7 +298,7 @@ def _iq3_xxs(blocks: Bytes) -> Groups:
     signs = _as(blocks[:, 66:98], "<u4")
     grid = _grid("IQ3_XXS", 3, (4, 12, 20, 28, 36, 44, 52, 62))
     codes = grid[blocks[:, 2:66]].reshape(-1, 256) * _odd_signs(_fields(signs, 0, 7, 14, 21).reshape(-1, 32))
-    return Groups(codes.reshape(-1, 8, 32), _half(blocks[:, :2]) * (_floats(signs >> 28) + 0.5) * 0.5)
+    return Groups(codes.reshape(-1, 8, 32), _half(blocks[:, :2]) * (_floats(signs >> 28) * 2 + 1) * 0.25)
 
 
 def _iq3_s(blocks: Bytes) -> Groups:

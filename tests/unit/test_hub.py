@@ -200,9 +200,9 @@ def test_gguf_files_by_quantisation(hub: HubServer) -> None:
     ]  # fmt: skip
     hub.add("org/model-GGUF", {name: bytes(100 - at) for at, name in enumerate(names)})
     found = {one.label: one for one in candidates(read_repository("org/model-GGUF"))}
-    assert list(found) == ["BF16", "Q8_0", "Q4_K_M", "UD-Q4_K_XL", "Q6_K", "IQ2_XXS"]
+    assert list(found) == ["BF16", "Q8_0", "Q4_K_M", "UD-Q4_K_XL", "IQ2_XXS", "Q6_K"]
     assert len(found["BF16"].files) == 2
-    assert [bool(found[label].problem) for label in ("Q6_K", "IQ2_XXS", "Q4_K_M")] == [True, True, False]
+    assert [bool(found[label].problem) for label in ("Q6_K", "IQ2_XXS", "Q4_K_M")] == [True, False, False]
     assert find_candidate("org/model-GGUF").label == "Q4_K_M"
     assert find_candidate("org/model-GGUF:q8-0").label == "Q8_0"
     assert find_candidate("org/model-GGUF:m-Q4_K_M.gguf").label == "Q4_K_M"

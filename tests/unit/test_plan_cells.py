@@ -69,7 +69,7 @@ def assert_nobody_is_faster(machine: str, model: str, work: str) -> Question:
     return question
 
 
-_FILES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K")
+_FILES = ("Q8_0", "Q6_K", "Q5_K_M", "Q4_K_M", "Q3_K_M", "Q2_K", "IQ2_XXS", "IQ1_S")
 
 
 def _speeds(machine: str, model: str) -> list[float]:

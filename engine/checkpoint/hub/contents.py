@@ -67,8 +67,8 @@ _USUAL = ("Q4_K_M", "UD-Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "
 """Of quality `good`, the most usual first."""
 _ASIDE = re.compile(r"(^|[-_.])(mmproj|projector|clip|imatrix|lora|adapter|draft|vocab)([-_.]|$)", re.IGNORECASE)
 """GGUF files that are no model."""
-_UNREAD = re.compile(r"(UD-)?(IQ[1-3]_|TQ\d|NVFP4)|.*_\d_\d$")
-"""Labels of GGUF files whose blocks are not read."""
+_UNREAD = re.compile(r".*_\d_\d$")
+"""Labels of GGUF files whose blocks nobody reads any more."""
 _AHEAD_OF_GGUF, _AHEAD_OF_SAFETENSORS, _BUFFER = 2**18, 2**17, 2**16
 _TOKENS, _TOKENIZER, _PROBE = b"tokenizer.ggml.tokens", b"tokenizer.", 4096
 _KEPT_VERSION = 2

@@ -24,7 +24,7 @@ _QUALITY = (
     ("original", re.compile(r"BF16|FP?16|FP?32")),
     ("near", re.compile(r"Q8|Q6|FP8|[68]-BIT")),
     ("good", re.compile(r"Q5|Q4_K|IQ4|FP4|[45]-BIT")),
-    ("fair", re.compile(r"Q4|Q3_K|3-BIT")),
+    ("fair", re.compile(r"Q4|Q3_K|IQ3_[SM]|3-BIT")),
     ("poor", re.compile(r"Q[123]|2-BIT")),
 )
 _HOSTS = {

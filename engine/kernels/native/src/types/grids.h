@@ -32,23 +32,19 @@ template <class Vector, class Number> inline void put_parity(Vector &bytes, Numb
     bytes |= (odd & ones) << 7;
 }
 
-// Four times 7 bits in each of eight words -> a bit for each of 32 weights.
-inline void spread_signs(const uint8_t *words, int64_t stride, uint32_t *signs) {
+// Of eight words, of 32 weights each: four times 7 bits of signs -> a bit for each weight, and 4 bits of a step -> steps.
+inline Words spread_signs(const uint32_t (&words)[8], void *signs) {
     typedef uint32_t Words8 __attribute__((vector_size(32)));
-    uint32_t each[8];
-    for (int i = 0; i < 8; ++i) each[i] = u32_at(words + i * stride);
     Words8 x;
-    std::memcpy(&x, each, sizeof x);
+    std::memcpy(&x, words, sizeof x);
+    const Words8 pairs = (x >> 28) * 0x10001u;
     x = (x & 0x7f) | (x << 1 & 0x7f00) | (x << 2 & 0x7f0000) | (x << 3 & 0x7f000000);
     put_parity(x, 0x01010101u);
     std::memcpy(signs, &x, sizeof x);
-}
-
-// Steps in the highest four bits of eight words, of 32 weights each.
-inline Words high_steps(const uint8_t *words, int64_t stride) {
-    uint64_t each = 0;
-    for (int i = 0; i < 8; ++i) each |= static_cast<uint64_t>(words[i * stride + 3] >> 4) << (8 * i);
-    return odd_words(words_of_pairs(each));
+    Words steps;
+    static_assert(sizeof steps == sizeof pairs, "sixteen words");
+    std::memcpy(&steps, &pairs, sizeof steps);
+    return odd_words(steps);
 }
 
 // Nibbles of four bytes as bytes, low ones first.

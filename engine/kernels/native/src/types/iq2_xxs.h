@@ -19,10 +19,13 @@ struct Iq2Xxs {
         const __m256i positions = _mm512_castsi512_si256(_mm512_permutexvar_epi16(
             _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 29, 21, 13, 5, 28, 20, 12, 4, 25, 17, 9, 1, 24, 16, 8, 0), both));
         put_eights(look_up_lines<256>(kLines.of, _mm512_cvtepu8_epi16(positions)), kIq2Values, &made);
-        uint32_t signs[8];
-        spread_signs(block + 6, 8, signs);
+        const __m256i odd = _mm512_castsi512_si256(
+            _mm512_permutexvar_epi32(_mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 15, 13, 11, 9, 7, 5, 3, 1), both));
+        alignas(32) uint32_t words[8], signs[8];
+        _mm256_store_si256(reinterpret_cast<__m256i *>(words), odd);
+        const Words steps = spread_signs(words, signs);
         put_signs(signs, &made);
-        Q2K::put_scales(high_steps(block + 6, 8), &made);
+        Q2K::put_scales(steps, &made);
         made.factors = an_eighth(block);
         return made;
     }
@@ -30,8 +33,10 @@ struct Iq2Xxs {
     static constexpr int kOffset = 0, kMost = 128;
     static constexpr Eight<256> kGrid{GRID_IQ2_XXS, kIq2Values};
     static Wide wide(const uint8_t *block) {
-        Wide made = {high_steps(block + 6, 8), no_words(), an_eighth(block), 0};
-        spread_signs(block + 6, 8, made.signs);
+        uint32_t words[8];
+        for (int i = 0; i < 8; ++i) words[i] = u32_at(block + 6 + 8 * i);
+        Wide made = {no_words(), no_words(), an_eighth(block), 0};
+        made.steps = spread_signs(words, made.signs);
         return made;
     }
     static Bytes codes(const uint8_t *block, int part) {

@@ -20,10 +20,11 @@ struct Iq3Xxs {
             const Bytes words = in_turn_of_fours(_mm512_cvtepu8_epi16(positions));
             put_fours(look_up_lines<256>(kLines.of, words), kIq3XxsValues, made.codes + 2 * half);
         }
-        uint32_t signs[8];
-        spread_signs(block + 66, 4, signs);
+        uint32_t words[8], signs[8];
+        std::memcpy(words, block + 66, sizeof words);
+        const Words steps = spread_signs(words, signs);
         put_signs(signs, &made);
-        Q2K::put_scales(high_steps(block + 66, 4), &made);
+        Q2K::put_scales(steps, &made);
         made.factors = _mm_set_ss(half_at(block) * 0.25f);
         return made;
     }
@@ -31,8 +32,10 @@ struct Iq3Xxs {
     static constexpr int kOffset = 0, kMost = 128;
     static constexpr Four3<256> kGrid{GRID_IQ3_XXS, kIq3XxsValues};
     static Wide wide(const uint8_t *block) {
-        Wide made = {high_steps(block + 66, 4), no_words(), half_at(block) * 0.25f, 0};
-        spread_signs(block + 66, 4, made.signs);
+        uint32_t words[8];
+        std::memcpy(words, block + 66, sizeof words);
+        Wide made = {no_words(), no_words(), half_at(block) * 0.25f, 0};
+        made.steps = spread_signs(words, made.signs);
         return made;
     }
     static Bytes codes(const uint8_t *block, int part) {

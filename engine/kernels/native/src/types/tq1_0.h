@@ -5,11 +5,23 @@
 
 namespace {
 
+// By what bytes are multiplied, modulo 256, so that a digit becomes their first, for each 32 codes.
+struct TritPowers {
+    uint8_t of[8][32];
+    constexpr TritPowers() : of() {
+        constexpr uint8_t powers[] = {1, 3, 9, 27, 81};
+        for (int i = 0; i < 256; ++i)
+            of[i / 32][i % 32] = powers[i < 160 ? i / 32 : i < 240 ? (i - 160) / 16 : (i - 240) / 4];
+    }
+};
+constexpr TritPowers kTritPowers;
+
 struct Tq1 {
     static constexpr int kNumber = 34, kElements = 256, kBytes = 54;
     static constexpr bool kLowest = false, kLarge = false;
     static constexpr int kWidth = 32, kOffset = 1, kMost = 2;
 
+#if defined(__AVX512VNNI__)
     // The bytes whose first digits are the last 16 codes.
     static void put_last(const uint8_t *block, uint8_t *to) {
         uint32_t four = u32_at(block + 48);
@@ -19,7 +31,6 @@ struct Tq1 {
             four = (even * 3 & 0x00ff00ff) | (odd * 3 & 0x00ff00ff) << 8;
         }
     }
-#if defined(__AVX512VNNI__)
     static Bytes times(Bytes bytes, int power) {
         const Bytes two = _mm512_add_epi8(bytes, bytes);
         if (power == 1) return _mm512_add_epi8(two, bytes);
@@ -53,24 +64,19 @@ struct Tq1 {
     }
 #else
     static Wide wide(const uint8_t *block) { return Tq2::one_scale(block + 52); }
-    // 16 bytes times a power of 3.
-    static void put_times(const uint8_t *bytes, int power, uint8_t *to) {
-        constexpr uint8_t powers[] = {1, 3, 9, 27, 81};
-        for (int i = 0; i < 16; ++i) to[i] = static_cast<uint8_t>(bytes[i] * powers[power]);
-    }
     static Bytes codes(const uint8_t *block, int part) {
+        typedef uint8_t Byte32 __attribute__((vector_size(32)));
         uint8_t bytes[32];
-        if (part < 5) {
-            put_times(block, part, bytes);
-            put_times(block + 16, part, bytes + 16);
-        } else {
-            put_times(block + 32, 2 * part - 10, bytes);
-            if (part < 7)
-                put_times(block + 32, 2 * part - 9, bytes + 16);
-            else
-                put_last(block, bytes + 16);
-        }
-        for (uint8_t &byte : bytes) byte = static_cast<uint8_t>(byte * 3 >> 8);
+        std::memcpy(bytes, part < 5 ? block : block + 32, 16);
+        std::memcpy(bytes + 16, part < 5 ? block + 16 : block + 32, 16);
+        if (part == 7)
+            for (int digit = 0; digit < 4; ++digit) std::memcpy(bytes + 16 + 4 * digit, block + 48, 4);
+        Byte32 x, powers;
+        std::memcpy(&x, bytes, sizeof x);
+        std::memcpy(&powers, kTritPowers.of[part], sizeof powers);
+        x *= powers;
+        x = -((Byte32)(x > 85) + (Byte32)(x > 170));
+        std::memcpy(bytes, &x, sizeof bytes);
         return bytes_at(bytes);
     }
 #endif
