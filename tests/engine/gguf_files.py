@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
          "num_hidden_layers": 3, "layer_types": ["sliding_attention", "compressed_sparse_attention",
                                                  "heavily_compressed_attention"],
          "mlp_layer_types": ["hash_moe", "moe", "moe"], "sliding_window": 16, "o_groups": 2, "o_lora_rank": 16,
-         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "hc_mult": 4, "num_nextn_predict_layers": 0,
+         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 64, "hc_mult": 4, "num_nextn_predict_layers": 0,
          "partial_rotary_factor": 0.5},
         {"qk_rope_head_dim": 16, "compress_ratios": [0, 4, 128], "num_hash_layers": 1,
          "scoring_func": "sqrtsoftplus", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
