@@ -290,6 +290,14 @@ CASES: dict[str, Case] = {
         {**_SMALL, **_WINDOWS, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
          "attention_multiplier": 0.2},
     ),
+    "granite-swa-moe": Case(
+        "granitemoe_swa",
+        {**_SMALL, **_OWN_EXPERTS, **_WINDOWS, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+         "residual_multiplier": 0.5, "attention_multiplier": 0.2, "shared_intermediate_size": 48},
+        renamed={r"block_sparse_moe\.router": "block_sparse_moe.router.layer",
+                 r"block_sparse_moe\.experts\.gate_up_proj": "block_sparse_moe.input_linear.weight",
+                 r"block_sparse_moe\.experts\.down_proj": "block_sparse_moe.output_linear.weight"},
+    ),
     "hunyuan-dense": Case("hunyuan_v1_dense", _SMALL),
     "hy-v3": Case(
         "hy_v3",
@@ -523,6 +531,15 @@ CASES: dict[str, Case] = {
         {"full_attention_interval": 2},
         ("--no-mtp",),
     ),
+    **{
+        architecture: Case(
+            model_type,
+            {**_SMALL, **_EXPERTS, "use_sliding_window": False, "norm_topk_prob": True, "tie_word_embeddings": False},
+            architecture=architecture,
+            keys={"rope.dimension_sections": [3, 3, 2, 0]},
+        )
+        for architecture, model_type in {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}.items()
+    },
     "smollm": Case("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1,
                              "tie_word_embeddings": True}),
     "smollm3": Case("smollm3", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1,
