@@ -364,9 +364,9 @@ CASES: dict[str, Case] = {
          "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "tie_word_embeddings": False,
          "chunk_size": 16},
         # Else the library's configuration has experts, too.
-        {"num_experts_per_tok": None, "n_routed_experts": None, "num_heads": 4, "model_type": "unknown",
+        {"num_experts_per_tok": None, "n_routed_experts": None, "n_group": None, "topk_group": None, "num_heads": 4,
+         "model_type": "unknown",
          "layers_block_type": None, "hybrid_override_pattern": "M-*", "num_hidden_layers": 3},
-        judge="transformers",
     ),
     "nemotron-h-moe": Case(
         "nemotron_h",
