@@ -195,7 +195,7 @@ CASES: dict[str, Case] = {
          "num_hidden_layers": 3, "layer_types": ["sliding_attention", "compressed_sparse_attention",
                                                  "heavily_compressed_attention"],
          "mlp_layer_types": ["hash_moe", "moe", "moe"], "sliding_window": 16, "o_groups": 2, "o_lora_rank": 16,
-         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 4, "hc_mult": 4, "num_nextn_predict_layers": 0,
+         "index_n_heads": 2, "index_head_dim": 32, "index_topk": 64, "hc_mult": 4, "num_nextn_predict_layers": 0,
          "partial_rotary_factor": 0.5},
         {"qk_rope_head_dim": 16, "compress_ratios": [0, 4, 128], "num_hash_layers": 1,
          "scoring_func": "sqrtsoftplus", "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
@@ -290,6 +290,14 @@ CASES: dict[str, Case] = {
         {**_SMALL, **_WINDOWS, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
          "attention_multiplier": 0.2},
     ),
+    "granite-swa-moe": Case(
+        "granitemoe_swa",
+        {**_SMALL, **_OWN_EXPERTS, **_WINDOWS, "embedding_multiplier": 3.0, "logits_scaling": 2.0,
+         "residual_multiplier": 0.5, "attention_multiplier": 0.2, "shared_intermediate_size": 48},
+        renamed={r"block_sparse_moe\.router": "block_sparse_moe.router.layer",
+                 r"block_sparse_moe\.experts\.gate_up_proj": "block_sparse_moe.input_linear.weight",
+                 r"block_sparse_moe\.experts\.down_proj": "block_sparse_moe.output_linear.weight"},
+    ),
     "hunyuan-dense": Case("hunyuan_v1_dense", _SMALL),
     "hy-v3": Case(
         "hy_v3",
@@ -356,9 +364,9 @@ CASES: dict[str, Case] = {
          "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "tie_word_embeddings": False,
          "chunk_size": 16},
         # Else the library's configuration has experts, too.
-        {"num_experts_per_tok": None, "n_routed_experts": None, "num_heads": 4, "model_type": "unknown",
+        {"num_experts_per_tok": None, "n_routed_experts": None, "n_group": None, "topk_group": None, "num_heads": 4,
+         "model_type": "unknown",
          "layers_block_type": None, "hybrid_override_pattern": "M-*", "num_hidden_layers": 3},
-        judge="transformers",
     ),
     "nemotron-h-moe": Case(
         "nemotron_h",
@@ -523,6 +531,15 @@ CASES: dict[str, Case] = {
         {"full_attention_interval": 2},
         ("--no-mtp",),
     ),
+    **{
+        architecture: Case(
+            model_type,
+            {**_SMALL, **_EXPERTS, "use_sliding_window": False, "norm_topk_prob": True, "tie_word_embeddings": False},
+            architecture=architecture,
+            keys={"rope.dimension_sections": [3, 3, 2, 0]},
+        )
+        for architecture, model_type in {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3_moe"}.items()
+    },
     "smollm": Case("llama", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1,
                              "tie_word_embeddings": True}),
     "smollm3": Case("smollm3", {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1,

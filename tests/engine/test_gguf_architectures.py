@@ -87,7 +87,9 @@ def _keys_of(read: GgufFile, changes: Mapping[str, Any] | None = None) -> Callab
             if key != "general.architecture" and value is not None:
                 plain = value.tolist() if isinstance(value, np.ndarray) else value
                 plain = list(plain) if isinstance(plain, Strings) else plain
-                writer.add_key_value(key, plain, GGUFValueType.get_type(plain))
+                is_wide = isinstance(plain, list) and any(type(each) is int and each >= 2**31 for each in plain)
+                inner = GGUFValueType.INT64 if is_wide else None
+                writer.add_key_value(key, plain, GGUFValueType.get_type(plain), inner)
 
     return keys
 
@@ -167,6 +169,13 @@ def test_gates_and_ups_may_lie_in_one_tensor_or_in_two(name: str, tmp_path: Path
         ("llama4", {"interleave_moe_layer_step": 0}),
         ("deepseek3", {"attention__key_length_mla": "wide"}),
         ("deepseek3", {"expert_gating_func": 7}),
+        ("deepseek3", {"attention__temperature_scale": 0.1}),
+        ("glm4-moe", {"hyper_connection__count": 4}),
+        ("qwen4exp", {"attention__compress_ratios": [0, 0]}),
+        ("jamba", {"attention__head_count_kv": [0, 1, 1, 0]}),
+        ("mimo2", {"attention__head_count_kv": [1, 1]}),
+        ("kimi-linear", {"kda__head_dim": 0}),
+        ("laguna", {"attention__head_count": [2]}),
         ("phi3", {"rope__scaling__original_context_length": 0}),
         ("minimax-m2", {"expert_gating_func": 1}),
         ("glm4-moe", {"nextn_predict_layers": 2}),

@@ -36,6 +36,8 @@ _CHANGES_ANSWERS = (
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attention.output_scale",
     "attn_logit_softcapping", "router_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale",
     "embedding_scale", "expert_group_count", "swiglu_clamp_exp", "swiglu_clamp_shexp",
+    "attention.temperature_scale", "attention.value_scale", "attention.indexer.top_k", "attention.compress_ratios",
+    "hyper_connection.count", "ple.layers",
 )  # fmt: skip
 """Keys that change what is computed: one that has a value is refused unless the family asks for it."""
 _SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",

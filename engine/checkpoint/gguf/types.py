@@ -12,7 +12,7 @@ BLOCK_TYPES = {each.id: each for each in TYPES}
 """Those of weights, by their number in files."""
 BY_NAME = {each.name: each for each in TYPES}
 """By name."""
-_UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 27: "I64", 28: "F64"}
+_UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _DROPPED = {
     4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
     38: "IQ4_NL_8_8",
