@@ -20,7 +20,8 @@ from transformers.masking_utils import (
 
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
-from engine.families import FILES, family_of
+from engine.families import family_of
+from engine.families.table import TABLE
 from engine.jobs.rows import BatchOutcome
 from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced
@@ -148,8 +149,8 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
 
 def test_every_family_that_packs_is_tested() -> None:
     tested = {tiny_config(family).get_text_config(decoder=True).model_type for family in EVERY_FAMILY if _packs(family)}
-    packs = {file: types for file, types in FILES.items() if family_of(types[0]).packs_rows}
-    assert [file for file, types in packs.items() if tested.isdisjoint(types)] == []
+    packs = {package: row.types or (package,) for package, row in TABLE.items() if row.packs_rows}
+    assert [package for package, types in packs.items() if tested.isdisjoint(types)] == []
 
 
 def test_rows_with_a_common_beginning_share_its_pages(mixtral: LoadedModel) -> None:
