@@ -241,6 +241,13 @@ def test_a_number_beyond_the_table_is_refused(tmp_path: Path, reads: TableReads)
         own(torch.tensor([5]))
 
 
+def test_numbers_that_only_the_guess_has_harm_nothing(tmp_path: Path, reads: TableReads) -> None:
+    own = bound(stored(tmp_path / "file", "BF16", [5], 64), reads)
+    own.expect(torch.tensor([4, 9, -100]))
+    assert own(torch.tensor([4])).shape == (1, 64)
+    assert reads.rows == 1
+
+
 def test_a_file_that_is_cut_is_an_error_with_its_name(tmp_path: Path, reads: TableReads) -> None:
     table = stored(tmp_path / "file", "BF16", [50], 64)
     own = bound(table, reads)

@@ -8,7 +8,7 @@ as many as the machine can spare; those used last are kept besides.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
@@ -234,9 +234,10 @@ class RowTable(BlockEmbedding):
         module.register_buffer("rows_used_last", self._recent, persistent=False)  # registered only to be counted
 
     def expect(self, ids: torch.Tensor) -> None:
-        """Begins to read the rows of the next step."""
+        """Begins to read the rows of the next step; numbers that are none are left to whoever looks up in the end."""
         self._settle()
-        self._ahead = self._begin(np.unique(ids.detach().cpu().numpy().astype(np.int64)))
+        rows = np.unique(ids.cpu().numpy().astype(np.int64))
+        self._ahead = self._begin(rows[(rows >= 0) & (rows < self._count)])
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self.numbers:
@@ -295,9 +296,9 @@ def bind_tables(
     tables: Mapping[str, StoredTable],
     reads: TableReads,
     kernels: NativeKernels | None,
-    place_of: Any,
+    place_of: Callable[[str], torch.device],
     *,
-    in_place: Sequence[str],
+    in_place: Collection[str],
 ) -> None:
     """Lets embeddings look their rows up in the files.
 
