@@ -26,6 +26,9 @@ _KEPT_FREE = 10
 disk."""
 
 
+_MUCH_OF_A_CARD = 4
+"""1/n of the cards, for which tables leave them if experts are read from disk."""
+
 WORTH_KEEPING = 64 * 2**20
 """Bytes below which converting takes no time to speak of, and is done anew each time."""
 
@@ -480,9 +483,12 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSetting
         held = _placed(sizes, weights, budgets, cache, roomy)
     except NotEnoughRamError:
         held = None
-    if held is not None and not held.on_disk and not held.notes:
-        return held
     tables = weights.tables
+    on_devices, free = sum(tables.layers) + tables.elsewhere, sum(device.free for device in budgets.devices)
+    # A card's table takes no RAM, and lets whole steps run there: it leaves the card if it takes much of it.
+    stays = held is not None and (not held.on_disk or (held.devices and _MUCH_OF_A_CARD * on_devices < free))
+    if held is not None and stays and not held.notes:
+        return held
     layers = tuple(max(all_of - less, 0) for all_of, less in zip(sizes.layers, tables.layers, strict=False))
     fewer = replace(sizes, layers=layers or sizes.layers, elsewhere=max(sizes.elsewhere - tables.elsewhere, 0))
     apart = replace(_placed(fewer, weights.without_tables, budgets, cache, roomy), tables=tables)

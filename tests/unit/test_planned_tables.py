@@ -11,7 +11,17 @@ from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.common.config import EngineConfig
 from engine.hardware.machine import read_machine
 from engine.planner.engine_costs import engine_costs
-from engine.planner.placement import Budgets, Experts, NotEnoughRamError, Placement, Sizes, Tables, Weights, resolve
+from engine.planner.placement import (
+    Budgets,
+    DeviceBudget,
+    Experts,
+    NotEnoughRamError,
+    Placement,
+    Sizes,
+    Tables,
+    Weights,
+    resolve,
+)
 from engine.planner.plan import Limits, make_plan
 
 GB = 10**9
@@ -84,9 +94,9 @@ def sizes(*, experts: int = 10, table: int = 60, dense: int = 5) -> Sizes:
     return Sizes("a model", (weights,), (dense + 8 * experts, dense + table + 8 * experts), 3, 0, 0, 64, 2)
 
 
-def placed(ram: int, **more: int) -> Placement:
-    budgets = Budgets(2**40, ram)
-    return resolve(EngineConfig("m"), budgets, sizes(**more))
+def placed(ram: int, card: int = 0, **more: int) -> Placement:
+    devices = (DeviceBudget("a card", card, card),) if card else ()
+    return resolve(EngineConfig("m"), Budgets(2**40, ram, devices), sizes(**more))
 
 
 def test_a_table_leaves_memory_before_any_expert() -> None:
@@ -97,6 +107,21 @@ def test_a_table_leaves_memory_before_any_expert() -> None:
     assert less.ram.dense == 14  # with the rows that are kept
     least = placed(14 + 160 - 1)
     assert (least.tables.on_disk, least.on_disk) == (60, 160)
+
+
+def test_a_small_part_of_a_card_stays_with_the_table() -> None:
+    """Its steps are not stopped for rows, and no RAM would come of it."""
+    small, large = placed(210, 1000, experts=100), placed(210, 200, experts=100)
+    assert small.devices
+    assert small.on_disk
+    assert not small.tables.on_disk
+    assert large.devices
+    assert large.on_disk
+    assert large.tables.on_disk == 60
+    assert large.devices[0].dense == small.devices[0].dense - 60
+    none = placed(2000, 60, experts=100)
+    assert none.devices
+    assert none.tables.on_disk
 
 
 def test_what_is_needed_at_least_is_counted_without_it() -> None:
