@@ -33,6 +33,7 @@ _NOT_TEXT = re.compile(
     r"(^|\.)(vision|visual|vision_tower|vision_model|audio|audio_tower|audio_encoder|multi_modal_projector|mm_projector|"
     r"embed_vision|embed_audio|image_newline|mtp)(\.|$|_)"
 )
+_TABLE = re.compile(r"(^|\.)(ngram_embedding\.(shard_\d+\.)?|embed_tokens_per_layer\.)weight$")
 _HEAD = re.compile(r"(^|\.)(lm_head|output|embed_out)\.weight$")
 _BIAS = re.compile(r"(\.|_)bias$")
 _GATE = re.compile(r"gate_up|gate_proj|\.w3\.|\.w3$|\.v1$|linear_v|input_linear|wi_1")
@@ -54,6 +55,7 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
     kept = [entry for entry in mine if is_expert_key(entry.key)] if moe_layers else []
     hidden, layers = max(profile.hidden, 1), max(profile.layers, 1)
     biases = sum(entry.numel for entry in kept if _BIAS.search(entry.key))
+    tables = [entry for entry in mine if _TABLE.search(entry.key)]
     matrices = 3 if any(_GATE.search(entry.key) for entry in kept) or not kept else 2
     each = (profile.expert_parameters - biases) / max(moe_layers * profile.experts, 1)
     shape = ModelShape(
@@ -79,6 +81,9 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
         expert_biases=biases > 0,
         other_weights=max(profile.parameters - profile.expert_parameters, 1),
         kv_numbers=profile.kv_elements_per_token,
+        table_weights=sum(entry.numel for entry in tables),
+        table_rows=_rows_of_token(text, tables),
+        table_columns=max((entry.shape[-1] for entry in tables), default=0),
     )
     return replace(shape, stored=_stored(shape, mine, kept))
 
@@ -129,17 +134,19 @@ def as_quantised(shape: ModelShape, label: str) -> ModelShape:
     _, in_file, half_in_file = found
     most, finer = KEPT_IN.get(in_file, INT8), KEPT_IN.get(half_in_file, INT8)
     half = max(most, finer, key=lambda each: each.bits)
-    head, layers = shape.vocabulary * shape.hidden, shape.non_expert_weights - shape.embedding_weights
+    head, layers = shape.vocabulary * shape.hidden, shape.matrix_weights
 
     def stored(most: WeightFormat, half: WeightFormat, of_head: WeightFormat, table: float) -> StoredWeights:
         return StoredWeights(
             precisions=(STORED,),
             formats=tuple(sorted({most.name, half.name, of_head.name})),
             experts=tuple((most.name, (half if layer % 2 else most).name) for layer in range(shape.moe_layers)),
-            dense_bytes=round(layers * most.bytes_per_weight + head * table),
+            dense_bytes=round((layers + shape.table_weights) * most.bytes_per_weight + head * table),
             layers=(round(layers * most.bytes_per_weight / shape.layers),) * shape.layers,
             layer_bytes_per_weight=most.bytes_per_weight,
             head_bytes_per_weight=of_head.bytes_per_weight,
+            tables=round(shape.table_weights * most.bytes_per_weight)
+            + (0 if shape.tied_embeddings else round(head * (table - of_head.bytes_per_weight))),
             is_repacked=True,
         )
 
@@ -158,12 +165,14 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
         return None
     of_experts, formats = set(map(id, experts)), Counter[str]()
     layers = [0] * shape.layers
-    others = head = embeddings = 0
+    others = head = embeddings = tables = 0
     for entry in (entry for entry in mine if id(entry) not in of_experts):
         plain, kept = 2 * entry.numel, _kept_linear(entry)
         tiled = plain if kept is None else sum(kept.part_bytes(*entry.shape))
         if _HEAD.search(entry.key):
             head += tiled
+        elif _TABLE.search(entry.key):
+            tables += plain
         elif _layer(entry.key) < 0 and len(entry.shape) == 2:  # an embedding is quantised only as a tied head
             embeddings += plain
             head += tiled if shape.tied_embeddings and kept is not None and entry.shape[1] == shape.hidden else 0
@@ -180,13 +189,22 @@ def _stored(shape: ModelShape, mine: list[TensorEntry], experts: list[TensorEntr
         precisions=precisions,
         formats=tuple(sorted(used or {usual})),
         experts=tuple(by_layer),
-        dense_bytes=sum(layers) + others + head + embeddings,
+        dense_bytes=sum(layers) + others + head + embeddings + tables,
         layers=tuple(layers),
-        layer_bytes_per_weight=(sum(layers) + others) / max(shape.non_expert_weights - shape.embedding_weights, 1),
+        layer_bytes_per_weight=(sum(layers) + others) / max(shape.matrix_weights, 1),
         head_bytes_per_weight=head / (shape.vocabulary * shape.hidden) or 2.0,
+        tables=tables + (0 if shape.tied_embeddings else embeddings),
         is_repacked=all(type_of(piece) is not None for entry in matrices for piece in pieces_of(entry)),
         in_place=_in_place(shape, mine, matrices, precisions),
     )
+
+
+def _rows_of_token(text: dict[str, Any], tables: list[TensorEntry]) -> int:
+    """That a token looks up in tables of n-grams or of layers."""
+    hashed = {_layer(entry.key) for entry in tables if "ngram" in entry.key}
+    orders = number_of(text, ("ngram_size",)) or 3
+    heads = (orders - 1) * (number_of(text, ("heads_per_ngram",)) or 8)
+    return len(hashed) * heads + sum("ngram" not in entry.key for entry in tables)
 
 
 def _in_place(
@@ -202,7 +220,7 @@ def _in_place(
             by_layer.setdefault(_layer(entry.key), (set(), set()))[bool(_DOWN.search(entry.key))].add(piece.dtype)
     experts, formats = set(map(id, matrices)), Counter[str]()
     layers = [0] * shape.layers
-    head = embeddings = others = 0
+    head = embeddings = others = tables = 0
     for entry in (entry for entry in mine if id(entry) not in experts):
         stored = in_rows(entry) if len(entry.shape) == 2 else None
         if stored is not None and not (is_blocks(stored.dtype) or (_is_read(stored) and _is_large(entry))):
@@ -212,6 +230,8 @@ def _in_place(
             formats[stored.dtype] += entry.numel
         if _HEAD.search(entry.key):
             head += nbytes
+        elif _TABLE.search(entry.key):
+            tables += nbytes
         elif _layer(entry.key) < 0 and len(entry.shape) == 2:
             embeddings += nbytes
         elif 0 <= _layer(entry.key) < shape.layers:
@@ -231,10 +251,11 @@ def _in_place(
         precisions=precisions,
         formats=tuple(sorted({*formats, *(name for pair in pairs for name in pair)})),
         experts=tuple(pairs),
-        dense_bytes=sum(layers) + others + head + embeddings,
+        dense_bytes=sum(layers) + others + head + embeddings + tables,
         layers=tuple(layers),
-        layer_bytes_per_weight=(sum(layers) + others) / max(shape.non_expert_weights - shape.embedding_weights, 1),
+        layer_bytes_per_weight=(sum(layers) + others) / max(shape.matrix_weights, 1),
         head_bytes_per_weight=(head or embeddings) / (shape.vocabulary * shape.hidden) or 2.0,
+        tables=tables + (0 if shape.tied_embeddings else embeddings),
         is_repacked=True,
     )
 

@@ -69,6 +69,8 @@ class ModelShape:
         expert_matrices: of a routed expert: gate, up and down, or up and down alone.
         expert_biases: whether these have biases.
         other_weights: parameters outside the routed experts, counted from the files' headers; 0 to derive them.
+        table_weights: parameters in tables of n-grams or of layers, of which a token reads a few rows.
+        table_rows, table_columns: how many rows, and parameters of each.
         kv_numbers: cache elements per token over all layers, counted; 0 to derive them.
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
@@ -98,6 +100,9 @@ class ModelShape:
     other_weights: int = 0
     kv_numbers: int = 0
     left_out_weights: int = 0
+    table_weights: int = 0
+    table_rows: int = 0
+    table_columns: int = 0
     stored: StoredWeights | None = None
 
     @property
@@ -127,7 +132,7 @@ class ModelShape:
     @property
     def _mean_layer_weights(self) -> int:
         """If only the total was counted, all layers are assumed equal."""
-        return max(self.other_weights - self.embedding_weights, 0) // self.layers
+        return max(self.other_weights - self.embedding_weights - self.table_weights, 0) // self.layers
 
     @property
     def embedding_weights(self) -> int:
@@ -137,8 +142,16 @@ class ModelShape:
     def non_expert_weights(self) -> int:
         """Everything but the routed experts."""
         return self.other_weights or (
-            self.moe_layers * self.layer_weights + self.dense_layers * self.dense_layer_weights + self.embedding_weights
+            self.moe_layers * self.layer_weights
+            + self.dense_layers * self.dense_layer_weights
+            + self.embedding_weights
+            + self.table_weights
         )
+
+    @property
+    def matrix_weights(self) -> int:
+        """What every token reads beside experts and the head: neither embeddings nor tables."""
+        return self.non_expert_weights - self.embedding_weights - self.table_weights
 
     @property
     def all_expert_weights(self) -> int:
@@ -212,7 +225,15 @@ class ModelShape:
 
 
 _OPTIONAL_COUNTS = ("dense_layers", "shared_width", "dense_width")
-_WITH_DEFAULT = {"expert_matrices": 3, "other_weights": 0, "kv_numbers": 0, "left_out_weights": 0}
+_WITH_DEFAULT = {
+    "expert_matrices": 3,
+    "other_weights": 0,
+    "kv_numbers": 0,
+    "left_out_weights": 0,
+    "table_weights": 0,
+    "table_rows": 0,
+    "table_columns": 0,
+}
 
 
 def model_profiles_dir() -> Path:

@@ -115,6 +115,18 @@ class Rows:
     transposed: bool = False
     alternating: bool = False
 
+    @property
+    def are_below(self) -> bool:
+        """Whether the result is the sources one below the other as they are."""
+        return self.order is None and self.axis == -2 and not self.transposed and not self.alternating
+
+    def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
+        """See `Piecewise`."""
+        if self.are_below and arrays[0].ndim == 2:
+            yield from (numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True))
+        else:
+            yield self.unpack(entries, arrays)
+
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
         """See `Packing`."""
         values = [numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True)]

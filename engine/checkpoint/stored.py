@@ -37,6 +37,7 @@ class StoredWeights:
         experts: of each MoE layer, names of the formats of an expert's gate and up matrices, and of its down matrix.
         dense_bytes: everything but the experts, on a card.
         layers: the part of it that each layer has.
+        tables: the part of it that is in tables whose rows are looked up, the embedding of tokens among them.
         layer_bytes_per_weight: of what is neither expert nor embedding nor head.
         head_bytes_per_weight: of the head.
         is_repacked: whether experts' records are made of what is stored, without their numbers in between.
@@ -52,6 +53,7 @@ class StoredWeights:
     layer_bytes_per_weight: float
     head_bytes_per_weight: float
     is_repacked: bool
+    tables: int = 0
     in_place: StoredWeights | None = None
     is_in_place: bool = False
 

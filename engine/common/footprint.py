@@ -39,6 +39,10 @@ LONG_TOKENS = 2048
 """The same where experts come over a link or from disk: each chunk brings them once."""
 REPACKED_BYTES = 32 * 2**20
 """Bytes of a quantised checkpoint that are read while as many are repacked."""
+LARGE_TABLE_BYTES = 32 * 2**20
+"""An embedding that is smaller stays in memory: its rows are not worth a disk's time."""
+KEPT_ROWS_BYTES = 16 * 2**20
+"""Most bytes of rows used last that are kept of a table on disk."""
 _TOKENS_PER_EXPERT = 64
 """From about this many tokens, a matrix product is bound by compute instead of reading the weights."""
 _SHORTEST = 32

@@ -88,6 +88,11 @@ class DirectFile:
         if direct is None:
             self._drop(offset, len(target))
 
+    def read_at_random(self) -> None:
+        """Says that small pieces are going to be read here and there, around which nothing is needed."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._buffered, 0, 0, os.POSIX_FADV_RANDOM)
+
     def read_cached(self, offset: int, target: memoryview) -> int:
         """Copies what the page cache holds of these bytes, from the first one on; returns how many pages' bytes.
 

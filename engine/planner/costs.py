@@ -156,9 +156,7 @@ class Costs:
     def host_dense_bytes(self) -> float:
         """Bytes of all weights but the routed experts, as the CPU uses them; the embedding is never quantised."""
         model, head = self.model, self.model.vocabulary * self.model.hidden
-        layers = model.layer_bytes_per_weight(self.dense_precision) * (
-            model.non_expert_weights - model.embedding_weights
-        )
+        layers = model.layer_bytes_per_weight(self.dense_precision) * model.matrix_weights
         untied = format_of(self.dense_precision).is_tiled or not model.tied_embeddings
         return layers + 2.0 * head + (model.head_bytes_per_weight(self.dense_precision) * head if untied else 0.0)
 

@@ -112,7 +112,7 @@ def _steps(gpu: GpuProfile, *, captures: bool) -> DecodeSteps:
 def _bytes_read(model: ModelShape, precision: str, dense: str) -> float:
     """Of all weights that some token reads: one row of the embedding is not worth counting."""
     each = model.layer_bytes_per_weight(dense)
-    layers = each * (model.non_expert_weights - model.embedding_weights)
+    layers = each * model.matrix_weights
     head = model.head_bytes_per_weight(dense) * model.vocabulary * model.hidden
     return layers + head + model.all_expert_bytes(precision)
 

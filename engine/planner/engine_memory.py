@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common import footprint
@@ -20,6 +20,7 @@ from engine.planner.placement import (
     NotEnoughRamError,
     Placement,
     Sizes,
+    Tables,
     Weights,
     converted_bytes,
     resolve,
@@ -35,6 +36,7 @@ class EngineMemory:
         card: None if everything is on the CPU.
         ram: weights and caches in RAM.
         disk: experts that do not fit into RAM.
+        tables: embeddings whose rows are looked up on disk.
         written: what loading has to write of them to disk: those that are no ranges of the model's files.
         slots: experts on the card, without staging.
         all_experts: whether all experts stay on the card.
@@ -46,6 +48,7 @@ class EngineMemory:
     slots: int = 0
     all_experts: bool = False
     written: int = 0
+    tables: Tables = field(default=Tables())
 
 
 def records_nbytes(model: ModelShape, precision: str) -> tuple[int, ...]:
@@ -77,7 +80,7 @@ def dense_in_ram(model: ModelShape, precision: str) -> int:
     if not format_of(precision).is_tiled:
         return as_stored(precision).width * model.non_expert_weights
     routers, head = model.moe_layers * model.hidden * model.experts, model.vocabulary * model.hidden
-    return quantised_linears(model, precision) + 2 * (routers + head)
+    return quantised_linears(model, precision) + 2 * (routers + head + model.table_weights)
 
 
 def quantised_linears(model: ModelShape, precision: str) -> int:
@@ -87,7 +90,7 @@ def quantised_linears(model: ModelShape, precision: str) -> int:
     if not format_of(precision).is_tiled:
         return 0
     layers, of_head = format_of(careful(precision, model.total_weights)), format_of(head_format(precision))
-    linear = model.non_expert_weights - model.embedding_weights - model.moe_layers * model.hidden * model.experts
+    linear = model.matrix_weights - model.moe_layers * model.hidden * model.experts
     return sum(layers.part_bytes(1 + linear // model.hidden, model.hidden)) + sum(
         of_head.part_bytes(model.vocabulary, model.hidden)
     )
@@ -110,13 +113,20 @@ def dense_on_card(costs: Costs) -> int:
     return dense_in_ram(model, precision)
 
 
+def _held_on_card(costs: Costs, limits: Limits) -> int:
+    """The same less tables that a card has no room for."""
+    dense = dense_on_card(costs)
+    tables = _tables(costs.model, costs.precision, costs.model.layers)
+    return dense - tables.elsewhere if dense > card_usable(costs, limits) else dense
+
+
 def memory_rule(costs: Costs, limits: Limits) -> MemoryRule:
     """What the engine may use of the card and of the RAM."""
     return MemoryRule(
         card_usable(costs, limits),
         activations(costs, limits)[1],
         ram_usable(costs, limits),
-        weights=dense_on_card(costs),
+        weights=_held_on_card(costs, limits),
     )
 
 
@@ -149,7 +159,7 @@ def activations(costs: Costs, limits: Limits) -> tuple[int, int]:
     """(tokens of a prompt chunk on the card, bytes of its activations)."""
     model = costs.model
     each = activation_token_bytes(model, costs.precision)
-    room = card_usable(costs, limits) - dense_on_card(costs)
+    room = card_usable(costs, limits) - _held_on_card(costs, limits)
     piece = footprint.chunk_tokens(room, each, context_tokens(model, limits))
     return piece, piece * each
 
@@ -244,8 +254,8 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
     """
     ram = placement.ram
     if not placement.devices:
-        whole = _ram(costs, limits, ram.experts, dense=True)
-        return EngineMemory(None, whole, placement.on_disk, written=placement.written)
+        whole = _ram(costs, limits, ram.experts, dense=True, less=placement.tables.in_ram - placement.tables.kept)
+        return EngineMemory(None, whole, placement.on_disk, written=placement.written, tables=placement.tables)
     devices, gpu = placement.devices, costs.machine.gpu
     assert gpu is not None
     card = TierBytes(
@@ -265,6 +275,7 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
         placement.slots,
         placement.all_experts,
         placement.written,
+        placement.tables,
     )
 
 
@@ -274,7 +285,7 @@ def _weights(costs: Costs) -> Weights:
     gpu = costs.machine.gpu
     plain = as_stored(precision).name
     is_quantised = format_of(precision).is_tiled and gpu is not None and not _is_emulated(gpu)
-    in_ram = dense_in_ram(model, plain)
+    in_ram = dense_in_ram(model, STORED if _is_in_place(model, precision) else plain)
     layers, elsewhere = _spread(model, dense_on_card(costs), precision)
     records = records_nbytes(model, precision)
     return Weights(
@@ -291,7 +302,34 @@ def _weights(costs: Costs) -> Weights:
         _working_bytes(model, precision),
         in_ram if is_quantised else 0,
         quantised_linears(model, precision),
+        _tables(model, precision, len(layers)),
     )
+
+
+def _tables(model: ModelShape, precision: str, layers: int) -> Tables:
+    """The large ones; they are never quantised here, and count as outside the decoder layers."""
+    embedding = 0 if model.tied_embeddings else model.vocabulary * model.hidden
+    kept = model.stored if precision == STORED else None
+    width = as_stored(precision).width
+    nbytes = kept.tables if kept is not None else width * (model.table_weights + embedding)
+    each = nbytes / max(model.table_weights + embedding, 1)
+    own, tokens = round(each * model.table_weights), round(each * embedding)
+    own, tokens = (size if size >= footprint.LARGE_TABLE_BYTES else 0 for size in (own, tokens))
+    rows, row = (model.table_rows if own else 0), round(each * model.table_columns)
+    numbers = (model.table_weights if own else 0) + (embedding if tokens else 0)
+    return Tables(
+        (0,) * layers,
+        own + tokens,
+        own + tokens if _is_in_place(model, precision) else width * numbers,
+        own + tokens,
+        sum(min(size, footprint.KEPT_ROWS_BYTES) for size in (own, tokens)),
+        rows + bool(tokens),
+        rows * row + (round(each * model.hidden) if tokens else 0),
+    )
+
+
+def _is_in_place(model: ModelShape, precision: str) -> bool:
+    return precision == STORED and model.stored is not None and model.stored.is_in_place
 
 
 def _spread(model: ModelShape, dense: int, precision: str) -> tuple[tuple[int, ...], int]:
@@ -318,18 +356,18 @@ def _working_bytes(model: ModelShape, precision: str) -> int:
     return converting + (model.experts * max(records_nbytes(model, plain.name)) if format_of(precision).is_tiled else 0)
 
 
-def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False) -> TierBytes:
+def _ram(costs: Costs, limits: Limits, experts: int, *, dense: bool = False, less: int = 0) -> TierBytes:
     """The RAM by purpose.
 
     Args:
         experts: bytes of experts.
-        dense: whether the dense weights are in RAM too, and keys and values with them.
+        dense: whether the dense weights are in RAM too, `less` these bytes, and keys and values with them.
     """
     model, total = costs.model, costs.machine.cpu.ram_bytes
     free = max(0, total - limits.ram_of_others)
     weights = kv = 0
     if dense:
-        weights = dense_in_ram(model, costs.precision)
+        weights = dense_in_ram(model, costs.precision) - less
         per_token = round(model.kv_bytes_per_token()) * as_stored(costs.precision).width // 2
         kv = min(context_tokens(model, limits), footprint.FEWEST_KV_TOKENS) * per_token
     return TierBytes(

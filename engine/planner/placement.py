@@ -26,6 +26,9 @@ _KEPT_FREE = 10
 disk."""
 
 
+_MUCH_OF_A_CARD = 4
+"""1/n of the cards, for which tables leave them if experts are read from disk."""
+
 WORTH_KEEPING = 64 * 2**20
 """Bytes below which converting takes no time to speak of, and is done anew each time."""
 
@@ -71,6 +74,27 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True)
+class Tables:
+    """Embeddings that may stay on disk, where their rows are looked up: a row costs far less than an expert.
+
+    Attributes:
+        layers, elsewhere: bytes of them in each decoder layer and outside, as a device holds them.
+        in_ram: as RAM does.
+        on_disk: as the files do.
+        kept: bytes of rows that stay in RAM in their place.
+        rows, row_bytes: that a token looks up, and bytes of these together.
+    """
+
+    layers: tuple[int, ...] = ()
+    elsewhere: int = 0
+    in_ram: int = 0
+    on_disk: int = 0
+    kept: int = 0
+    rows: int = 0
+    row_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Weights:
     """A model's weights in one precision, in bytes.
 
@@ -83,6 +107,8 @@ class Weights:
         working: additional RAM needed while experts are loaded.
         working_for_devices: more of it, needed when the dense weights go to devices.
         linears: those of linear layers that are quantised, which a file keeps if it keeps anything.
+        tables: those of the dense weights that may stay on disk.
+        kept_rows: RAM for rows of tables that do.
     """
 
     precision: str
@@ -93,6 +119,22 @@ class Weights:
     working: int = 0
     working_for_devices: int = 0
     linears: int = 0
+    tables: Tables = Tables()
+    kept_rows: int = 0
+
+    @property
+    def without_tables(self) -> Weights:
+        """The same with its tables on disk."""
+        tables, layers = self.tables, self.tables.layers or (0,) * len(self.dense_layers)
+        return replace(
+            self,
+            dense_layers=tuple(nbytes - less for nbytes, less in zip(self.dense_layers, layers, strict=True)),
+            dense_elsewhere=self.dense_elsewhere - tables.elsewhere,
+            dense_in_ram=self.dense_in_ram - tables.in_ram + tables.kept,
+            working_for_devices=max(self.working_for_devices - tables.in_ram, 0),
+            tables=Tables(),
+            kept_rows=tables.kept,
+        )
 
     @property
     def experts_nbytes(self) -> int:
@@ -299,6 +341,7 @@ class Placement:
         on_disk: bytes of experts that are read from disk when needed.
         converted: bytes that a file keeps of what was converted, whether it is there yet or not.
         must_be_kept: whether experts are read from it: without room for it on the disk the model cannot be loaded.
+        tables: embeddings whose rows are looked up on disk; none if all are in memory.
         notes: parts of the request that could not be met.
     """
 
@@ -312,6 +355,7 @@ class Placement:
     on_disk: int = 0
     converted: int = 0
     must_be_kept: bool = False
+    tables: Tables = Tables()
     notes: tuple[Note, ...] = ()
 
     @property
@@ -385,7 +429,7 @@ def split_layers(layers: Sequence[int], elsewhere: int, capacities: Sequence[int
 
 def least_ram(sizes: Sizes) -> int:
     """RAM needed at least to run the model on the CPU in its last precision, with experts read from disk."""
-    weights = sizes.weights[-1]
+    weights = sizes.weights[-1].without_tables
     on_demand = [each for each in weights.experts if each.is_on_demand]
     kept = weights.experts_nbytes - sum(each.nbytes for each in on_demand)
     fixed = weights.dense_in_ram + (kept + weights.working if kept or not on_demand else 0)
@@ -432,7 +476,26 @@ def converted_bytes(weights: Weights, *, from_disk: bool) -> tuple[int, bool]:
 
 
 def _place(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettings, roomy: int) -> Placement:
-    """The placement in one precision."""
+    """The placement in one precision: tables stay on disk before anything else has to, or a card cannot be used."""
+    if not weights.tables.on_disk:
+        return _placed(sizes, weights, budgets, cache, roomy)
+    try:
+        held = _placed(sizes, weights, budgets, cache, roomy)
+    except NotEnoughRamError:
+        held = None
+    tables = weights.tables
+    on_devices, free = sum(tables.layers) + tables.elsewhere, sum(device.free for device in budgets.devices)
+    # A card's table takes no RAM, and lets whole steps run there: it leaves the card if it takes much of it.
+    stays = held is not None and (not held.on_disk or (held.devices and _MUCH_OF_A_CARD * on_devices < free))
+    if held is not None and stays and not held.notes:
+        return held
+    layers = tuple(max(all_of - less, 0) for all_of, less in zip(sizes.layers, tables.layers, strict=False))
+    fewer = replace(sizes, layers=layers or sizes.layers, elsewhere=max(sizes.elsewhere - tables.elsewhere, 0))
+    apart = replace(_placed(fewer, weights.without_tables, budgets, cache, roomy), tables=tables)
+    return held if held is not None and not held.on_disk and apart.notes else apart
+
+
+def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettings, roomy: int) -> Placement:
     of_layer = split_layers(sizes.layers, sizes.elsewhere, [device.total for device in budgets.devices])
     needs = [_need(sizes, weights, of_layer, index, device) for index, device in enumerate(budgets.devices)]
     short = next((need for need in needs if need.least > need.device.free), None)
@@ -456,7 +519,8 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSetting
             sizes, weights, budgets, (Note(NoteCode.NO_SLOTS, needed, unified.device.free, unified.device.name),)
         )
     experts = () if all_experts else weights.experts
-    ram, on_disk = _in_ram(sizes, weights, budgets, dense=0, experts=experts, more=weights.working_for_devices)
+    more = weights.working_for_devices
+    ram, on_disk = _in_ram(sizes, weights, budgets, dense=weights.kept_rows, experts=experts, more=more)
     return Placement(
         precision=weights.precision,
         devices=tuple(

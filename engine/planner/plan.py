@@ -95,6 +95,9 @@ def make_plan(
         roofline=roofline_picture(costs, workload),
         limits=limits,
         written_bytes=memory.written,
+        table_bytes=memory.tables.on_disk,
+        table_rows=memory.tables.rows if memory.tables.on_disk else 0,
+        table_row_bytes=memory.tables.row_bytes if memory.tables.on_disk else 0,
     )
 
 

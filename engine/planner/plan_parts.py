@@ -255,6 +255,8 @@ class Plan:
         alternatives: other policies and precisions, the fastest first.
         roofline: the diagram.
         written_bytes: room on disk without which it cannot be loaded: for converted experts that are read from there.
+        table_bytes: embeddings that stay on disk; table_rows, table_row_bytes: rows that a token reads there, and their
+            bytes.
     """
 
     machine: str
@@ -278,6 +280,9 @@ class Plan:
     roofline: RooflinePicture
     limits: Limits
     written_bytes: int = 0
+    table_bytes: int = 0
+    table_rows: int = 0
+    table_row_bytes: int = 0
 
     def engine_config(self, model: str, device: str = "auto") -> EngineConfig:
         """The engine configuration that runs this plan.

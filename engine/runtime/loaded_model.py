@@ -28,6 +28,7 @@ from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.files import Files
 from engine.runtime.load.foresight import Foresight
+from engine.runtime.load.tables import TableReads
 
 
 @dataclass(kw_only=True)
@@ -40,6 +41,7 @@ class ModelParts:
 
         bank: the weights of all experts but those on disk; `None` for a dense model.
         disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
+        tables: reads rows of embeddings that stay on disk, if any do.
         kernels: the native CPU kernels that it computes with, if any.
 
         devices: what it runs on beside the CPU, if anything.
@@ -51,6 +53,7 @@ class ModelParts:
 
     bank: ExpertBank | None = None
     disk_backed: DiskBackedBank | None = None
+    tables: TableReads | None = None
     kernels: NativeKernels | None = None
 
     devices: ModelDevices | None = None
@@ -65,12 +68,12 @@ class ModelParts:
         opened = self.devices.devices if self.devices is not None else ()
         on_card = any(device.torch_device.type != "cpu" for device in opened)
         # Devices before the bank: what is on its way reads from it.
-        for held in (self.foresight, self.devices, self.bank, self.disk_backed):
+        for held in (self.foresight, self.devices, self.bank, self.disk_backed, self.tables):
             if held is not None:
                 # A lost card gives nothing back.
                 with suppress(EngineError, RuntimeError) if on_card else nullcontext():
                     held.close()
-        self.model = self.tokenizer = self.bank = self.disk_backed = self.devices = self.foresight = None
+        self.model = self.tokenizer = self.bank = self.disk_backed = self.devices = self.foresight = self.tables = None
         gc.collect()
         if self.kernels is not None:
             self.kernels.close()

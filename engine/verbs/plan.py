@@ -168,6 +168,9 @@ def plan_text(plan: Plan) -> str:
     lines.append(_tier("RAM", plan.ram))
     if plan.disk_bytes:
         lines.append(f"{'disk':<14}{plan.disk_bytes / 1e9:.1f} GB of experts, read as they are needed")
+    if plan.table_bytes:
+        each = f"{plan.table_rows} {'row' if plan.table_rows == 1 else 'rows'}, {plan.table_row_bytes:,} bytes"
+        lines.append(f"{'disk':<14}{plan.table_bytes / 1e9:.1f} GB of embeddings, of which a token reads {each}")
     if plan.written_bytes:
         lines.append(f"{'':<14}{plan.written_bytes / 1e9:.1f} GB must be free there for what is converted once")
     if plan.card is not None and cache.all_experts:

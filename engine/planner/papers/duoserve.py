@@ -58,8 +58,7 @@ def _four_bit(shape: ModelShape) -> float:
     """Bytes of the non-expert weights: as published for 8x7B, scaled by size for other shapes."""
 
     def packed(model: ModelShape) -> float:
-        projections = model.non_expert_weights - model.embedding_weights
-        return projections * format_of("awq4").bytes_per_weight + 2.0 * model.embedding_weights
+        return model.matrix_weights * format_of("awq4").bytes_per_weight + 2.0 * model.embedding_weights
 
     return _NON_EXPERTS_8X7B * packed(shape) / packed(read_model("mixtral-8x7b"))
 

@@ -7,7 +7,7 @@ rest into its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -243,11 +243,19 @@ def _in_memory(stack: Stack, files: Files, reader: TensorReader) -> list[torch.T
 
 
 def bind_matrices_in_place(
-    opened: OpenedCheckpoint, types: frozenset[str], files: Files, kernels: NativeKernels, reader: TensorReader
+    opened: OpenedCheckpoint,
+    types: frozenset[str],
+    files: Files,
+    kernels: NativeKernels,
+    reader: TensorReader,
+    *,
+    besides: Collection[str] = (),
 ) -> None:
-    """Lets linear layers and embeddings compute from the files."""
+    """Lets linear layers and embeddings compute from the files, all `besides` these weights."""
     model, made = opened.model, dict[int, Blocks]()  # one for all who share it, which then count it once
     for name, entry in matrices_in_place(opened, types).items():
+        if name in besides:
+            continue
         stacks = heads_in_rows(entry)
         if stacks is not None:
             own = model.get_submodule(name.removesuffix(".weight"))
@@ -350,13 +358,19 @@ def formats_on_cards(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
 class MatricesOnCards:
     """The linear layers and embeddings that cards hold in blocks; see `StoredMatrices`.
 
+    Args:
+        besides: weights that they do not.
+
     Attributes:
         formats: of linear layers, by the modules' names.
         embeddings: stored weights, by the modules' names.
     """
 
-    def __init__(self, opened: OpenedCheckpoint, reader: TensorReader | None = None) -> None:
-        self._found, self._reader = matrices_in_place(opened, BLOCKS), reader
+    def __init__(
+        self, opened: OpenedCheckpoint, reader: TensorReader | None = None, besides: Collection[str] = ()
+    ) -> None:
+        found = matrices_in_place(opened, BLOCKS).items()
+        self._found, self._reader = {name: entry for name, entry in found if name not in besides}, reader
         self._tied = tied_to(opened.model)
         linears: dict[str, BlockFormat] = {}
         self.embeddings: dict[str, TensorEntry] = {}

@@ -32,7 +32,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from engine.checkpoint.expert_index import ExpertIndex, PartSources
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry
+from engine.checkpoint.packed import PackedEntry, Rows
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.record_memory import empty_in_huge_pages
 from engine.experts.sites import ExpertsSite
@@ -114,6 +114,7 @@ def plan_loading(
     state, prefix = model.state_dict(), model.base_model_prefix
     owners = {target: site for site in sites for target in site.targets}
     plan = LoadingPlan(ExpertIndex(), {}, {}, quantizer, adapter, dtype)
+    shards: dict[str, list[str]] = {}
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
         if name not in state and key in state:
@@ -125,6 +126,8 @@ def plan_loading(
             (plan.surplus if surplus else plan.rest)[key] = tensors[key]
             if pattern is None and name in state:
                 plan.renamed[name] = tensors[key]
+            elif pattern is not None and name in state and _joins_shards(by_pattern[pattern]):
+                shards.setdefault(name, []).append(key)
             continue
         parts = plan.index.modules.setdefault(site.name, {})
         part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts))
@@ -133,10 +136,25 @@ def plan_loading(
         if getattr(converter, "experts_below_one_another", False):
             entry = _by_expert(entry, site.num_experts)
         part.by_pattern.setdefault(pattern or key, []).append(entry)
+    for name, keys in shards.items():
+        if len({tensors[key].shape[1:] for key in keys}) == 1 and len(tensors[keys[0]].shape) == 2:
+            plan.rest[name] = plan.renamed[name] = _joined([plan.rest.pop(key) for key in keys], name)
     for target, converter in list(plan.converters.items()):
         if _divides_experts(converter):
             _divide(plan, target, converter, owners)
     return plan
+
+
+def _joins_shards(converter: Any) -> bool:
+    """Whether it puts the rows of one list of tensors below one another: those of a table too large for one tensor."""
+    kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]
+    return kinds == [(Concatenate, 0)] and len(converter.source_patterns) == 1
+
+
+def _joined(shards: list[TensorEntry], name: str) -> TensorEntry:
+    first, nbytes = shards[0], sum(shard.nbytes for shard in shards)
+    shape = (sum(shard.shape[0] for shard in shards), *first.shape[1:])
+    return PackedEntry(first.file, name, first.dtype, shape, first.offset, nbytes, tuple(shards), Rows())
 
 
 def _divides_experts(converter: Any | None) -> bool:

@@ -50,7 +50,7 @@ from engine.runtime.load.plan import Machine, Plan, resolve
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
-from engine.runtime.load.weights import disk_note, read_weights
+from engine.runtime.load.weights import disk_note, read_weights, tables_note
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
 from engine.runtime.segments import SegmentedCapture
 
@@ -261,6 +261,7 @@ def _hand_over(
         *context_notes(model, profile.trained_tokens, context),
         devices_note(devices, sum(site.nbytes for site in plan.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
+        tables_note(placement.tables.on_disk) if plan.tables else "",
         file.left_out,
         f"Switchyard gives this model text only, no {file.unread.replace(' and ', ' or ')}." if file.unread else "",
         missing_note()
@@ -304,6 +305,7 @@ def _hand_over(
         info=info,
         bank=parts.bank,
         disk_backed=parts.disk_backed,
+        tables=parts.tables,
         kernels=parts.kernels,
         device=plan.dense,
         devices=devices if plan.devices else None,
@@ -324,12 +326,12 @@ def _parameters(site: ExpertsSite) -> int:
 
 def _graph_device(plan: Plan, parts: LoadingParts) -> Device | None:
     """Where decode steps are captured: on the card that has all of the model, or where it begins on several, without
-    native kernels on the CPU beside, which no card could repeat."""
+    native kernels on the CPU or rows from disk beside, which no card could repeat."""
     opened = parts.devices.devices
     if not opened or plan.graphs == "off" or not all(device.new_capture is not None for device in opened):
         return None
     on_host = opened[0].torch_device.type == "cpu" and parts.kernels is not None
-    if on_host or not (plan.graphs == "on" or all(device.compute_follows_caller for device in opened)):
+    if on_host or plan.tables or not (plan.graphs == "on" or all(device.compute_follows_caller for device in opened)):
         return None
     return opened[0] if len(opened) == 1 else replace(opened[0], new_capture=lambda: SegmentedCapture(opened))
 

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ from engine.formats import AUTO, LADDER, STORED, careful, format_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
 from engine.kernels.gpu.proof import reads_blocks
 from engine.planner import placement as placing
-from engine.planner.placement import Budgets, DeviceBudget, Experts, Made, Placement, Sizes, Weights
+from engine.planner.placement import Budgets, DeviceBudget, Experts, Made, Placement, Sizes, Tables, Weights
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.conversion import Conversion, keeps_nothing, linears_in
@@ -41,6 +41,7 @@ from engine.runtime.load.in_place import (
 from engine.runtime.load.library_models import tied_to
 from engine.runtime.load.records import lies_as_recorded, working_bytes
 from engine.runtime.load.stored import shape_of, sites_in, stored_linears
+from engine.runtime.load.tables import StoredTable, tables_in
 
 _CPU = torch.device("cpu")
 
@@ -80,6 +81,7 @@ class Plan:
         sites: its experts modules in that precision.
         dense_sizes: bytes of every tensor but experts, by name, as they will be held.
         dense_parameters: how many numbers they are.
+        tables: embeddings that stay on disk, by the names of their weights.
         in_place: types of the experts, linear layers and embeddings that are used as they lie in the model's files, on
             an emulated device experts alone; none if that is not done.
         linears_on_cards: the precision of linear layers on cards, if they are quantised there.
@@ -99,6 +101,7 @@ class Plan:
     sites: list[ExpertsSite]
     dense_sizes: dict[str, int]
     dense_parameters: int
+    tables: dict[str, StoredTable]
     in_place: frozenset[str]
     linears_on_cards: str | None
     has_kernels: bool
@@ -162,7 +165,7 @@ class Plan:
     @property
     def in_whole_files(self) -> bool:
         """Whether files are used in memory as a whole."""
-        return not self.devices and not self.on_disk
+        return not self.devices and not self.on_disk and not self.tables
 
 
 def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> Plan:
@@ -178,14 +181,17 @@ def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> P
     in_place = types_in_place(file, precision, types)
     used = tuple(devices) if placement.devices else ()
     sites = sites_in(file, precision, in_place=in_place)
+    tables = tables_in(file) if placement.tables.on_disk else {}
+    dense_sizes = _dense_sizes(file, precision, used, in_place=in_place)
     return Plan(
         file=file,
         placement=placement,
         devices=used,
         layers=layers.on(placement.of_layer),
         sites=sites,
-        dense_sizes=_dense_sizes(file, precision, used, in_place=in_place),
+        dense_sizes={name: nbytes for name, nbytes in dense_sizes.items() if name not in tables},
         dense_parameters=_dense_parameters(file),
+        tables=tables,
         in_place=in_place,
         linears_on_cards=dense_on_cards(file, [device.torch_device for device in used], precision),
         has_kernels=machine.has_kernels,
@@ -284,8 +290,8 @@ def _weights(
 ) -> Weights:
     devices = machine.devices
     sites = sites_in(file, precision, in_place=in_place)
-    in_ram = sum(_dense_sizes(file, precision, (), in_place=in_place).values())
-    dense, elsewhere = layers.sums(_dense_sizes(file, precision, devices, in_place=in_place))
+    held, there = (_dense_sizes(file, precision, places, in_place=in_place) for places in ((), devices))
+    in_ram, (dense, elsewhere) = sum(held.values()), layers.sums(there)
     layouts: dict[Any, int] = {}
     is_quantised = dense_on_cards(file, [device.torch_device for device in devices], precision) is not None
     linears = _linears(machine, file, precision, in_place=in_place)
@@ -308,6 +314,22 @@ def _weights(
         working_bytes(file.plan, sites),
         in_ram if is_quantised else 0,  # it is quantised in RAM, on its way to the cards
         sum(layout.nbytes for layout in linears.values()),
+        _tables(tables_in(file), layers, held, there),
+    )
+
+
+def _tables(
+    found: Mapping[str, StoredTable], layers: LayerNames, in_ram: Mapping[str, int], on_devices: Mapping[str, int]
+) -> Tables:
+    """What they take, given the bytes of all tensors in RAM and on devices."""
+    tables = found.values()
+    return Tables(
+        *layers.sums({name: on_devices[name] for name in found}),
+        in_ram=sum(in_ram[name] for name in found),
+        on_disk=sum(table.nbytes for table in tables),
+        kept=sum(table.kept for table in tables),
+        rows=sum(table.per_token for table in tables),
+        row_bytes=sum(table.per_token * table.row_bytes for table in tables),
     )
 
 

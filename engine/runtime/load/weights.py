@@ -41,6 +41,7 @@ from engine.runtime.load.library_conversion import load_rest
 from engine.runtime.load.plan import Plan
 from engine.runtime.load.records import RecordMaker, lies_as_recorded, ranges_of, read_parts, repack_all
 from engine.runtime.load.stored import read_apart, shape_of, stored_linears
+from engine.runtime.load.tables import TableReads, bind_tables
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 from engine.runtime.loaded_model import LoadingParts
 
@@ -155,6 +156,7 @@ def _bytes_read(plan: Plan, conversion: Conversion | None, whole: list[Path]) ->
         if plan.in_place and plan.in_whole_files:
             apart = matrices_in_place(plan.file, plan.in_place).keys() & own.renamed.keys()
             apart |= {name for name, entry in own.renamed.items() if torch_dtype(entry) == own.dtype}
+        apart |= plan.tables.keys()
         nbytes = sum(entry.nbytes for entry in own.rest.values()) - sum(own.renamed[name].nbytes for name in apart)
     if plan.in_whole_files:
         read = [] if plan.in_place else [site for site in read if site.name not in there]
@@ -255,7 +257,7 @@ class _Source:
         """
         plan, file, kernels = self.plan, self.plan.file, self.parts.kernels
         model, renamed, on_cards = file.model, file.plan.renamed.keys(), plan.linears_on_cards
-        blocks = MatricesOnCards(file, self.reader) if plan.in_place and on_cards is not None else None
+        blocks = MatricesOnCards(file, self.reader, plan.tables) if plan.in_place and on_cards is not None else None
         linears, apart = self._linears(), set[str]()
         if blocks is not None:
             linears, apart = StoredMatrices(blocks.formats, blocks.matrix), blocks.names & renamed
@@ -266,14 +268,20 @@ class _Source:
             apart = read_apart(file, (self.converted and self.converted.conversion.linears) or of_cards)
         by_way_of_ram = on_cards is not None
         places = {"": torch.device("cpu")} if by_way_of_ram else plan.layers.device_map(plan.places)
+        places |= {name.removesuffix(".weight"): torch.device("cpu") for name in plan.tables}
+        apart |= plan.tables.keys()
         load_rest(model, file.plan, self.reader, places, apart, self.files.numbers)
+        if plan.tables:
+            reads = self.parts.tables = TableReads()
+            used = matrices_in_place(file, plan.in_place) if plan.in_place and not plan.devices else ()
+            bind_tables(file, plan.tables, reads, kernels, self._place, in_place=used)
         if on_cards is not None:
             quantise_on_cards(model, on_cards, lambda name: self._place(name), kernels, linears)
             if blocks is not None:
                 blocks.bind_embeddings(model, lambda name: self._place(f"{name}."))
             self._move_rest()
         elif plan.in_place and not plan.devices and kernels is not None:
-            bind_matrices_in_place(file, plan.in_place, self.files, kernels, self.reader)
+            bind_matrices_in_place(file, plan.in_place, self.files, kernels, self.reader, besides=plan.tables)
         elif linears is not None and kernels is not None:
             keep_linears(model, linears, kernels)
 
@@ -334,6 +342,11 @@ def _slots_over(disk: DiskTier, placed: InRam) -> DiskBackedBank:
     except BaseException:
         disk.close()
         raise
+
+
+def tables_note(nbytes: int) -> str:
+    """One sentence for the user."""
+    return f"Embeddings of {rounded_up(nbytes)} stay on disk: the rows that a token needs are read there."
 
 
 def disk_note(bank: DiskBackedBank) -> str:
