@@ -242,7 +242,7 @@ class RowTable(BlockEmbedding):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self.numbers:
             self.expect(input)
-            return torch.empty(*input.shape, 0)
+            return torch.empty(*input.shape, 0, device=input.device)
         wanted, inverse = np.unique(input.cpu().numpy().astype(np.int64), return_inverse=True)
         reading = self._settle()
         if reading is None or not np.isin(wanted, reading.rows, assume_unique=True).all():
@@ -251,14 +251,14 @@ class RowTable(BlockEmbedding):
         at = np.searchsorted(reading.rows, wanted)
         raw = reading.raw if len(wanted) == len(reading.rows) else reading.raw[torch.from_numpy(at)]
         rows = self._table.unpack(raw, self._type if self._rounds else self.dtype, self._kernels)
-        ids = torch.from_numpy(inverse.reshape(tuple(input.shape)))
+        ids = torch.from_numpy(inverse.reshape(tuple(input.shape))).to(input.device)
         module, empty = self._module, self._module.weight
-        module.weight = torch.nn.Parameter(rows, requires_grad=False)
+        module.weight = torch.nn.Parameter(rows.to(input.device), requires_grad=False)
         try:  # the module's own, with these rows for its weight: it may do more with them
             found: torch.Tensor = type(module).forward(module, ids)
         finally:
             module.weight = empty
-        return found.to(device=input.device, dtype=self.dtype)
+        return found.to(self.dtype)
 
     def _begin(self, rows: Rows) -> _Reading:
         if len(rows) and not 0 <= rows[0] <= rows[-1] < self._count:
