@@ -123,9 +123,9 @@ def test_what_streams_from_disk_says_so() -> None:
 
 def test_what_does_not_fit() -> None:
     big = read_model("mixtral-8x7b")
-    one = row(quantised(big, "Q4_K_M", 4.85), look(2))
+    one = row(quantised(big, "Q4_K_M", 4.85), look(1))
     assert (one.verdict, one.speed, one.ram, one.fits_alone) == ("too-large", None, None, False)
-    busy = row(quantised(OLMOE, "Q4_K_M", 4.85), look(4), Limits(ram_of_others=round(3.4 * GIB)))
+    busy = row(quantised(OLMOE, "Q4_K_M", 4.85), look(4), Limits(ram_of_others=round(3.7 * GIB)))
     assert (busy.verdict, busy.fits_alone) == ("too-large", True)
 
 
@@ -148,7 +148,7 @@ def test_the_best_quality_that_is_fast_is_recommended() -> None:
     card = fit_card(found, look(32), Limits())
     assert card.recommended is not None
     assert card.rows[card.recommended].candidate.label == "Q6_K"  # no worse than 8 or 16 bits, and the smallest
-    small = fit_card(found, look(6), Limits())
+    small = fit_card(found, look(5), Limits())
     assert small.recommended is not None
     assert small.rows[small.recommended].candidate.label == "Q4_K_M"
     assert fit_card([], look(), Limits()).recommended is None

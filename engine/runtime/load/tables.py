@@ -107,7 +107,8 @@ def _is_looked_up(module: Any) -> bool:
 
 def _parts_of(entry: TensorEntry) -> tuple[TensorEntry, ...]:
     """The matrices of one type that a tensor consists of, one below the other; none if it is stored otherwise."""
-    packing, parts = rows_of(entry), (entry,)
+    packing = rows_of(entry)
+    parts: tuple[TensorEntry, ...] = (entry,)
     if isinstance(entry, PackedEntry):
         if packing is None or not packing.are_below:
             return ()
@@ -222,7 +223,7 @@ class RowTable(BlockEmbedding):
         *,
         rounds: bool,
     ) -> None:
-        self._module, self._table, self._reads, self._kernels = module, table, reads, kernels
+        self._module, self._stored, self._reads, self._unpacking = module, table, reads, kernels
         self._type, self._rounds, self.dtype, self.numbers = dtype, rounds, dtype, False
         self._count = module.num_embeddings
         self._recent = torch.empty(table.kept // table.row_bytes, table.row_bytes, dtype=torch.uint8)
@@ -242,7 +243,7 @@ class RowTable(BlockEmbedding):
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
         if self.numbers:
             self.expect(input)
-            return torch.empty(*input.shape, 0)
+            return torch.empty(*input.shape, 0, device=input.device)
         wanted, inverse = np.unique(input.cpu().numpy().astype(np.int64), return_inverse=True)
         reading = self._settle()
         if reading is None or not np.isin(wanted, reading.rows, assume_unique=True).all():
@@ -250,20 +251,20 @@ class RowTable(BlockEmbedding):
             self._keep(reading)
         at = np.searchsorted(reading.rows, wanted)
         raw = reading.raw if len(wanted) == len(reading.rows) else reading.raw[torch.from_numpy(at)]
-        rows = self._table.unpack(raw, self._type if self._rounds else self.dtype, self._kernels)
-        ids = torch.from_numpy(inverse.reshape(tuple(input.shape)))
+        rows = self._stored.unpack(raw, self._type if self._rounds else self.dtype, self._unpacking)
+        ids = torch.from_numpy(inverse.reshape(tuple(input.shape))).to(input.device)
         module, empty = self._module, self._module.weight
-        module.weight = torch.nn.Parameter(rows, requires_grad=False)
+        module.weight = torch.nn.Parameter(rows.to(input.device), requires_grad=False)
         try:  # the module's own, with these rows for its weight: it may do more with them
             found: torch.Tensor = type(module).forward(module, ids)
         finally:
             module.weight = empty
-        return found.to(device=input.device, dtype=self.dtype)
+        return found.to(self.dtype)
 
     def _begin(self, rows: Rows) -> _Reading:
         if len(rows) and not 0 <= rows[0] <= rows[-1] < self._count:
             raise IndexError("index out of range in self")
-        raw = torch.empty(len(rows), self._table.row_bytes, dtype=torch.uint8)
+        raw = torch.empty(len(rows), self._stored.row_bytes, dtype=torch.uint8)
         known = [(at, self._order[row]) for at, row in enumerate(rows.tolist()) if row in self._order]
         if known:
             here, there = torch.tensor(known).T
@@ -271,7 +272,7 @@ class RowTable(BlockEmbedding):
             for row in rows[here.numpy()].tolist():
                 self._order.move_to_end(row)
         missing = np.setdiff1d(np.arange(len(rows)), [at for at, _ in known], assume_unique=True)
-        return _Reading(rows, raw, missing, self._reads.start(self._table, rows[missing], missing, raw))
+        return _Reading(rows, raw, missing, self._reads.start(self._stored, rows[missing], missing, raw))
 
     def _settle(self) -> _Reading | None:
         """What was expected, once it is there."""
@@ -336,8 +337,9 @@ class _Expecting:
 
     def __call__(self, _decoder: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         ids = named.get("input_ids", arguments[0] if arguments else None)
-        for table in self._plain if isinstance(ids, torch.Tensor) else []:
-            table.expect(ids)
+        if isinstance(ids, torch.Tensor):
+            for table in self._plain:
+                table.expect(ids)
         given = named.get("ple_input_ids")
         ids = ids if given is None else given
         cache = named.get("cache", named.get("past_key_values"))
