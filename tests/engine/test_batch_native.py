@@ -129,7 +129,7 @@ def test_a_few_rows_go_through_all_layers_in_native_calls(
         monkeypatch.setattr(FewRows, "__call__", counted)
         rows = _rows([5, 40, 33], 9)
         _, few = _answers(loaded, rows, monkeypatch)
-        assert (len(calls), max(calls)) == (8, 3) if family != "glm4_moe" else not calls  # its first layers are dense
+        assert (len(calls), max(calls)) == (8, 3)
         monkeypatch.setattr(FewRows, "takes", lambda _self, _tokens: False)
         _, many = _answers(loaded, rows, monkeypatch)
     finally:

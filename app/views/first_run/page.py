@@ -30,7 +30,6 @@ from app.widgets.quantities import file_size
 from app.widgets.recommendations import RecommendationList
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import ask_token_of
-from engine.checkpoint.library import LibraryEntry
 
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QKeySequence, QResizeEvent
@@ -13,7 +14,9 @@ from app.theme import BODY_PX, body_px
 from app.views.main_window.machine_footer import MachineFooter
 from app.widgets.page import MODELS, PageEntry
 from app.widgets.shortcuts import add_shortcut
-from engine.checkpoint.downloads.queue import Download
+
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.queue import Download
 
 WIDTH_PX = 208
 RAIL_PX = 64

@@ -2,5 +2,6 @@
 #define SWITCHYARD_NEON
 #include "types/all.h"
 
+// Made by the compiler: a processor without these instructions loads the library, too.
 extern const RowKernels kNeonDotRows;
-const RowKernels kNeonDotRows = row_kernels();
+constexpr RowKernels kNeonDotRows = row_kernels();

@@ -85,7 +85,7 @@ template <class Type> constexpr RowType row_type() {
                 multiply_panel<false, Type::kOffset == 0 && !Type::kSigned, kGroup, kFit<Type>>, unpack_four_row<Type>};
     } else {
         using Dot = decltype(RowType::dot);
-        Dot dot;
+        Dot dot = nullptr;
         if constexpr (kIsApart<Type>)
             dot = dot_apart_some<Type>;
         else
