@@ -23,7 +23,7 @@ struct OwnBlocks {
     }
 };
 
-const RowType &draw_type(Random &random) { return kPortableRows.types[draw(random, 0, kRowTypes - 1)]; }
+const RowType &draw_type(Random &random) { return kPortableRows.types[draw(random, 0, kPortableRows.count - 1)]; }
 
 std::vector<uint16_t> draw_finite(Random &random, int64_t count) {
     auto row = draw_row(random, count);

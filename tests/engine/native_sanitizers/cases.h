@@ -380,7 +380,7 @@ void try_reading(SwitchyardPool *pool, Random &random) {
 // Any bytes are blocks; gate and up rows lie apart, one of them in another order.
 void try_repack(SwitchyardPool *pool, Random &random, int32_t format) {
     const bool one_tile = format == SWITCHYARD_LUT4;  // as in OwnMatrix: fitting would be all that a sanitizer sees
-    for (const RowType &type : kPortableRows.types) {
+    for (const RowType &type : kPortableRows) {
         const int64_t pairs = draw(random, 1, one_tile ? 20 : 40);
         const int64_t columns = one_tile ? std::max<int64_t>(type.elements, 32) : 256 * draw(random, 1, 3);
         OwnMatrix own(pool, random, 2 * pairs, columns, format, SWITCHYARD_HALVES);

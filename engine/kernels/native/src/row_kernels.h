@@ -48,18 +48,20 @@ struct RowType {
     void (*unpack)(const uint8_t *row, int64_t columns, float *out);
 };
 
-constexpr int kRowTypes = 28;
-constexpr int kTypeNumbers = 43;  // ggml's, from 0 on
+constexpr int kMostTypes = 64;  // and ggml's numbers for them are below
 constexpr int32_t kF32Type = 0, kF16Type = 1, kBf16Type = 30;  // ggml's numbers of types of numbers
 
 struct RowKernels {
-    RowType types[kRowTypes];
+    RowType types[kMostTypes];
+    int32_t count;
     // n values to form kBy256, padded.
     void (*quantise_wide)(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts);
-    int8_t places[kTypeNumbers];  // of each number's type, or -1
+    int8_t places[kMostTypes];  // of each number's type, or -1
 
+    const RowType *begin() const { return types; }
+    const RowType *end() const { return types + count; }
     const RowType *of(int32_t number) const {
-        const int place = number < 0 || number >= kTypeNumbers ? -1 : places[number];
+        const int place = number < 0 || number >= kMostTypes ? -1 : places[number];
         return place < 0 ? nullptr : types + place;
     }
 };

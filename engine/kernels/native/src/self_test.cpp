@@ -125,7 +125,7 @@ int32_t test_blocks(const BlockKernels &kernels) {
 }
 
 int32_t test_types(const RowKernels &kernels) {
-    for (const RowType &type : kernels.types)
+    for (const RowType &type : kernels)
         for (int64_t columns : {type.elements, 3 * type.elements, 9 * kWide}) {
             const int64_t blocks = columns / type.elements, whole = wide_blocks(columns) * kWide;
             std::vector<uint8_t> row(blocks * type.bytes);

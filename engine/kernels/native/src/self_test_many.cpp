@@ -145,7 +145,7 @@ int32_t test_many(const ManyKernels &kernels) {
     for (int32_t format = 1; format < kTiledFormats; ++format)
         if (kernels.fewest[format])
             if (const int32_t wrong = test_widened(kernels, format)) return wrong;
-    for (const RowType &type : kPortableRows.types)
+    for (const RowType &type : kPortableRows)
         for (int64_t blocks : {1, 3, 70})
             if (type.elements == 1 || blocks < 70)
                 for (bool ordered : {false, true})

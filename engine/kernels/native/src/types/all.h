@@ -95,10 +95,10 @@ template <class Type> constexpr RowType row_type() {
     }
 }
 template <class... Types> constexpr RowKernels kernels_of() {
-    RowKernels made = {{row_type<Types>()...}, quantise_wide, {}};
+    RowKernels made = {{row_type<Types>()...}, sizeof...(Types), quantise_wide, {}};
     int8_t place = 0;
     for (int8_t &each : made.places) each = -1;
-    for (const RowType &type : made.types) made.places[type.number] = place++;
+    for (const RowType &type : made) made.places[type.number] = place++;
     return made;
 }
 
