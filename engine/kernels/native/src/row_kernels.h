@@ -58,9 +58,9 @@ struct RowKernels {
     void (*quantise_wide)(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts);
     int8_t places[kMostTypes];  // of each number's type, or -1
 
-    const RowType *begin() const { return types; }
-    const RowType *end() const { return types + count; }
-    const RowType *of(int32_t number) const {
+    constexpr const RowType *begin() const { return types; }
+    constexpr const RowType *end() const { return types + count; }
+    constexpr const RowType *of(int32_t number) const {
         const int place = number < 0 || number >= kMostTypes ? -1 : places[number];
         return place < 0 ? nullptr : types + place;
     }
