@@ -89,7 +89,7 @@ class LayerInPlace(BankLayer):
     @property
     def nbytes(self) -> int:
         """Bytes of all parts."""
-        return sum(each.nbytes for experts in self.rows.values() for each in experts)
+        return sum(len(experts) * experts[0].nbytes for experts in self.rows.values())
 
 
 class ExpertBank:

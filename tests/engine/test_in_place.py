@@ -20,6 +20,7 @@ from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlo
 from engine.kernels.repack import Blocks
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
+from engine.runtime.telemetry.cache_report import memory_parts
 from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.near_ties import Routes, choosing, routes_of
@@ -163,6 +164,8 @@ def test_a_file_gives_the_numbers_of_its_weights(
             assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
             stacks = [each.nbytes for name, each in read_gguf(file).tensors.items() if "_exps" in name]
             assert ours.info.experts_bytes == sum(stacks)
+            held = {part.purpose: part.nbytes for part in memory_parts(ours, 0)}
+            assert held["experts"] == sum(stacks)
         assert ours.info.weights_bytes + ours.info.experts_bytes < 1.1 * file.stat().st_size
         assert "became" not in ours.info.device_note
         assert "kept as" not in ours.info.device_note

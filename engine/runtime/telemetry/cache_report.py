@@ -199,7 +199,7 @@ def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
     kept = loaded.kept
     held = {"experts": 0, "weights": 0, "kv": 0, "kept": kept.ram_bytes if kept is not None else 0}
     if loaded.bank is not None:
-        held["experts"] += sum(layer.records.nbytes for layer in loaded.bank.layers.values() if _in_ram(layer.device))
+        held["experts"] += sum(layer.nbytes for layer in loaded.bank.layers.values() if _in_ram(layer.device))
     if loaded.disk_backed is not None:
         held["experts"] += loaded.disk_backed.ram.filled_nbytes
     if not devices and loaded.device.type == "cpu":
