@@ -21,6 +21,18 @@ OPERATIONS = st.one_of(
 )
 
 
+def _change(layers: tuple[DynamicLayer, DynamicLayer], name: str, value: object) -> None:
+    """Whatever is done to a cache besides updating it."""
+    fewer = min(value, max(0, layers[1].get_seq_length() - 1)) if isinstance(value, int) else 0
+    for layer in layers:
+        if name == "crop":
+            layer.crop(-fewer)
+        elif name == "reorder":
+            layer.reorder_cache(torch.tensor(value))
+        else:
+            layer.reset()
+
+
 @given(operations=st.lists(OPERATIONS, max_size=12), most=st.sampled_from([None, 10, 400]), seed=st.integers(0, 99))
 def test_equal_to_concatenation(operations: list[tuple[str, object]], most: int | None, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -32,17 +44,8 @@ def test_equal_to_concatenation(operations: list[tuple[str, object]], most: int 
             values = torch.randn((3, 2, value, 6), generator=generator)
             for mine, library in zip(ours.update(keys, values), theirs.update(keys, values), strict=True):
                 assert torch.equal(mine, library)
-        elif name == "crop":
-            assert isinstance(value, int)
-            fewer = min(value, max(0, theirs.get_seq_length() - 1))
-            ours.crop(-fewer)
-            theirs.crop(-fewer)
-        elif name == "reorder":
-            for layer in (ours, theirs):
-                layer.reorder_cache(torch.tensor(value))
         else:
-            ours.reset()
-            theirs.reset()
+            _change((ours, theirs), name, value)
         assert ours.get_seq_length() == theirs.get_seq_length()
         assert ours.get_mask_sizes(5) == theirs.get_mask_sizes(5)
         if theirs.get_seq_length():
@@ -64,17 +67,8 @@ def test_an_index_is_equal_to_concatenation(operations: list[tuple[str, object]]
                 layer.update(states, states)
                 held = layer.indexer_position_ids
                 layer.indexer_position_ids = positions if held is None else torch.cat([held, positions], dim=2)
-        elif name == "crop":
-            assert isinstance(value, int)
-            fewer = min(value, max(0, theirs.get_seq_length() - 1))
-            ours.crop(-fewer)
-            theirs.crop(-fewer)
-        elif name == "reorder":
-            for layer in (ours, theirs):
-                layer.reorder_cache(torch.tensor(value))
         else:
-            ours.reset()
-            theirs.reset()
+            _change((ours, theirs), name, value)
         assert ours.is_indexer_initialized == theirs.is_indexer_initialized
         for mine, library in (
             (ours.indexer_keys, theirs.indexer_keys),

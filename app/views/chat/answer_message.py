@@ -119,9 +119,9 @@ class AnswerMessage(QWidget):
         self.body.show_growing(message.content, grows=streaming)
         self.body.setVisible(bool(message.content) and self._editor is None)
         self.sources.show_sources(() if streaming or not message.content else shown_sources(message))
-        self.body.set_references({source.number: source_words(source) for source in message.sources})
         if not streaming:
             self._phase = None
+            self.body.set_references({source.number: source_words(source) for source in message.sources})
         self._refresh()
 
     def _open_reference(self, number: int) -> None:

@@ -19,15 +19,15 @@ from engine.families.gguf import (
 )
 
 _FILES = (rows, dbrx, deepseek, deepseek4, delta, gemma, gpt_oss, granite, kda, llama4, mamba, phi)
+_ROWS = [row for file in _FILES for row in file.ROWS]
 
-GGUF: dict[str, tuple[Gguf, ...]] = {}
+GGUF: dict[str, tuple[Gguf, ...]] = {
+    architecture: tuple(row for row in _ROWS if row.architecture == architecture)
+    for architecture in sorted({row.architecture for row in _ROWS})
+}
 """An architecture -> the families that have it."""
-for _row in sorted((row for file in _FILES for row in file.ROWS), key=lambda row: row.architecture):
-    GGUF[_row.architecture] = (*GGUF.get(_row.architecture, ()), _row)
 
-_BY_MODEL_TYPE: dict[str, Gguf] = {}
-for _row in (row for file in _FILES for row in file.ROWS):
-    _BY_MODEL_TYPE.setdefault(_row.model_type, _row)
+_BY_MODEL_TYPE = {row.model_type: row for row in reversed(_ROWS)}
 
 
 def gguf_of(model_type: str) -> Gguf | None:
