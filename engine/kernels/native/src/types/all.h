@@ -49,30 +49,42 @@ SWITCHYARD_BY_COUNT(dot_numbers)
 #undef SWITCHYARD_BY_COUNT
 
 void quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts) {
-    for (int64_t block = 0; block * kWide < n; ++block, x += kWide, q += kWide, parts += kWide / kPart) {
+    typedef float Values __attribute__((vector_size(64)));
+    typedef int32_t Bits __attribute__((vector_size(64)));
+    typedef int32_t Quarter __attribute__((vector_size(16)));
+    typedef int8_t Codes __attribute__((vector_size(16)));
+    constexpr int kParts = kWide / kPart;
+    for (int64_t block = 0; block * kWide < n; ++block, x += kWide, q += kWide, parts += kParts) {
         const int64_t there = n - block * kWide < kWide ? n - block * kWide : kWide;
-        float values[kWide] = {}, most[16] = {};
+        Values values[kParts] = {};
         std::memcpy(values, x, static_cast<size_t>(there) * 4);
-        for (int64_t at = 0; at < kWide; at += 16)
-            for (int64_t i = 0; i < 16; ++i) {
-                const float size = std::fabs(values[at + i]);
-                most[i] = size > most[i] ? size : most[i];
-            }
-        float top = 0, strange = 0;
-        for (float each : most) top = each > top ? each : top;
-        for (float each : values) strange += each * 0.0f;  // NaN from infinities and NaNs
-        const bool finite = strange == strange;
-        scales[block] = finite ? top / 127.0f : strange;
-        const float inverse = finite && top > 1e-30f ? 127.0f / top : 0.0f;
-        if (top <= 1e-30f && finite) scales[block] = 0;
-        for (int64_t at = 0; at < kWide; at += kPart) {
-            int32_t sum = 0;
-            for (int64_t i = 0; i < kPart; ++i) {
-                const auto code = static_cast<int32_t>(finite ? std::nearbyint(values[at + i] * inverse) : 1.0f);
-                q[at + i] = static_cast<int8_t>(code);
-                sum += code;
-            }
-            parts[at / kPart] = static_cast<int16_t>(sum);
+        Bits most = {};  // sizes are compared as whole numbers, of which infinities and NaNs are the largest
+        for (const Values &some : values) {
+            const Bits sizes = (Bits)some & 0x7fffffff;
+            most = sizes > most ? sizes : most;
+        }
+        int32_t each[kPart], top_bits = 0;
+        std::memcpy(each, &most, sizeof each);
+        for (int32_t one : each) top_bits = one > top_bits ? one : top_bits;
+        float top;
+        std::memcpy(&top, &top_bits, 4);
+        if (top_bits >= 0x7f800000) {
+            scales[block] = top - top;  // NaN
+            std::memset(q, 1, kWide);
+            for (int part = 0; part < kParts; ++part) parts[part] = kPart;
+            continue;
+        }
+        scales[block] = top > 1e-30f ? top / 127.0f : 0.0f;
+        const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+        for (int part = 0; part < kParts; ++part) {
+            // 1.5 * 2^23: what is added to it is rounded to a whole number, which its last bits then are.
+            const Bits codes = (Bits)(values[part] * inverse + 12582912.0f) - 0x4b400000;
+            const Codes narrow = __builtin_convertvector(codes, Codes);
+            std::memcpy(q + part * kPart, &narrow, kPart);
+            Quarter sums[4];
+            std::memcpy(sums, &codes, sizeof sums);
+            const Quarter sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            parts[part] = static_cast<int16_t>((sum[0] + sum[1]) + (sum[2] + sum[3]));
         }
     }
 }

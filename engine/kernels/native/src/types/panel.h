@@ -82,8 +82,18 @@ template <class Type> void put_together(const uint8_t *blocks, uint8_t *to, floa
     _mm_store_ps(offsets, four.offsets);
 }
 
+// The sums of 256 values, each of those that meet one minimum, as numbers that an instruction can spread.
+template <int width> inline void totals_of_block(const int16_t *parts, float *out) {
+    const __m256i sums = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(parts));
+    if constexpr (width == kPart)
+        _mm512_store_ps(out, _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(sums)));
+    else
+        _mm256_store_ps(out, _mm256_cvtepi32_ps(_mm256_madd_epi16(sums, _mm256_set1_epi16(1))));
+}
+
 template <int count, bool wide, bool has_mins, int width, int>
 void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, float *out) {
+    alignas(64) float block_totals[wide && has_mins ? count : 1][kWide / kPart];
     __m512 sums[count][2], before[wide ? count : 1][2];  // a vector's scale of 256 is multiplied with at the end of those
     for (auto &vector : sums)
         for (auto &sum : vector) sum = _mm512_setzero_ps();
@@ -92,13 +102,22 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
     const uint8_t *codes = panel.codes;
     const float *scales = panel.scales, *mins = panel.mins;
     for (int64_t group = 0; group * kGroup < columns; ++group, codes += 1024) {
+        if constexpr (wide && has_mins)
+            if (group % (kWide / kGroup) == 0)
+                for (int v = 0; v < count; ++v) totals_of_block<width>(x[v].parts + 2 * group, block_totals[v]);
         for (int part = 0; part < kGroup / width; ++part, scales += kPanelRows, mins += kPanelRows) {
             __m512i products[count][2];
-            int32_t totals[count];
+            float totals[count];
+            const int64_t in_block = group % (kWide / kGroup) * (kGroup / width) + part;
 #pragma GCC unroll 8
             for (int v = 0; v < count; ++v) {
-                totals[v] = total_of<wide, width>(x[v], group, part);
-                const __m512i start = has_mins ? _mm512_setzero_si512() : _mm512_set1_epi32(-panel.offset * totals[v]);
+                __m512i start = _mm512_setzero_si512();
+                if constexpr (wide && has_mins)
+                    totals[v] = block_totals[v][in_block];
+                else if constexpr (has_mins)
+                    totals[v] = x[v].scales[group] * static_cast<float>(x[v].sums[group]);
+                else
+                    start = _mm512_set1_epi32(-panel.offset * total_of<wide, width>(x[v], group, part));
                 products[v][0] = products[v][1] = start;
             }
 #pragma GCC unroll 8
@@ -123,7 +142,7 @@ void multiply_some(const RowPanel &panel, int64_t columns, const RowVector *x, f
                     const __m512 spread = wide ? scale[half] : _mm512_mul_ps(scale[half], _mm512_set1_ps(own));
                     sums[v][half] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[v][half]), spread, sums[v][half]);
                     if constexpr (has_mins)
-                        sums[v][half] = _mm512_fmadd_ps(least[half], _mm512_set1_ps(own * static_cast<float>(totals[v])), sums[v][half]);
+                        sums[v][half] = _mm512_fmadd_ps(least[half], _mm512_set1_ps(totals[v]), sums[v][half]);
                 }
             }
         }
