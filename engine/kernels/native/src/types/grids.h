@@ -128,11 +128,11 @@ inline void put_fours(Bytes words, uint64_t values, Bytes *to) {
 
 inline float an_eighth(const uint8_t *half) { return half_at(half) * 0.125f; }
 
-template <class Position> inline Bytes eights_at(const uint64_t *grid, Position position) {
+template <class Position> SWITCHYARD_INLINE inline Bytes eights_at(const uint64_t *grid, Position position) {
     return four_words(grid[position(0)], grid[position(1)], grid[position(2)], grid[position(3)]);
 }
-template <class Position> inline Bytes fours_at(const uint32_t *grid, Position position) {
-    const auto pair = [&](int i) { return grid[position(2 * i)] | static_cast<uint64_t>(grid[position(2 * i + 1)]) << 32; };
+template <class Position> SWITCHYARD_INLINE inline Bytes fours_at(const uint32_t *grid, Position position) {
+    const auto pair = [&](int i) SWITCHYARD_INLINE { return grid[position(2 * i)] | static_cast<uint64_t>(grid[position(2 * i + 1)]) << 32; };
     return four_words(pair(0), pair(1), pair(2), pair(3));
 }
 

@@ -24,7 +24,7 @@ struct Iq1M {
         return half_at(half) * 0.125f;
     }
 #if defined(__AVX512VNNI__)
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const __m128i pairs = sixteen_at(block + 32), low = _mm_slli_epi16(pairs, 4);
         const __m256i nibbles = _mm256_set_m128i(_mm_unpackhi_epi8(low, pairs), _mm_unpacklo_epi8(low, pairs));  // in high bits
@@ -40,14 +40,14 @@ struct Iq1M {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         const Words of_parts = steps(block);
         return {of_parts, doubled<4>(of_parts), factor(block), 0};
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         const uint32_t nibbles = u16_at(block + 32 + 2 * part);
-        const auto at = [&](int i) {
-            const uint64_t shift = nibbles >> (4 * i) & 8 ? 0 : 0x0202020202020202;
+        const auto at = [&](int i) SWITCHYARD_INLINE {
+            const uint64_t shift = ((nibbles >> (4 * i + 3) & uint64_t{1}) - 1) & 0x0202020202020202;
             return kIq1.of[block[4 * part + i] | (nibbles >> (4 * i) & 7) << 8] + shift;
         };
         return four_words(at(0), at(1), at(2), at(3));

@@ -27,14 +27,14 @@ struct Iq1S {
 #if defined(__AVX512VNNI__)
     // Eights of codes at these positions, 2 more where a bit of `more` is set.
     static void put_codes(const uint16_t *positions, uint32_t more, Wide *wide) {
-        const auto at = [&](int i) { return static_cast<long long>(kIq1.of[positions[i]]); };
+        const auto at = [&](int i) SWITCHYARD_INLINE { return static_cast<long long>(kIq1.of[positions[i]]); };
         for (int j = 0; j < 4; ++j) {
             const int i = 8 * j;
             const Bytes codes = _mm512_set_epi64(at(i + 7), at(i + 6), at(i + 5), at(i + 4), at(i + 3), at(i + 2), at(i + 1), at(i));
             wide->codes[j] = _mm512_mask_add_epi64(codes, static_cast<__mmask8>(more >> i), codes, _mm512_set1_epi8(2));
         }
     }
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2)));
         const __m128i words = sixteen_at(block + 34);
@@ -57,13 +57,13 @@ struct Iq1S {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         const Words of_groups = steps(block);
         return {of_groups, doubled<4>(of_groups), an_eighth(block), 0};
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         const uint32_t word = u16_at(block + 34 + 2 * part);
-        const Bytes codes = eights_at(kIq1.of, [&](int i) { return block[2 + 4 * part + i] | (word >> (3 * i) & 7) << 8; });
+        const Bytes codes = eights_at(kIq1.of, [&](int i) SWITCHYARD_INLINE { return block[2 + 4 * part + i] | (word >> (3 * i) & 7) << 8; });
         return added(codes, word >> 15 ? 0 : 2);
     }
 #endif

@@ -13,7 +13,7 @@ struct Iq2S {
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
     static constexpr Lines<1024> kLines{GRID_IQ2_S};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2)));
         // Each byte four times, as words, of which bits 8 and 9 are wanted.
@@ -31,14 +31,14 @@ struct Iq2S {
 #else
     static constexpr int kOffset = 0, kMost = 128;
     static constexpr Eight<1024> kGrid{GRID_IQ2_S, kIq2Values};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made = {nibble_steps(block + 74), no_words(), an_eighth(block), 0};
         std::memcpy(made.signs, block + 34, sizeof made.signs);
         return made;
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         const int high = block[66 + part];
-        return eights_at(kGrid.of, [&](int i) { return block[2 + 4 * part + i] | (high << (8 - 2 * i) & 0x300); });
+        return eights_at(kGrid.of, [&](int i) SWITCHYARD_INLINE { return block[2 + 4 * part + i] | (high << (8 - 2 * i) & 0x300); });
     }
 #endif
 };

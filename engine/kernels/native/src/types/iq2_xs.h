@@ -24,7 +24,7 @@ struct Iq2Xs {
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
     static constexpr Lines<512> kLines{GRID_IQ2_XS};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes positions = in_turn_of_pairs(_mm512_and_si512(bytes_at(block + 2), _mm512_set1_epi16(511)));
         put_eights(look_up_lines<512>(kLines.of, positions), kIq2Values, &made);
@@ -38,13 +38,13 @@ struct Iq2Xs {
 #else
     static constexpr int kOffset = 0, kMost = 128;
     static constexpr Eight<512> kGrid{GRID_IQ2_XS, kIq2Values};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made = {nibble_steps(block + 66), no_words(), an_eighth(block), 0};
         spread_signs(block, made.signs);
         return made;
     }
-    static Bytes codes(const uint8_t *block, int part) {
-        return eights_at(kGrid.of, [&](int i) { return u16_at(block + 2 + 8 * part + 2 * i) & 511; });
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
+        return eights_at(kGrid.of, [&](int i) SWITCHYARD_INLINE { return u16_at(block + 2 + 8 * part + 2 * i) & 511; });
     }
 #endif
 };

@@ -13,7 +13,7 @@ struct Iq2Xxs {
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
     static constexpr Lines<256> kLines{GRID_IQ2_XXS};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes both = bytes_at(block + 2);  // the words of positions to the lower half, in the order of in_turn_of_pairs
         const __m256i positions = _mm512_castsi512_si256(_mm512_permutexvar_epi16(
@@ -32,15 +32,15 @@ struct Iq2Xxs {
 #else
     static constexpr int kOffset = 0, kMost = 128;
     static constexpr Eight<256> kGrid{GRID_IQ2_XXS, kIq2Values};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         uint32_t words[8];
         for (int i = 0; i < 8; ++i) words[i] = u32_at(block + 6 + 8 * i);
         Wide made = {no_words(), no_words(), an_eighth(block), 0};
         made.steps = spread_signs(words, made.signs);
         return made;
     }
-    static Bytes codes(const uint8_t *block, int part) {
-        return eights_at(kGrid.of, [&](int i) { return block[2 + 8 * part + i]; });
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
+        return eights_at(kGrid.of, [&](int i) SWITCHYARD_INLINE { return block[2 + 8 * part + i]; });
     }
 #endif
 };

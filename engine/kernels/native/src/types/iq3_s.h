@@ -14,7 +14,7 @@ struct Iq3S {
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
     static constexpr NibbleLines<512> kLines{GRID_IQ3_S};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         for (int half = 0; half < 2; ++half) {
             const Bytes low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2 + 32 * half)));
@@ -29,14 +29,14 @@ struct Iq3S {
 #else
     static constexpr int kOffset = 0, kMost = 128;
     static constexpr Four3<512> kGrid{GRID_IQ3_S, kIq3SValues};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made = {steps(block), no_words(), half_at(block), 0};
         std::memcpy(made.signs, block + 74, sizeof made.signs);
         return made;
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         const int ninth = block[66 + part];
-        return fours_at(kGrid.of, [&](int i) { return block[2 + 8 * part + i] | (ninth << (8 - i) & 256); });
+        return fours_at(kGrid.of, [&](int i) SWITCHYARD_INLINE { return block[2 + 8 * part + i] | (ninth << (8 - i) & 256); });
     }
 #endif
 };

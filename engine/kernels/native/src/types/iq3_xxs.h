@@ -13,7 +13,7 @@ struct Iq3Xxs {
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
     static constexpr NibbleLines<256> kLines{GRID_IQ3_XXS};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         for (int half = 0; half < 2; ++half) {
             const __m256i positions = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2 + 32 * half));
@@ -31,15 +31,15 @@ struct Iq3Xxs {
 #else
     static constexpr int kOffset = 0, kMost = 128;
     static constexpr Four3<256> kGrid{GRID_IQ3_XXS, kIq3XxsValues};
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         uint32_t words[8];
         std::memcpy(words, block + 66, sizeof words);
         Wide made = {no_words(), no_words(), half_at(block) * 0.25f, 0};
         made.steps = spread_signs(words, made.signs);
         return made;
     }
-    static Bytes codes(const uint8_t *block, int part) {
-        return fours_at(kGrid.of, [&](int i) { return block[2 + 8 * part + i]; });
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
+        return fours_at(kGrid.of, [&](int i) SWITCHYARD_INLINE { return block[2 + 8 * part + i]; });
     }
 #endif
 };

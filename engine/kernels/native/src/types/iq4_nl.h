@@ -9,7 +9,7 @@ struct Iq4Nl : scalar::Iq4Nl {
 
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
-    static Four four(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 2, kBytes), made.codes);
         const Bytes table = raised(table_of(kIq4Nl));
@@ -20,7 +20,7 @@ struct Iq4Nl : scalar::Iq4Nl {
     }
 #else
     static constexpr int kOffset = 0, kMost = 128;
-    static One one(const uint8_t *block) { return {look_up(table_of(kIq4Nl), codes_of_nibbles(block + 2)), half_at(block), 0}; }
+    SWITCHYARD_INLINE static One one(const uint8_t *block) { return {look_up(table_of(kIq4Nl), codes_of_nibbles(block + 2)), half_at(block), 0}; }
 #endif
 };
 

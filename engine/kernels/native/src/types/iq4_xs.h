@@ -9,7 +9,7 @@ struct Iq4Xs : scalar::Iq4Xs {
     static constexpr bool kLowest = false, kLarge = true;
 
 #if defined(__AVX512VNNI__)
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes table = raised(table_of(kIq4Nl));
         for (int half = 0; half < 2; ++half) {
@@ -35,11 +35,11 @@ struct Iq4Xs : scalar::Iq4Xs {
     static constexpr int kWidth = 32, kOffset = kRaised;
 #else
     static constexpr int kWidth = 32, kOffset = 0, kMost = 128;
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         const Words steps = subtracted(words_of_pairs(unpack_split_steps(block + 4, block + 2)), 32);
         return {steps, no_words(), half_at(block), 0};
     }
-    static Bytes codes(const uint8_t *block, int part) { return look_up(table_of(kIq4Nl), codes_of_nibbles(block + 8 + 16 * part)); }
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) { return look_up(table_of(kIq4Nl), codes_of_nibbles(block + 8 + 16 * part)); }
 #endif
 };
 

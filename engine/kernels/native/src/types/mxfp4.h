@@ -9,7 +9,7 @@ struct Mxfp4 : scalar::Mxfp4 {
     static constexpr int kOffset = 12, kMost = 24;
 
 #if defined(__AVX512VNNI__)
-    static Four four(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 1, kBytes), made.codes);
         const Bytes table = _mm512_add_epi8(table_of(kMxfp4), _mm512_set1_epi8(12));  // unsigned, and no larger than needed
@@ -20,7 +20,7 @@ struct Mxfp4 : scalar::Mxfp4 {
         return made;
     }
 #else
-    static One one(const uint8_t *block) { return {look_up(table_of(kMxfp4), codes_of_nibbles(block + 1)), e8m0_half(block[0]), 0}; }
+    SWITCHYARD_INLINE static One one(const uint8_t *block) { return {look_up(table_of(kMxfp4), codes_of_nibbles(block + 1)), e8m0_half(block[0]), 0}; }
 #endif
 };
 

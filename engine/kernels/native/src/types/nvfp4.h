@@ -23,7 +23,7 @@ struct Nvfp4 {
     static constexpr int kWidth = 16, kOffset = 12, kMost = 24;
 
 #if defined(__AVX512VNNI__)
-    static Apart apart(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Apart apart(const uint8_t *blocks) {
         Apart made;
         const Bytes table = _mm512_add_epi8(table_of(kMxfp4), _mm512_set1_epi8(12));
         for (int pair = 0; pair < 2; ++pair) {
@@ -46,12 +46,12 @@ struct Nvfp4 {
         return made;
     }
 #else
-    static Apart apart(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Apart apart(const uint8_t *blocks) {
         Apart made;
         for (int part = 0; part < 16; ++part) made.scales[part] = kHalfE4M3.of[blocks[part / 4 * kBytes + part % 4]];
         return made;
     }
-    static Bytes codes(const uint8_t *blocks, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *blocks, int part) {
         uint64_t first, second;
         std::memcpy(&first, blocks + part / 2 * kBytes + 4 + part % 2 * 16, 8);
         std::memcpy(&second, blocks + part / 2 * kBytes + 12 + part % 2 * 16, 8);

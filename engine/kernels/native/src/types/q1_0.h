@@ -10,7 +10,7 @@ struct Q1_0 {
     static constexpr int kWidth = 32, kOffset = 1, kMost = 2;
 
 #if defined(__AVX512VNNI__)
-    static Apart apart(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Apart apart(const uint8_t *blocks) {
         Apart made;
         for (int j = 0; j < 4; ++j) {
             uint64_t bits;
@@ -21,12 +21,12 @@ struct Q1_0 {
         return made;
     }
 #else
-    static Apart apart(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Apart apart(const uint8_t *blocks) {
         Apart made;
         for (int part = 0; part < 16; ++part) made.scales[part] = half_at(blocks + part / 8 * kBytes);
         return made;
     }
-    static Bytes codes(const uint8_t *blocks, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *blocks, int part) {
         return where_set(u32_at(blocks + part / 4 * kBytes + 2 + part % 4 * 4), 2);
     }
 #endif

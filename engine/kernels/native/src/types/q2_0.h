@@ -10,7 +10,7 @@ struct Q2_0 {
     static constexpr int kWidth = 32, kOffset = 1, kMost = 3;
 
 #if defined(__AVX512VNNI__)
-    static Apart apart(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Apart apart(const uint8_t *blocks) {
         Apart made;
         for (int j = 0; j < 4; ++j) {
             const Bytes x = _mm512_cvtepu8_epi32(sixteen_at(blocks + j * kBytes + 2));
@@ -22,12 +22,12 @@ struct Q2_0 {
         return made;
     }
 #else
-    static Apart apart(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Apart apart(const uint8_t *blocks) {
         Apart made;
         for (int part = 0; part < 16; ++part) made.scales[part] = half_at(blocks + part / 4 * kBytes);
         return made;
     }
-    static Bytes codes(const uint8_t *blocks, int part) { return pairs_of_bits(blocks + part / 2 * kBytes + 2 + part % 2 * 8); }
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *blocks, int part) { return pairs_of_bits(blocks + part / 2 * kBytes + 2 + part % 2 * 8); }
 #endif
 };
 

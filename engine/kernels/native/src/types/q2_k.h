@@ -23,7 +23,7 @@ struct Q2K : scalar::Q2K {
         wide->first = spread_scales<0, 4, 1, 5, 2, 6, 3, 7>(steps);
         wide->second = spread_scales<8, 12, 9, 13, 10, 14, 11, 15>(steps);
     }
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         put_codes(block + 16, &made);
         put_scales(words_of_low_nibbles(block), &made);
@@ -32,10 +32,10 @@ struct Q2K : scalar::Q2K {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         return {words_of_low_nibbles(block), words_of_high_nibbles(block), half_at(block + 80), half_at(block + 82)};
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         return low_bits(shifted(bytes_at(block + 16 + part / 4 * 32), part % 4 * 2), 3);
     }
 #endif

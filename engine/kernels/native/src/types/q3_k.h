@@ -15,7 +15,7 @@ struct Q3K : scalar::Q3K {
         return subtracted(words_of(first, second), 32);
     }
 #if defined(__AVX512VNNI__)
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes high = twice(block);
         Q2K::put_codes(block + 32, &made);
@@ -30,11 +30,11 @@ struct Q3K : scalar::Q3K {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         const Words steps = steps_of(block);
         return {steps, doubled<2>(steps), half_at(block + 108), 0};
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         const Bytes low = low_bits(shifted(bytes_at(block + 32 + part / 4 * 32), part % 4 * 2), 3);
         return joined(low, shifted_left(low_bits(shifted(bytes_at(block), part), 1), 2));
     }

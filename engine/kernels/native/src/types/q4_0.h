@@ -9,7 +9,7 @@ struct Q4_0 : scalar::Q4_0 {
     static constexpr int kOffset = 8, kMost = 15;
 
 #if defined(__AVX512VNNI__)
-    static Four four(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 2, kBytes), made.codes);
         made.scales = four_halves(blocks, kBytes);
@@ -17,7 +17,7 @@ struct Q4_0 : scalar::Q4_0 {
         return made;
     }
 #else
-    static One one(const uint8_t *block) {
+    SWITCHYARD_INLINE static One one(const uint8_t *block) {
         const float scale = half_at(block);
         return {codes_of_nibbles(block + 2), scale, -8.0f * scale};
     }

@@ -9,7 +9,7 @@ struct Q4_1 : scalar::Q4_1 {
     static constexpr int kOffset = 0, kMost = 15;  // a minimum of its own
 
 #if defined(__AVX512VNNI__)
-    static Four four(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 4, kBytes), made.codes);
         made.scales = four_halves(blocks, kBytes);
@@ -17,7 +17,7 @@ struct Q4_1 : scalar::Q4_1 {
         return made;
     }
 #else
-    static One one(const uint8_t *block) { return {codes_of_nibbles(block + 4), half_at(block), half_at(block + 2)}; }
+    SWITCHYARD_INLINE static One one(const uint8_t *block) { return {codes_of_nibbles(block + 4), half_at(block), half_at(block + 2)}; }
 #endif
 };
 

@@ -17,7 +17,7 @@ struct Q4K : scalar::Q4K {
         wide->steps = _mm256_permutexvar_epi16(_mm256_set_epi16(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0), both);
         wide->mins = _mm256_permutexvar_epi16(_mm256_set_epi16(15, 15, 14, 14, 13, 13, 12, 12, 11, 11, 10, 10, 9, 9, 8, 8), both);
     }
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         for (int j = 0; j < 4; ++j) made.codes[j] = low_bits(shifted_apart<0, 4>(twice(block + 16 + 32 * j)), 15);
         uint64_t steps, least;
@@ -27,12 +27,12 @@ struct Q4K : scalar::Q4K {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         uint64_t steps, least;
         unpack_steps(block + 4, &steps, &least);
         return {words_of_pairs(steps), words_of_pairs(least), half_at(block), half_at(block + 2)};
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         return low_bits(shifted(bytes_at(block + 16 + part / 2 * 32), part % 2 * 4), 15);
     }
 #endif

@@ -20,7 +20,7 @@ struct Q5_0 : scalar::Q5_0 {
     static constexpr int kOffset = 16, kMost = 31;
 
 #if defined(__AVX512VNNI__)
-    static Four four(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 6, kBytes), made.codes);
         add_fifth_bits(blocks + 2, kBytes, made.codes);
@@ -29,7 +29,7 @@ struct Q5_0 : scalar::Q5_0 {
         return made;
     }
 #else
-    static One one(const uint8_t *block) {
+    SWITCHYARD_INLINE static One one(const uint8_t *block) {
         const float scale = half_at(block);
         return {joined(codes_of_nibbles(block + 6), where_set(u32_at(block + 2), 16)), scale, -16.0f * scale};
     }

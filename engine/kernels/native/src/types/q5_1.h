@@ -9,7 +9,7 @@ struct Q5_1 : scalar::Q5_1 {
     static constexpr int kOffset = 0, kMost = 31;  // a minimum of its own
 
 #if defined(__AVX512VNNI__)
-    static Four four(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         codes_of_nibbles(four_at(blocks + 8, kBytes), made.codes);
         add_fifth_bits(blocks + 4, kBytes, made.codes);
@@ -18,7 +18,7 @@ struct Q5_1 : scalar::Q5_1 {
         return made;
     }
 #else
-    static One one(const uint8_t *block) {
+    SWITCHYARD_INLINE static One one(const uint8_t *block) {
         return {joined(codes_of_nibbles(block + 8), where_set(u32_at(block + 4), 16)), half_at(block), half_at(block + 2)};
     }
 #endif

@@ -9,7 +9,7 @@ struct Q5K : scalar::Q5K {
     static constexpr int kWidth = 32, kOffset = 0, kMost = 31;
 
 #if defined(__AVX512VNNI__)
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes high = twice(block + 16);
         for (int j = 0; j < 4; ++j) made.codes[j] = low_bits(shifted_apart<0, 4>(twice(block + 48 + 32 * j)), 15);
@@ -24,8 +24,8 @@ struct Q5K : scalar::Q5K {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) { return Q4K::wide(block); }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) { return Q4K::wide(block); }
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         const Bytes low = low_bits(shifted(bytes_at(block + 48 + part / 2 * 32), part % 2 * 4), 15);
         return joined(low, shifted_left(low_bits(shifted(bytes_at(block + 16), part), 1), 4));
     }

@@ -11,7 +11,7 @@ struct Q6K : scalar::Q6K {
     static constexpr int kWidth = 16, kOffset = 32, kMost = 63;
 
 #if defined(__AVX512VNNI__)
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         for (int half = 0; half < 2; ++half) {
             const Bytes low = held(bytes_at(block + 64 * half)), high = twice(block + 128 + 32 * half);
@@ -25,11 +25,11 @@ struct Q6K : scalar::Q6K {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         const Words steps = words_of_signed(block + 192);
         return {steps, doubled<5>(steps), half_at(block + 208), 0};
     }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         const Bytes low = low_bits(shifted(bytes_at(block + part / 4 * 64 + part % 2 * 32), part % 4 / 2 * 4), 15);
         const Bytes high = low_bits(shifted(bytes_at(block + 128 + part / 4 * 32), part % 4 * 2), 3);
         return joined(low, shifted_left(high, 4));

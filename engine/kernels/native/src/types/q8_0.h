@@ -9,7 +9,7 @@ struct Q8_0 : scalar::Q8_0 {
 
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
-    static Four four(const uint8_t *blocks) {
+    SWITCHYARD_INLINE static Four four(const uint8_t *blocks) {
         Four made;
         for (int pair = 0; pair < 2; ++pair) {
             const uint8_t *at = blocks + 2 * pair * kBytes + 2;
@@ -21,7 +21,7 @@ struct Q8_0 : scalar::Q8_0 {
     }
 #else
     static constexpr int kOffset = 0, kMost = 128;
-    static One one(const uint8_t *block) { return {bytes_at(block + 2), half_at(block), 0}; }
+    SWITCHYARD_INLINE static One one(const uint8_t *block) { return {bytes_at(block + 2), half_at(block), 0}; }
 #endif
 };
 

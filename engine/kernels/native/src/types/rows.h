@@ -22,6 +22,9 @@
 #include <immintrin.h>
 #endif
 
+// Of small functions in inner loops: compilers call them, and pass what they return through memory.
+#define SWITCHYARD_INLINE __attribute__((always_inline))
+
 namespace {
 
 // Scales and minima of Q4_K and Q5_K, 6 bits each in 12 bytes: a byte for each of eight groups.

@@ -42,7 +42,7 @@ struct Tq1 {
         const __mmask64 two = _mm512_cmpgt_epu8_mask(bytes, _mm512_set1_epi8(static_cast<char>(170)));
         return _mm512_mask_mov_epi8(_mm512_maskz_mov_epi8(one, _mm512_set1_epi8(1)), two, _mm512_set1_epi8(2));
     }
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes begin = twice(block);
         const Bytes first = _mm512_mask_mov_epi8(begin, 0xffffffff00000000, times(begin, 1));  // and its third
@@ -63,8 +63,8 @@ struct Tq1 {
         return made;
     }
 #else
-    static Wide wide(const uint8_t *block) { return Tq2::one_scale(block + 52); }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) { return Tq2::one_scale(block + 52); }
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         typedef uint8_t Byte32 __attribute__((vector_size(32)));
         uint8_t bytes[32];
         std::memcpy(bytes, part < 5 ? block : block + 32, 16);

@@ -10,7 +10,7 @@ struct Tq2 {
     static constexpr int kWidth = 32, kOffset = 1, kMost = 3;
 
 #if defined(__AVX512VNNI__)
-    static Wide wide(const uint8_t *block) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         Q2K::put_codes(block, &made);
         put_one_scale(block + 64, &made);
@@ -26,8 +26,8 @@ struct Tq2 {
         const Words ones = subtracted(no_words(), -1);
         return {ones, ones, half_at(half), 0};
     }
-    static Wide wide(const uint8_t *block) { return one_scale(block + 64); }
-    static Bytes codes(const uint8_t *block, int part) {
+    SWITCHYARD_INLINE static Wide wide(const uint8_t *block) { return one_scale(block + 64); }
+    SWITCHYARD_INLINE static Bytes codes(const uint8_t *block, int part) {
         return low_bits(shifted(bytes_at(block + part / 4 * 32), part % 4 * 2), 3);
     }
 #endif
