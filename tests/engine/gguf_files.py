@@ -143,6 +143,35 @@ CASES: dict[str, Case] = {
     "exaone": Case("qwen2", {**_SMALL, "use_sliding_window": False}, architecture="exaone", changed=_without_biases,
                    judge="llama.cpp alone"),
     "internlm2": Case("llama", {**_SMALL, "tie_word_embeddings": False}, architecture="internlm2"),
+    "arctic": Case(
+        "arctic",
+        {**_SMALL, **_OWN_EXPERTS, "moe_layer_frequency": 1, "parallel_attn_mlp_res": True,
+         "tie_word_embeddings": False},
+    ),
+    "deepseek": Case(
+        "deepseek",
+        {**_SMALL, **_EXPERTS, "first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False,
+         "tie_word_embeddings": False},
+    ),
+    # llama.cpp has the experts of groups compute with what the others have made, in other shares.
+    "grovemoe": Case(
+        "grove_moe",
+        {**_SMALL, **_EXPERTS, "num_experts": 8, "num_experts_per_tok": 3, "parallel_expert_intermediate_size": 16,
+         "norm_topk_prob": True, "tie_word_embeddings": False},
+        {"num_local_experts": None, "head_dim": 16},
+        judge="transformers",
+    ),
+    "smallthinker": Case(
+        "smallthinker",
+        {**_SMALL, "num_hidden_layers": 5, "moe_num_primary_experts": 4, "moe_num_active_primary_experts": 2,
+         "moe_ffn_hidden_size": 32, "rope_layout": [0, 1, 1, 1, 0], "sliding_window_layout": [0, 1, 1, 1, 0],
+         "sliding_window_size": 4096, "tie_word_embeddings": True},
+    ),
+    "smallthinker-4b": Case(
+        "smallthinker",
+        {**_SMALL, "moe_num_primary_experts": 4, "moe_num_active_primary_experts": 2, "moe_ffn_hidden_size": 32,
+         "moe_primary_router_apply_softmax": True, "tie_word_embeddings": True},
+    ),
     "minicpm": Case(
         "granite",
         {**_SMALL, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
@@ -665,8 +694,10 @@ def _build(name: str, case: Case, folder: Path) -> Any:
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from engine.runtime.own import make_known
     from tests.engine.tiny_families import model_class
 
+    make_known(case.model_type)
     shared = {key: _BASE[key] for key in _BASE if case.model_type != "dbrx" or "token" in key or key == "vocab_size"}
     config = CONFIG_MAPPING[case.model_type](**{**shared, **case.config})
     torch.manual_seed(sum(map(ord, name)))
