@@ -23,7 +23,7 @@ from gguf import GGUFValueType
 
 from engine.bench.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.file import Strings, read_gguf
-from tests.tiny_gguf import dequantised, write_gguf
+from tests.tiny_gguf import dequantised, write_gguf, write_model
 
 DATA = Path(__file__).parent.parent / "data" / "gguf"
 VOCABULARY = 288
@@ -45,6 +45,7 @@ class Case:
         architecture: the file is said to be of this one instead, of which the library has no model of its own.
         keys: more metadata that it has then.
         changed: the tensors of the file -> those that it has then.
+        unheard: see `write_model`, which then writes the file instead of llama.cpp's converter.
         judge: who says what is right; where llama.cpp computes something else than the model's makers, the library;
             llama.cpp alone where the library's model was another one.
     """
@@ -58,6 +59,7 @@ class Case:
     architecture: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
     changed: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors
+    unheard: dict[str, str] = field(default_factory=dict)
     judge: str = "llama.cpp"
 
 
@@ -349,6 +351,33 @@ CASES: dict[str, Case] = {
                                 "short_conv_kernel_size": 4}},
         # The library writes back a dense block as if it had experts.
         renamed={r"layers\.0\.block_sparse_moe\.": "layers.0.mlp."},
+    ),
+    # Nothing at hand converts or reads these.
+    "k2-horizon": Case(
+        "k2_horizon",
+        {**_SMALL, **_EXPERTS, "mlp_only_layers": [0], "layernorm_num_groups": 4, "norm_topk_prob": True,
+         "num_shared_experts": 1, "moe_gate_bias": True, "router_score_func": "sigmoid", "router_scaling_factor": 2.5,
+         "attention_gate_func": "softplus", "mova_num_experts": 6, "mova_num_experts_per_tok": 3,
+         "tie_word_embeddings": False},
+        architecture="k2-horizon",
+        keys={"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+              "expert_shared_feed_forward_length": 32, "leading_dense_block_count": 1, "moe_every_n_layers": 1,
+              "expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_gating_func": 2,
+              "attention.group_norm_groups": 4, "attention.value_expert_count": 6,
+              "attention.value_expert_used_count": 3, "rope.dimension_count": 16},
+        unheard={"mlp.gate.bias": "exp_probs_b.bias", "self_attn.gate_proj.weight": "attn_gate.weight",
+                 "self_attn.v_router.weight": "attn_v_gate.weight", "self_attn.v_router.bias": "attn_v_gate.bias",
+                 "self_attn.v_experts.weight": "attn_v_exps.weight"},
+        judge="transformers",
+    ),
+    "k2-horizon-7b": Case(
+        "k2_horizon",
+        {**_SMALL, "num_experts": 0, "layernorm_num_groups": 4, "attention_gate_func": None, "query_key_norm": True,
+         "tie_word_embeddings": True},
+        architecture="k2-horizon",
+        keys={"attention.group_norm_groups": 4},
+        unheard={"": ""},
+        judge="transformers",
     ),
     "laguna": Case(
         "laguna",
@@ -728,6 +757,9 @@ def _build(name: str, case: Case, folder: Path) -> Any:
 
 def convert(case: Case, folder: Path, file: Path) -> None:
     """Has llama.cpp's converter write a checkpoint to `file`."""
+    if case.unheard:
+        write_model(folder, file, case.architecture, unheard=case.unheard, **case.keys)
+        return
     _as_published(case, folder)
     _run(sys.executable, _CONVERT, folder, file, case.options)
     if not case.architecture:

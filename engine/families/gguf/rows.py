@@ -178,9 +178,6 @@ def _smallthinker(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
 def _k2_horizon(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
     sparse = [n for n in layers if file.has(f"blk.{n}.ffn_gate_inp.weight")]
-    rotated = file.value(Key("rope.dimension_count", config["head_dim"]))
-    if rotated != config["head_dim"]:
-        raise file.unsupported("rope.dimension_count", rotated)
     shared, own = file.value(Key("expert_shared_feed_forward_length", 0)), config["moe_intermediate_size"]
     return {
         "mlp_only_layers": [n for n in layers if n not in sparse],
