@@ -77,7 +77,7 @@ class Projections(torch.nn.Module):
         for name, shape in matrices.items():
             self.register_parameter(name, torch.nn.Parameter(torch.empty(num_experts, *shape), requires_grad=False))
 
-    def forward(self, part: str, rows: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, experts: torch.Tensor, part: str) -> torch.Tensor:
         """Each row through the matrix of its expert: rows [N, in], experts [N] -> [N, out]."""
         own: torch.Tensor | None = getattr(self, part)
         layer = bank_layer(self) if own is None else None

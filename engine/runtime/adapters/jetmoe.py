@@ -48,13 +48,13 @@ class JetMoeAttention(JetMoeMoA):  # type: ignore[misc]  # the library is untype
         """[B, S, H] -> queries [B, S, k, D], router logits, and what `reduce` needs to know."""
         flat = layer_input.reshape(-1, self.input_size)
         logits, weights, index = self.router(flat)
-        queries = self.projections("q_proj", flat.repeat_interleave(self.top_k, dim=0), index.flatten())
+        queries = self.projections(flat.repeat_interleave(self.top_k, dim=0), index.flatten(), "q_proj")
         return queries.view(*layer_input.shape[:2], self.top_k, -1), logits, (index, weights)
 
     def reduce(self, layer_input: torch.Tensor, topo_info: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[B, S, k, D] -> [B, S, H]."""
         index, weights = topo_info
-        out = self.projections("o_proj", layer_input.reshape(-1, self.hidden_size), index.flatten())
+        out = self.projections(layer_input.reshape(-1, self.hidden_size), index.flatten(), "o_proj")
         merged: torch.Tensor = (out.view(*index.shape, -1) * weights[..., None]).sum(dim=1)
         bias: torch.Tensor = self.bias
         return merged.view(*layer_input.shape[:2], -1) + bias

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
-from engine.runtime.own import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
 
 
 @strict

@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP, Qwen2MoeTopKRouter
 
-from engine.runtime.own import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
 
 
 @strict
@@ -48,7 +48,7 @@ class DeepseekMoE(torch.nn.Module):
     def __init__(self, config: DeepseekConfig) -> None:
         super().__init__()
         self.gate = Qwen2MoeTopKRouter(config)
-        self.experts = experts(config, config.n_routed_experts, config.moe_intermediate_size)
+        self.experts = experts(config, config.n_routed_experts or 0, config.moe_intermediate_size)
         shared = config.n_shared_experts
         self.shared_experts = Qwen2MoeMLP(config, config.moe_intermediate_size * shared) if shared else None
 

@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from engine.runtime.own import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
 
 
 @strict
@@ -37,23 +37,35 @@ class GroveMoeConfig(OwnConfig):
             raise ValueError(f"{self.num_experts} experts are in groups of {self.num_experts_per_group}")
 
 
+class GroveMoeGroups(torch.nn.Module):
+    """The groups' experts, out of reach of what asks a router beside experts early: it would mean others."""
+
+    def __init__(self, config: GroveMoeConfig) -> None:
+        super().__init__()
+        self.per_group, self.count = config.num_experts_per_group, config.num_experts // config.num_experts_per_group
+        self.experts = experts(config, self.count, config.parallel_expert_intermediate_size)
+
+    def forward(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H] with their experts [T, k] and weights -> [T, H]."""
+        out: torch.Tensor = self.experts(rows, *_once(index // self.per_group, weights, self.count))
+        return out
+
+
 class GroveMoeSparseMoeBlock(torch.nn.Module):
     """Experts, and those of their groups."""
 
     def __init__(self, config: GroveMoeConfig) -> None:
         super().__init__()
-        self.per_group, self.scale = config.num_experts_per_group, config.parallel_expert_scale
+        self.scale = config.parallel_expert_scale
         self.gate = Qwen2MoeTopKRouter(config)
         self.experts = experts(config, config.num_experts, config.moe_intermediate_size)
-        groups = config.num_experts // self.per_group
-        self.chunk_experts = experts(config, groups, config.parallel_expert_intermediate_size)
+        self.groups = GroveMoeGroups(config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]."""
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, index = self.gate(rows)
-        of_groups = self.chunk_experts(rows, *_once(index // self.per_group, weights, self.chunk_experts.num_experts))
-        out: torch.Tensor = self.experts(rows, index, weights) + self.scale * of_groups
+        out: torch.Tensor = self.experts(rows, index, weights) + self.scale * self.groups(rows, index, weights)
         return out.view(hidden_states.shape)
 
 
@@ -94,6 +106,6 @@ add(
     GroveMoeForCausalLM,
     [
         *stacked("mlp.experts", "mlp.experts", *_NAMES),
-        *stacked("mlp.chunk_experts", "mlp.chunk_experts", *_NAMES),
+        *stacked("mlp.chunk_experts", "mlp.groups.experts", *_NAMES),
     ],
 )

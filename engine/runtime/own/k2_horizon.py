@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
 from engine.experts.standard_module import Projections
-from engine.runtime.own import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
 
 
 @strict
@@ -78,9 +78,10 @@ class K2HorizonRMSNorm(torch.nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]."""
-        parts = hidden_states.float().unflatten(-1, (self.groups, -1))
+        parts = hidden_states.float().view(*hidden_states.shape[:-1], self.groups, -1)
         scaled = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight * scaled.flatten(-2)).to(hidden_states.dtype)
+        out: torch.Tensor = self.weight * scaled.flatten(-2)
+        return out.to(hidden_states.dtype)
 
 
 def _norm(config: K2HorizonConfig) -> K2HorizonRMSNorm:
@@ -135,20 +136,21 @@ class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library i
 
     def __init__(self, config: K2HorizonConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        heads, of_keys = (count * self.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+        of_heads, of_keys = config.num_attention_heads, config.num_key_value_heads or config.num_attention_heads
+        heads, keys = of_heads * self.head_dim, of_keys * self.head_dim
         self.sliding_window = config.sliding_window
         self.gate_func = config.attention_gate_func
         if self.gate_func:
             self.gate_proj = torch.nn.Linear(config.hidden_size, heads, bias=False)
-        self.q_norm = self.k_norm = None
-        if config.query_key_norm:
-            self.q_norm = K2HorizonRMSNorm(heads, config.num_attention_heads, config.rms_norm_eps)
-            self.k_norm = K2HorizonRMSNorm(of_keys, config.num_key_value_heads, config.rms_norm_eps)
+        self.has_norms = config.query_key_norm
+        if self.has_norms:
+            self.q_norm = K2HorizonRMSNorm(heads, of_heads, config.rms_norm_eps)
+            self.k_norm = K2HorizonRMSNorm(keys, of_keys, config.rms_norm_eps)
         if config.mova_num_experts and config.is_sparse(layer_idx):
             del self.v_proj
             chosen = config.mova_num_experts_per_tok
             self.v_router = K2HorizonRouter(config, config.mova_num_experts, chosen, normalises=chosen > 1)
-            self.v_experts = Projections(config.mova_num_experts, v_proj=(of_keys, config.hidden_size))
+            self.v_experts = Projections(config.mova_num_experts, v_proj=(keys, config.hidden_size))
 
     def values(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, S, H] -> [B, S, D], D being the width of all key-value heads."""
@@ -157,8 +159,8 @@ class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library i
             return found
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, index = self.v_router(rows)
-        apart = self.v_experts("v_proj", rows.repeat_interleave(index.shape[1], 0), index.flatten())
-        mixed = (silu(apart).view(*index.shape, -1) * weights[..., None]).sum(1)
+        apart = self.v_experts(rows.repeat_interleave(index.shape[1], 0), index.flatten(), "v_proj")
+        mixed: torch.Tensor = (silu(apart).view(*index.shape, -1) * weights[..., None]).sum(1)
         return mixed.to(hidden_states.dtype).view(*hidden_states.shape[:2], -1)
 
     def forward(
@@ -172,7 +174,7 @@ class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library i
         """[B, S, H] -> [B, S, H], and the weights if the implementation gives them."""
         places = (*hidden_states.shape[:-1], -1, self.head_dim)
         queries, keys = self.q_proj(hidden_states), self.k_proj(hidden_states)
-        if self.q_norm is not None:
+        if self.has_norms:
             queries, keys = self.q_norm(queries), self.k_norm(keys)
         values = self.values(hidden_states)
         queries, keys, values = (each.view(places).transpose(1, 2) for each in (queries, keys, values))

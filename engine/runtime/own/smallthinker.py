@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from torch.nn.functional import linear
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 
-from engine.runtime.own import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
 
 
 @strict
@@ -96,8 +96,8 @@ class SmallThinkerDecoderLayer(OwnLayer):
         """[B, S, H] -> [B, S, H]."""
         attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
         after = hidden_states + attended
-        out: torch.Tensor = self.block_sparse_moe(hidden_states, self.post_attention_layernorm(after))
-        return after + out
+        out: torch.Tensor = after + self.block_sparse_moe(hidden_states, self.post_attention_layernorm(after))
+        return out
 
 
 class SmallThinkerForCausalLM(OwnForCausalLM):
