@@ -28,9 +28,9 @@ def family_at(module: str) -> Family:
     The default family if it is not listed, or the module is neither transformers' nor one of `engine.runtime.own`.
     """
     place = module.split(".")
-    if place[:2] == ["transformers", "models"] and len(place) > 2:
-        return TABLE.get(place[2], _NEEDS_NOTHING)
-    return TABLE[place[3]] if place[:3] == ["engine", "runtime", "own"] and len(place) > 3 else _NEEDS_NOTHING
+    theirs, ours = place[:2] == ["transformers", "models"], place[:3] == ["engine", "runtime", "own"]
+    name = ".".join(place[2:3] if theirs else place[3:] if ours else ())
+    return TABLE.get(name, _NEEDS_NOTHING)
 
 
 def fast_path_of(module: object, part: Literal["model", "layer", "attention", "block"]) -> FastPath | None:

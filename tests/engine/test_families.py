@@ -107,6 +107,7 @@ def test_every_adapter_can_be_imported_and_belongs_to_a_family() -> None:
 def test_a_family_that_is_not_listed_needs_nothing() -> None:
     assert family_of("no_such_family") == Family()
     assert family_at("transformers.models.no_such_family.modeling") == Family()
+    assert family_at("engine.runtime.own.parts") == Family()
     assert family_at("somebody.elses.llama.modeling_llama") == Family()
     assert adapter_for("no_such_family") is None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import linear, relu, silu
 
 from engine.checkpoint.config_file import read_config
+from engine.checkpoint.profile import read_profile
 from engine.common.errors import EngineError, ErrorCode
 from engine.families import family_of
 from engine.families.table import TABLE
@@ -223,7 +225,11 @@ CASES: list[tuple[str, Config]] = [
 @pytest.mark.parametrize(("family", "options"), CASES)
 def test_logits_and_greedy_tokens_are_those_of_plain_mathematics(family: str, options: Config, tmp_path: Path) -> None:
     model = Plain(tiny_checkpoint(family, tmp_path, **options))
+    profile = read_profile(tmp_path)
+    expert = {name: each for name, each in model.weights.items() if re.search(r"experts\.\d", name)}
+    assert profile.expert_parameters == sum(each.numel() for each in expert.values())
     with loaded(tmp_path, "fp32") as ours, torch.no_grad():
+        assert profile.parameters == ours.info.parameters
         torch.testing.assert_close(logits(ours.model)[0], model.logits(PROMPT[0]), rtol=0, atol=1e-5)
         answer = greedy(ours.model)[0]
         wanted = model.logits(answer)
