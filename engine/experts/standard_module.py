@@ -1,14 +1,13 @@
-"""Experts modules, with which adapters replace those that do not support the interface."""
+"""An experts module in the standard layout, with which adapters replace modules that do not support the interface."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch.nn.functional import linear
 from transformers.integrations.moe import _default_apply_gate
 
-from engine.experts.dispatch import bank_layer, experts_forward
+from engine.experts.dispatch import experts_forward
 
 
 class StandardExperts(torch.nn.Module):
@@ -60,34 +59,3 @@ class StandardExperts(torch.nn.Module):
     ) -> torch.Tensor:
         """[T, H], [T, k], [T, k] -> [T, H]."""
         return experts_forward(self, hidden_states, top_k_index, top_k_weights)
-
-
-class Projections(torch.nn.Module):
-    """Experts of attention, each one matrix or several that are used apart.
-
-    Args:
-        num_experts: E.
-        matrices: name -> [out, in]; the parameters are [E, out, in].
-    """
-
-    def __init__(self, num_experts: int, **matrices: tuple[int, int]) -> None:
-        super().__init__()
-        self.num_experts = num_experts
-        self.expert_parts = tuple(matrices)
-        for name, shape in matrices.items():
-            self.register_parameter(name, torch.nn.Parameter(torch.empty(num_experts, *shape), requires_grad=False))
-
-    def forward(self, rows: torch.Tensor, experts: torch.Tensor, part: str) -> torch.Tensor:
-        """Each row through the matrix of its expert: rows [N, in], experts [N] -> [N, out]."""
-        own: torch.Tensor | None = getattr(self, part)
-        layer = bank_layer(self) if own is None else None
-        inputs = rows if layer is None else rows.to(layer.device)
-        order = experts.to(inputs.device).argsort(stable=True)
-        counts = torch.bincount(experts, minlength=self.num_experts).tolist()
-        grouped = [
-            linear(group, layer.part(part, expert) if layer is not None else own[expert])  # type: ignore[index]
-            for expert, group in enumerate(torch.split(inputs[order], counts))
-            if counts[expert]
-        ]
-        together = torch.cat(grouped)
-        return torch.empty_like(together).index_copy_(0, order, together).to(rows.device)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from torch.nn.functional import linear, silu, softplus
-from transformers.core_model_loading import MergeModulelist, WeightConverter
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import (
     LlamaAttention,
@@ -19,7 +18,6 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
-from engine.experts.standard_module import Projections
 from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
 
 
@@ -150,7 +148,9 @@ class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library i
             del self.v_proj
             chosen = config.mova_num_experts_per_tok
             self.v_router = K2HorizonRouter(config, config.mova_num_experts, chosen, normalises=chosen > 1)
-            self.v_experts = Projections(config.mova_num_experts, v_proj=(keys, config.hidden_size))
+            self.v_experts = torch.nn.ModuleList(
+                torch.nn.Linear(config.hidden_size, keys, bias=False) for _ in range(config.mova_num_experts)
+            )
 
     def values(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, S, H] -> [B, S, D], D being the width of all key-value heads."""
@@ -159,9 +159,13 @@ class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library i
             return found
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, index = self.v_router(rows)
-        apart = self.v_experts(rows.repeat_interleave(index.shape[1], 0), index.flatten(), "v_proj")
-        mixed: torch.Tensor = (silu(apart).view(*index.shape, -1) * weights[..., None]).sum(1)
-        return mixed.to(hidden_states.dtype).view(*hidden_states.shape[:2], -1)
+        # They stay with the rest of the model, in the types of their file: each reads only the rows that chose it.
+        mixed = rows.new_zeros(len(rows), self.v_experts[0].out_features)
+        for expert in index.unique().tolist():
+            row, place = (index == expert).nonzero(as_tuple=True)
+            own = silu(self.v_experts[expert](rows[row])) * weights[row, place, None]
+            mixed.index_add_(0, row, own.to(mixed.dtype))
+        return mixed.view(*hidden_states.shape[:2], -1)
 
     def forward(
         self,
@@ -225,8 +229,5 @@ class K2HorizonForCausalLM(OwnForCausalLM):
 add(
     K2HorizonConfig,
     K2HorizonForCausalLM,
-    [
-        *stacked("mlp.experts", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
-        WeightConverter(["self_attn.v_experts.*.weight"], "self_attn.v_experts.v_proj", [MergeModulelist(dim=0)]),
-    ],
+    stacked("mlp.experts", "mlp.experts", "gate_proj", "up_proj", "down_proj"),
 )
