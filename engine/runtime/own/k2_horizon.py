@@ -160,7 +160,7 @@ class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library i
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         _, weights, index = self.v_router(rows)
         # They stay with the rest of the model, in the types of their file: each reads only the rows that chose it.
-        mixed = rows.new_zeros(len(rows), self.v_experts[0].out_features)
+        mixed = torch.zeros(len(rows), self.k_proj.out_features, dtype=rows.dtype, device=rows.device)
         for expert in index.unique().tolist():
             row, place = (index == expert).nonzero(as_tuple=True)
             own = silu(self.v_experts[expert](rows[row])) * weights[row, place, None]

@@ -54,6 +54,8 @@ class OwnConfig(PreTrainedConfig):  # type: ignore[misc]  # the library is untyp
         self.num_key_value_heads = self.num_key_value_heads or self.num_attention_heads
         self.head_dim = self.head_dim or self.hidden_size // self.num_attention_heads
         self.layer_types = self.layer_types or ["full_attention"] * self.num_hidden_layers
+        if "sliding_attention" not in self.layer_types:
+            self.sliding_window = None  # of no use, which those who count keys and values do not know
         super().__post_init__(**kwargs)
 
 
