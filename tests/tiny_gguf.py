@@ -153,7 +153,7 @@ def dequantised(entry: TensorEntry) -> NDArray[np.float32]:
 _ARCHITECTURES = {name: architecture for architecture, name in MODEL_ARCH_NAMES.items()}
 _PAIRWISE = ("llama",)
 """Architectures that rotate adjacent pairs: queries and keys are reordered, as llama.cpp's converter does."""
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
+_EXPERT = re.compile(r"(.*\.(?:v_)?experts)\.(\d+)\.(.*)")
 
 
 def write_model(
@@ -166,6 +166,7 @@ def write_model(
     tokens: int | None = None,
     split_max_tensors: int = 0,
     name: str = "",
+    unheard: Mapping[str, str] | None = None,
     **more: Any,
 ) -> Path:
     """A GGUF file of a tiny checkpoint in `folder`, with names by the `gguf` package's own table.
@@ -177,13 +178,18 @@ def write_model(
         tokens: in the vocabulary, if not as many as there are embeddings.
         split_max_tensors: of one part.
         name: `general.name`, if any.
+        unheard: names in a layer -> the file's, of an architecture that the package has not heard of: others are as in
+            dots1.
         more: metadata beside those of llama.cpp's converter, by key without the architecture's name.
     """
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    names = get_tensor_name_map(_ARCHITECTURES[architecture], config["num_hidden_layers"])
+    known = _ARCHITECTURES["dots1" if unheard else architecture]
+    names = get_tensor_name_map(known, config["num_hidden_layers"])
     written: dict[str, NDArray[Any]] = dict(tensors or {})
     for key, values in _stacked(_checkpoint(folder)).items():
-        found = names.get_name(key, try_suffixes=(".weight", ".bias"))
+        layer = re.match(r"model\.layers\.(\d+)\.(.*)", key)
+        own = (unheard or {}).get(layer[2]) if layer is not None else None
+        found = f"blk.{layer[1]}.{own}" if layer and own else names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert found is not None, key
         written[found] = _as_written(architecture, found, values, config)
     wanted = {name: quantised if isinstance(quantised, str) else quantised(name) for name in written}

@@ -23,12 +23,13 @@ EXPERTS = (
     "num_experts",
     "n_routed_experts",
     "moe_num_experts",
+    "moe_num_primary_experts",
     "num_routed_experts",
     "n_experts",
 )
 PER_TOKEN = (
     "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k", "top_k",
-    "experts_per_token", "num_selected_experts", "num_experts_per_topk",
+    "experts_per_token", "num_selected_experts", "num_experts_per_topk", "moe_num_active_primary_experts",
 )  # fmt: skip
 _ABOVE_ZERO = 1e-30
 _RANGES = tuple(

@@ -112,7 +112,7 @@ def _of_layer(text: dict[str, Any], kind: str, family: KvNumbers) -> int:
 # The families' names for the same value; the first positive number counts.
 _CONTEXT = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
 
-_EXPERT_KEY = re.compile(r"(\.|^)(experts|expert_mlp|input_linear|output_linear)\b|\.experts?_\d+\.")
+_EXPERT_KEY = re.compile(r"(\.|^)(experts|chunk_experts|expert_mlp|input_linear|output_linear)\b|\.experts?_\d+\.")
 _SHARED_KEY = re.compile(r"shared_(expert|mlp)")
 _SCALE_KEY = re.compile(r"(_scale|_scale_inv|_scales|\.scale|\.qscale_weight)$")
 

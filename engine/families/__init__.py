@@ -1,4 +1,4 @@
-"""Model families, by the transformers package with their classes.
+"""Model families, by the package of transformers, or the module of ours, with their classes.
 
 A family without special needs is listed nowhere: the library and the configuration say how to run it. Of the others
 each has a row in `table.py`, and those that are read from GGUF files one in `gguf`.
@@ -25,11 +25,12 @@ def family_of(model_type: str) -> Family:
 def family_at(module: str) -> Family:
     """The family whose classes are in the library's module of this name (`transformers.models.llama.modeling_llama`).
 
-    The default family if it is not listed, or the module is not transformers'.
+    The default family if it is not listed, or the module is neither transformers' nor one of `engine.runtime.own`.
     """
     place = module.split(".")
-    is_theirs = place[:2] == ["transformers", "models"] and len(place) > 2
-    return TABLE.get(place[2], _NEEDS_NOTHING) if is_theirs else _NEEDS_NOTHING
+    theirs, ours = place[:2] == ["transformers", "models"], place[:3] == ["engine", "runtime", "own"]
+    name = ".".join(place[2:3] if theirs else place[3:] if ours else ())
+    return TABLE.get(name, _NEEDS_NOTHING)
 
 
 def fast_path_of(module: object, part: Literal["model", "layer", "attention", "block"]) -> FastPath | None:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from engine.families.replies import ReplyForm
 
+FILLS_IN = "fills in many tokens of a text at a time, and Switchyard runs models that write one after another"
 READS_PICTURES = "reads text out of pictures, and Switchyard gives models text only"
 
 
@@ -181,6 +182,7 @@ class Family:
     Attributes:
         types: its `model_type`s; empty: the name of the library's package.
         refused: why its models cannot run, completing "it ..."; empty if they can.
+        own: whether the library lacks it, and its classes are in `engine.runtime.own`.
         adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface.
         with_layer_types: the `model_type` whose code the library uses for configurations that have `layer_types`, if it
             is another one.
@@ -206,6 +208,7 @@ class Family:
 
     types: tuple[str, ...] = ()
     refused: str = ""
+    own: bool = False
     adapter: str = ""
     with_layer_types: str = ""
     experts_per_token: int = 0

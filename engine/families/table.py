@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.families.family import (
     BESIDE_THE_LAYERS,
+    FILLS_IN,
     GROUPED_SIGMOID,
     READS_PICTURES,
     ClampedGate,
@@ -32,11 +33,19 @@ _TWO_HALVES_CLAMPED = ClampedGate("halves", "swiglu_limit")
 
 TABLE: dict[str, Family] = {
     "afmoe": Family(packs_rows=True),
+    # Snowflake Arctic.
+    "arctic": Family(own=True, packs_rows=True),
     "aria": Family(types=("aria_text",), packs_rows=True),
     "axk1": Family(packs_rows=True),
     "beam": Family(packs_rows=True),
     "cohere2_moe": Family(packs_rows=True),
     "dbrx": Family(adapter="dbrx", packs_rows=True),
+    # DeepSeek-MoE, the first of all.
+    "deepseek": Family(
+        own=True,
+        packs_rows=True,
+        fast_path=fast_path("Deepseek", "MoE", Router(normalise="norm_topk_prob", bf16_shares=True)),
+    ),
     "deepseek_ocr2": Family(refused=READS_PICTURES),
     "deepseek_v2": Family(
         replies=DEEPSEEK,
@@ -62,9 +71,7 @@ TABLE: dict[str, Family] = {
     ),
     "deepseek_v32": Family(replies=DEEPSEEK),
     "deepseek_v4": Family(replies=DEEPSEEK, gate=ClampedGate("halves", "limit"), kv=KvNumbers(keys_are_values=True)),
-    "diffusion_gemma": Family(
-        refused="fills in whole blocks of text at a time, and Switchyard runs models that write token by token"
-    ),
+    "diffusion_gemma": Family(refused=FILLS_IN),
     # Its experts mix the routing of all tokens of a forward.
     "doge": Family(exact_tokens=lambda config: 0 if config.get("is_moe") else None),
     "dots1": Family(packs_rows=True, fast_path=fast_path("Dots1", "MoE", GROUPED_SIGMOID)),
@@ -145,6 +152,7 @@ TABLE: dict[str, Family] = {
     "granitemoehybrid": Family(replies=GRANITE),
     # Granite, MoE with shared experts.
     "granitemoeshared": Family(replies=GRANITE, packs_rows=True),
+    "grove_moe": Family(own=True, packs_rows=True),
     "hunyuan_v1_moe": Family(
         packs_rows=True,
         fast_path=fast_path(
@@ -172,6 +180,8 @@ TABLE: dict[str, Family] = {
     "hy_v4": Family(gate=_TWO_HALVES_CLAMPED),
     "jamba": Family(continues=False),
     "jetmoe": Family(adapter="jetmoe", packs_rows=True),
+    # K2 Horizon: dense, with experts, or with experts of attention's values, too.
+    "k2_horizon": Family(own=True, packs_rows=True),
     "kimi_k25": Family(replies=KIMI),
     "kimi_linear": Family(replies=KIMI),
     "kolibri1": Family(packs_rows=True),
@@ -179,6 +189,8 @@ TABLE: dict[str, Family] = {
     "lfm2": Family(replies=LFM),
     # LFM2-MoE: short convolutions and attention.
     "lfm2_moe": Family(replies=LFM),
+    # Also LLaDA-MoE.
+    "llada": Family(types=("llada", "lladamoe"), own=True, refused=FILLS_IN),
     "llama": Family(replies=LLAMA, packs_rows=True, fast_path=fast_path("Llama"), mlx_experts={}),
     # Llama 4, with or without what reads pictures.
     "llama4": Family(types=("llama4", "llama4_text"), replies=LLAMA, adapter="llama4"),
@@ -263,6 +275,7 @@ TABLE: dict[str, Family] = {
     "qwen4_exp": Family(types=("qwen4_exp_text",), replies=HERMES),
     "sarvam_mla": Family(replies=COMMON, packs_rows=True),
     "sarvam_moe": Family(replies=HERMES, packs_rows=True),
+    "smallthinker": Family(own=True, packs_rows=True),
     "smollm3": Family(
         replies=HERMES, fast_path=fast_path("SmolLM3", rotates=lambda attention: bool(attention.use_rope))
     ),

@@ -23,7 +23,7 @@ from gguf import GGUFValueType
 
 from engine.bench.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.file import Strings, read_gguf
-from tests.tiny_gguf import dequantised, write_gguf
+from tests.tiny_gguf import dequantised, write_gguf, write_model
 
 DATA = Path(__file__).parent.parent / "data" / "gguf"
 VOCABULARY = 288
@@ -45,6 +45,7 @@ class Case:
         architecture: the file is said to be of this one instead, of which the library has no model of its own.
         keys: more metadata that it has then.
         changed: the tensors of the file -> those that it has then.
+        unheard: see `write_model`, which then writes the file instead of llama.cpp's converter.
         judge: who says what is right; where llama.cpp computes something else than the model's makers, the library;
             llama.cpp alone where the library's model was another one.
     """
@@ -58,6 +59,7 @@ class Case:
     architecture: str = ""
     keys: dict[str, Any] = field(default_factory=dict)
     changed: Callable[[dict[str, Any]], dict[str, Any]] = lambda tensors: tensors
+    unheard: dict[str, str] = field(default_factory=dict)
     judge: str = "llama.cpp"
 
 
@@ -143,6 +145,35 @@ CASES: dict[str, Case] = {
     "exaone": Case("qwen2", {**_SMALL, "use_sliding_window": False}, architecture="exaone", changed=_without_biases,
                    judge="llama.cpp alone"),
     "internlm2": Case("llama", {**_SMALL, "tie_word_embeddings": False}, architecture="internlm2"),
+    "arctic": Case(
+        "arctic",
+        {**_SMALL, **_OWN_EXPERTS, "moe_layer_frequency": 1, "parallel_attn_mlp_res": True,
+         "tie_word_embeddings": False},
+    ),
+    "deepseek": Case(
+        "deepseek",
+        {**_SMALL, **_EXPERTS, "first_k_dense_replace": 1, "n_shared_experts": 2, "norm_topk_prob": False,
+         "tie_word_embeddings": False},
+    ),
+    # llama.cpp has the experts of groups compute with what the others have made, in other shares.
+    "grovemoe": Case(
+        "grove_moe",
+        {**_SMALL, **_EXPERTS, "num_experts": 8, "num_experts_per_tok": 3, "parallel_expert_intermediate_size": 16,
+         "norm_topk_prob": True, "tie_word_embeddings": False},
+        {"num_local_experts": None, "head_dim": 16},
+        judge="transformers",
+    ),
+    "smallthinker": Case(
+        "smallthinker",
+        {**_SMALL, "num_hidden_layers": 5, "moe_num_primary_experts": 4, "moe_num_active_primary_experts": 2,
+         "moe_ffn_hidden_size": 32, "rope_layout": [0, 1, 1, 1, 0], "sliding_window_layout": [0, 1, 1, 1, 0],
+         "sliding_window_size": 4096, "tie_word_embeddings": True},
+    ),
+    "smallthinker-4b": Case(
+        "smallthinker",
+        {**_SMALL, "moe_num_primary_experts": 4, "moe_num_active_primary_experts": 2, "moe_ffn_hidden_size": 32,
+         "moe_primary_router_apply_softmax": True, "tie_word_embeddings": True},
+    ),
     "minicpm": Case(
         "granite",
         {**_SMALL, "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
@@ -320,6 +351,33 @@ CASES: dict[str, Case] = {
                                 "short_conv_kernel_size": 4}},
         # The library writes back a dense block as if it had experts.
         renamed={r"layers\.0\.block_sparse_moe\.": "layers.0.mlp."},
+    ),
+    # Nothing at hand converts or reads these.
+    "k2-horizon": Case(
+        "k2_horizon",
+        {**_SMALL, **_EXPERTS, "mlp_only_layers": [0], "layernorm_num_groups": 4, "norm_topk_prob": True,
+         "num_shared_experts": 1, "moe_gate_bias": True, "router_score_func": "sigmoid", "router_scaling_factor": 2.5,
+         "attention_gate_func": "softplus", "mova_num_experts": 6, "mova_num_experts_per_tok": 3,
+         "tie_word_embeddings": False},
+        architecture="k2-horizon",
+        keys={"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32, "expert_shared_count": 1,
+              "expert_shared_feed_forward_length": 32, "leading_dense_block_count": 1, "moe_every_n_layers": 1,
+              "expert_weights_norm": True, "expert_weights_scale": 2.5, "expert_gating_func": 2,
+              "attention.group_norm_groups": 4, "attention.value_expert_count": 6,
+              "attention.value_expert_used_count": 3, "rope.dimension_count": 16},
+        unheard={"mlp.gate.bias": "exp_probs_b.bias", "self_attn.gate_proj.weight": "attn_gate.weight",
+                 "self_attn.v_router.weight": "attn_v_gate.weight", "self_attn.v_router.bias": "attn_v_gate.bias",
+                 "self_attn.v_experts.weight": "attn_v_exps.weight"},
+        judge="transformers",
+    ),
+    "k2-horizon-7b": Case(
+        "k2_horizon",
+        {**_SMALL, "num_experts": 0, "layernorm_num_groups": 4, "attention_gate_func": None, "query_key_norm": True,
+         "tie_word_embeddings": True},
+        architecture="k2-horizon",
+        keys={"attention.group_norm_groups": 4},
+        unheard={"": ""},
+        judge="transformers",
     ),
     "laguna": Case(
         "laguna",
@@ -665,8 +723,10 @@ def _build(name: str, case: Case, folder: Path) -> Any:
     import torch
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    from engine.runtime.own import make_known
     from tests.engine.tiny_families import model_class
 
+    make_known(case.model_type)
     shared = {key: _BASE[key] for key in _BASE if case.model_type != "dbrx" or "token" in key or key == "vocab_size"}
     config = CONFIG_MAPPING[case.model_type](**{**shared, **case.config})
     torch.manual_seed(sum(map(ord, name)))
@@ -697,6 +757,9 @@ def _build(name: str, case: Case, folder: Path) -> Any:
 
 def convert(case: Case, folder: Path, file: Path) -> None:
     """Has llama.cpp's converter write a checkpoint to `file`."""
+    if case.unheard:
+        write_model(folder, file, case.architecture, unheard=case.unheard, **case.keys)
+        return
     _as_published(case, folder)
     _run(sys.executable, _CONVERT, folder, file, case.options)
     if not case.architecture:

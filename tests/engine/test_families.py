@@ -49,15 +49,18 @@ def test_every_row_is_needed() -> None:
 
 
 def test_each_family_is_named_like_the_package_that_has_its_model_types() -> None:
-    assert {model_type: model_type_to_module_name(model_type) for model_type in PACKAGES} == PACKAGES
-    assert PACKAGES.keys() <= CONFIG_MAPPING_NAMES.keys()
+    theirs = {model_type: package for model_type, package in PACKAGES.items() if not TABLE[package].own}
+    assert {model_type: model_type_to_module_name(model_type) for model_type in theirs} == theirs
+    assert theirs.keys() <= CONFIG_MAPPING_NAMES.keys()
+    assert not CONFIG_MAPPING_NAMES.keys() & (PACKAGES.keys() - theirs.keys())
     listed = [row.types or (package,) for package, row in TABLE.items()]
     assert len(PACKAGES) == sum(map(len, listed))
 
 
 @pytest.mark.parametrize("package", [package for package in PACKAGE_NAMES if first_of(package).fast_path is not None])
 def test_the_library_has_the_classes_that_the_kernels_know(package: str) -> None:
-    module = import_module(f"transformers.models.{package}.modeling_{package}")
+    ours, theirs = f"engine.runtime.own.{package}", f"transformers.models.{package}.modeling_{package}"
+    module = import_module(ours if TABLE[package].own else theirs)
     path = family_at(module.__name__).fast_path
     assert path is not None
     for part in ("model", "layer", "attention", "block"):
@@ -104,6 +107,7 @@ def test_every_adapter_can_be_imported_and_belongs_to_a_family() -> None:
 def test_a_family_that_is_not_listed_needs_nothing() -> None:
     assert family_of("no_such_family") == Family()
     assert family_at("transformers.models.no_such_family.modeling") == Family()
+    assert family_at("engine.runtime.own.parts") == Family()
     assert family_at("somebody.elses.llama.modeling_llama") == Family()
     assert adapter_for("no_such_family") is None
 
@@ -118,10 +122,11 @@ def test_nobody_else_names_a_family() -> None:
     assert found == []
 
 
-def test_only_adapters_import_a_familys_classes() -> None:
+def test_only_adapters_and_models_of_our_own_import_a_familys_classes() -> None:
     modules = {place: text for place, text in _modules() if _IMPORTED.search(text)}
-    assert modules  # the adapters do
-    assert [place for place in modules if not place.startswith("engine/runtime/adapters/")] == []
+    assert modules  # these do
+    their_places = ("engine/runtime/adapters/", "engine/runtime/own/")
+    assert [place for place in modules if not place.startswith(their_places)] == []
 
 
 def _modules() -> Iterator[tuple[str, str]]:

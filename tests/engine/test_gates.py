@@ -13,7 +13,8 @@ from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES
 from tests.engine.tiny_families import tiny_model
 
 WANT_MORE = {"afmoe", "deepseek_v4", "hy_v3", "inkling_mm_model", "inkling_text", "lfm2_moe", "minimax_m2", "zaya"}
-"""Routers that take a second input, or answer in another way."""
+WANT_MORE |= {"smallthinker"}
+"""Routers that take another input, or answer in another way."""
 HIDDEN_DIFFERS = {"muse_spark"}
 """The experts get something narrower than the router."""
 TOKENS = torch.tensor([[5, 17, 100, 33]])

@@ -21,6 +21,7 @@ from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.quantised_layout import QuantisedLayout
+from engine.families.gguf.table import REFUSED
 from engine.formats import STORED
 from engine.formats.tiles import dequantise
 from engine.runtime.load.tensor_reader import TensorReader
@@ -223,6 +224,14 @@ def test_unknown_architectures_are_refused_by_name(name: str, nearest: str, tmp_
     with pytest.raises(EngineError, match=f"'{name}'") as caught:
         gguf_tensors(replace(read, metadata={**read.metadata, "general.architecture": name}))
     assert (f"{nearest!r}" in caught.value.message) == bool(nearest)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_that_cannot_run_are_refused_with_the_reason(name: str, tmp_path: Path) -> None:
+    read = read_gguf(unpacked("smollm", tmp_path)[0])
+    with pytest.raises(EngineError, match=f"'{name}', which Switchyard does not run: it ") as caught:
+        gguf_tensors(replace(read, metadata={**read.metadata, "general.architecture": name}))
+    assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
 
 
 @pytest.mark.parametrize("name", CASES)

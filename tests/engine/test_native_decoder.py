@@ -27,7 +27,7 @@ _TOLERANCE = 0.006
 
 FAMILIES = ["mixtral", "qwen3_moe", "llama", "qwen3", "olmoe", "qwen2_moe", "gpt_oss", "deepseek_v2", "deepseek_v3"]
 FAMILIES += ["qwen2", "mistral", "ministral", "dots1", "solar_open", "glm4_moe_lite", "glm4_moe", "ernie4_5_moe"]
-FAMILIES += ["exaone_moe", "hunyuan_v1_moe", "hy_v3", "mellum", "qwen3_vl_moe", "smollm3"]
+FAMILIES += ["deepseek", "exaone_moe", "hunyuan_v1_moe", "hy_v3", "mellum", "qwen3_vl_moe", "smollm3"]
 
 
 _LARGER: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}

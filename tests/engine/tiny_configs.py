@@ -188,6 +188,33 @@ MOE: dict[str, dict[str, Any]] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
 
+OWN: dict[str, dict[str, Any]] = {
+    "arctic": {"moe_layer_frequency": 1, "parallel_attn_mlp_res": True},
+    "deepseek": {},
+    "grove_moe": {"num_experts_per_tok": 3, "parallel_expert_intermediate_size": 8},
+    "k2_horizon": {
+        "mlp_only_layers": [0],
+        "layernorm_num_groups": 4,
+        "norm_topk_prob": True,
+        "moe_gate_bias": True,
+        "router_score_func": "sigmoid",
+        "router_scaling_factor": 2.5,
+        "attention_gate_func": "softplus",
+        "mova_num_experts": 6,
+        "mova_num_experts_per_tok": 3,
+    },
+    "smallthinker": {
+        "rope_layout": [0, 1],
+        "sliding_window_layout": [0, 1],
+        "sliding_window_size": 8,
+        "moe_num_primary_experts": 8,
+        "moe_num_active_primary_experts": 2,
+        "moe_ffn_hidden_size": 24,
+    },
+}
+"""Families that the library lacks."""
+MOE |= OWN
+
 TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "depth": 1,

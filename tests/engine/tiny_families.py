@@ -15,6 +15,7 @@ import transformers
 from transformers.models.auto import modeling_auto as auto
 
 import engine.runtime.adapters.llama4  # noqa: F401 - mends the library's Llama 4, which does not run as it is
+from engine.runtime.own import make_known
 from tests.engine.tiny_configs import ADAPTED, COMMON, FAMILIES, TOWER
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
@@ -56,6 +57,7 @@ def tiny_config(family: str, *, drawn: Mapping[str, Any] = MappingProxyType({}),
 
 
 def _config_of(family: str, drawn: Mapping[str, Any], overrides: dict[str, Any]) -> Any:
+    make_known(family)
     library_default = transformers.AutoConfig.for_model(family)
     top = type(library_default)
     values = {**(ADAPTED.get(family) or FAMILIES[family]), **overrides}

@@ -26,7 +26,7 @@ from engine.common.plain_text import plain_line
 from engine.families import family_of
 from engine.families.family import DraftHead
 from engine.families.gguf import ARRAY, DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made
-from engine.families.gguf.table import GGUF
+from engine.families.gguf.table import GGUF, REFUSED
 from engine.families.known import nearest
 
 _MOST_LAYERS, _MOST_READ = 4096, 2**20
@@ -182,10 +182,12 @@ def _family(file: GgufFile) -> Gguf:
         if family.when is None or family.when(scalars):
             return family
     name = plain_line(file.architecture)[:60]
+    holds = f"{file.path.name} holds a model of the architecture {name!r}, which Switchyard does not"
+    if file.architecture in REFUSED:
+        raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{holds} run: it {REFUSED[file.architecture]}.")
     raise EngineError(
         ErrorCode.MODEL_UNSUPPORTED,
-        f"{file.path.name} holds a model of the architecture {name!r}, which Switchyard does not read from GGUF "
-        f"files{nearest(name, GGUF)}: use the model's safetensors version.",
+        f"{holds} read from GGUF files{nearest(name, GGUF)}: use the model's safetensors version.",
     )
 
 

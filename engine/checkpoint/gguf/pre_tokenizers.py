@@ -32,6 +32,7 @@ def _cased(ending: str, digits: str, excluded: str = "", signs_ending: str = r"[
 
 
 _O200K = _cased(rf"(?:{_CONTRACTION})?", r"\p{N}{1,3}")
+_JOINERS = "\u200c\u200d"
 _LINES_APART = r"[^\n]+|\n+"
 _CJK = "[一-龥\u3040-ゟ゠-ヿ]+"
 _CJK_AND_HANGUL = "[一-龥ࠀ-一가-\ud7ff]+"
@@ -91,6 +92,10 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     ),
     **_each("dbrx smaug-bpe chatglm-bpe", _LLAMA3),
     **_each("glm4 glm5", _LLAMA3, ignore_merges=True),
+    **_each(
+        "k2-horizon",
+        rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}{_JOINERS}]+|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}",
+    ),
     **_each(
         "jais-2",
         rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}|\s*[\r\n]+|{_MANY_SPACES}|\s{{1,2}}(?!\S)|\s{{1}}",

@@ -31,6 +31,7 @@ from engine.families.gguf import (
     Made,
     Tensors,
     attention,
+    by_layer,
     correction,
     experts,
     feed_forward,
@@ -161,6 +162,40 @@ def _ministral(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_parameters": config["rope_parameters"] | beta, "sliding_window": None}
 
 
+def _smallthinker(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, window = range(config["num_hidden_layers"]), file.value(Key("attention.sliding_window", 0))
+    kinds = by_layer(
+        file, "attention.sliding_window_pattern", config, ("1", "0"), 4 if window else 1, first=bool(window)
+    )
+    return {
+        "sliding_window_layout": [int(each) for each in kinds],
+        # llama.cpp rotates all layers but every fourth, if any slide.
+        "rope_layout": [int(not window or layer % 4 != 0) for layer in layers],
+        "moe_primary_router_apply_softmax": file.value(Key("expert_gating_func")) == SOFTMAX,
+    }
+
+
+def _k2_horizon(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers = range(config["num_hidden_layers"])
+    sparse = [n for n in layers if file.has(f"blk.{n}.ffn_gate_inp.weight")]
+    shared, own = file.value(Key("expert_shared_feed_forward_length", 0)), config["moe_intermediate_size"]
+    return {
+        "mlp_only_layers": [n for n in layers if n not in sparse],
+        "num_shared_experts": shared // own if own else 0,
+        "router_scaling_factor": scale_of_weights(file),
+        "router_score_func": "softmax" if file.value(Key("expert_gating_func", SIGMOID)) == SOFTMAX else "sigmoid",
+        "moe_gate_bias": any(file.has(f"blk.{n}.exp_probs_b.bias") for n in sparse),
+        "query_key_norm": file.has("blk.0.attn_q_norm.weight"),
+        "attention_gate_func": "softplus" if file.has("blk.0.attn_gate.weight") else None,
+    }
+
+
+_GROVES: Tensors = {
+    f"{LAYER}.mlp.chunk_experts.{{e}}.{part}_proj.weight": f"blk.{{n}}.ffn_{part}_chexps.weight"
+    for part in ("gate", "up", "down")
+}
+"""Experts that groups of others share."""
+
 _BESIDE = {
     "layer_norm_eps": "attention.layer_norm_epsilon",
     "logit_scale": "logit_scale",
@@ -195,6 +230,19 @@ ROWS = (
                 "self_attn.gate_proj": "attn_gate",
             }
         ),
+    ),
+    Gguf(
+        architecture="arctic",
+        model_type="arctic",
+        config=LOCAL_EXPERTS,
+        constants={"moe_layer_frequency": 1, "parallel_attn_mlp_res": True},
+        fixed=routing(norm=True),
+        tensors=ENDS
+        | ROTATED_ATTENTION
+        | _MIXTRALS
+        | layer({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm_exps"})
+        | layer({"residual_layernorm": "ffn_norm"})
+        | feed_forward("residual_mlp", "w1", "w3", "w2"),
     ),
     # Ling 1 mixes experts as ERNIE 4.5 does, but adds nothing to their scores; its file has rotary pairs side by side,
     # which is how ERNIE rotates.
@@ -261,6 +309,13 @@ ROWS = (
         config=_BESIDE,
         computed=(has_query_norm,),
         tensors=DENSE,
+    ),
+    Gguf(
+        architecture="deepseek",
+        model_type="deepseek",
+        config=ROUTED_EXPERTS,
+        fixed=routing(norm=False),
+        tensors=DENSE | ROTATED_ATTENTION | experts() | shared_expert("mlp.shared_experts"),
     ),
     Gguf(
         architecture="dots1",
@@ -343,6 +398,21 @@ ROWS = (
         | shared_expert("mlp.shared_experts")
         | correction("mlp.gate.e_score_correction_bias"),
     ),
+    # llama.cpp gives the groups' experts what the others have computed; the model's makers give them the same input.
+    Gguf(
+        architecture="grovemoe",
+        model_type="grove_moe",
+        config={
+            **EXPERTS,
+            **OWN_WIDTH,
+            "parallel_expert_intermediate_size": "expert_chunk_feed_forward_length",
+            "num_experts_per_group": "experts_per_group",
+            "parallel_expert_scale": "expert_group_scale",
+        },
+        constants={"norm_topk_prob": True, **_ALL_SPARSE},
+        fixed=routing(norm=True),
+        tensors=ENDS | NORMS | ATTENTION | experts() | _GROVES,
+    ),
     Gguf(
         architecture="hunyuan-dense",
         model_type="hunyuan_v1_dense",
@@ -366,6 +436,27 @@ ROWS = (
         fixed={"expert_weights_norm": True, "expert_gating_func": SIGMOID},
         computed=(which_are_sparse, _hy_v3),
         tensors=DENSE | experts(router="router.gate") | shared_expert("mlp.shared_mlp") | correction("mlp.expert_bias"),
+    ),
+    Gguf(
+        architecture="k2-horizon",
+        model_type="k2_horizon",
+        config={
+            "num_experts": Key("expert_count", 0),
+            "num_experts_per_tok": Key("expert_used_count", 0),
+            "moe_intermediate_size": Key("expert_feed_forward_length", 0),
+            "norm_topk_prob": Key("expert_weights_norm", False),
+            "layernorm_num_groups": Key("attention.group_norm_groups", 1),
+            "mova_num_experts": Key("attention.value_expert_count", 0),
+            "mova_num_experts_per_tok": Key("attention.value_expert_used_count", 0),
+        },
+        constants={"decoder_sparse_step": 1},
+        computed=(_k2_horizon,),
+        tensors=DENSE
+        | experts()
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.gate.bias")
+        | layer({"gate_proj": "attn_gate", "v_router": "attn_v_gate"}, "self_attn")
+        | {f"{LAYER}.self_attn.v_experts.{{e}}.weight": "blk.{n}.attn_v_exps.weight"},
     ),
     Gguf(
         architecture="laguna",
@@ -570,6 +661,24 @@ ROWS = (
         model_type="seed_oss",
         computed=(lambda file, _: {"attention_out_bias": file.has("blk.0.attn_output.bias")},),
         tensors=ENDS | NORMS_AROUND | ATTENTION | FEED_FORWARD,
+    ),
+    Gguf(
+        architecture="smallthinker",
+        model_type="smallthinker",
+        config={
+            "moe_num_primary_experts": "expert_count",
+            "moe_num_active_primary_experts": "expert_used_count",
+            "moe_ffn_hidden_size": "expert_feed_forward_length",
+            "sliding_window_size": Key("attention.sliding_window", None),
+        },
+        constants={"moe_enable_early_router": True},
+        # llama.cpp has this width, whatever a file says.
+        fixed={"expert_weights_norm": True, "expert_weights_scale": 1.0, "attention.sliding_window": 4096},
+        computed=(_smallthinker,),
+        tensors=ENDS
+        | NORMS
+        | ATTENTION
+        | experts("block_sparse_moe", gate="gate", up="up", down="down", router="primary_router"),
     ),
     Gguf(
         architecture="smollm3",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.families.family import FILLS_IN
 from engine.families.gguf import (
     Gguf,
     dbrx,
@@ -21,6 +22,8 @@ from engine.families.gguf import (
 _FILES = (rows, dbrx, deepseek, deepseek4, delta, gemma, gpt_oss, granite, kda, llama4, mamba, phi)
 _ROWS = [row for file in _FILES for row in file.ROWS]
 
+REFUSED = dict.fromkeys(("diffusion-gemma", "dream", "llada", "llada-moe", "rnd1"), FILLS_IN)
+"""Architectures that cannot run -> why, completing "it ..."."""
 GGUF: dict[str, tuple[Gguf, ...]] = {
     architecture: tuple(row for row in _ROWS if row.architecture == architecture)
     for architecture in sorted({row.architecture for row in _ROWS})

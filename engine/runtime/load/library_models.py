@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -43,6 +43,7 @@ from engine.families.known import known_types, nearest
 from engine.families.library import CHOSEN_EXPERTS
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.later_modules import with_all_meta_operators
+from engine.runtime.own import make_known
 
 _MAX_CONFIG_BYTES = 16 * 2**20
 
@@ -74,7 +75,8 @@ def read_library_config(directory: Path, raw: dict[str, Any]) -> Any:
     model_type = raw["model_type"]
     if "layer_types" in raw:
         model_type = family_of(model_type).with_layer_types or model_type
-    if model_type not in CONFIG_MAPPING_NAMES:
+    make_known(model_type)
+    if model_type not in CONFIG_MAPPING:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
             f"{directory.name} is of the kind {model_type!r}, which Switchyard does not know"

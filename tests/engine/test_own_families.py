@@ -1,0 +1,269 @@
+"""Families that the library lacks must compute what their makers' papers and code say, written out plainly here."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn.functional import linear, relu, silu
+
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.profile import read_profile
+from engine.common.errors import EngineError, ErrorCode
+from engine.families import family_of
+from engine.families.table import TABLE
+from tests.engine.test_family_parity import PROMPT, greedy, loaded, logits
+from tests.engine.tiny_configs import OWN
+from tests.engine.tiny_families import tiny_checkpoint
+
+Weights = dict[str, torch.Tensor]
+Config = dict[str, Any]
+Gate = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Plain:
+    """One of the models, as plain as can be: every token is computed from all before it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.config: Config = json.loads((folder / "config.json").read_text())
+        self.weights: Weights = load_file(folder / "model.safetensors")
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.weights[f"{name}.weight"]
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        hidden = self["model.embed_tokens"][ids]
+        for layer in range(self.config["num_hidden_layers"]):
+            hidden = LAYERS[self.config["model_type"]](self, layer, f"model.layers.{layer}", hidden)
+        return linear(self.norm("model.norm", hidden), self["lm_head"])
+
+    def norm(self, name: str, hidden: torch.Tensor, groups: int = 0) -> torch.Tensor:
+        groups = groups or self.config.get("layernorm_num_groups", 1)
+        parts = hidden.reshape(*hidden.shape[:-1], groups, -1)
+        parts = parts / (parts.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
+        return parts.reshape(hidden.shape) * self[name]
+
+    def attention(
+        self,
+        name: str,
+        hidden: torch.Tensor,
+        *,
+        window: int = 0,
+        rotates: bool = True,
+        values: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        heads, of_keys = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        width, tokens = self.config["head_dim"], len(hidden)
+        q, k = (linear(hidden, self[f"{name}.{part}_proj"]) for part in "qk")
+        if f"{name}.q_norm.weight" in self.weights:
+            norms = {part: self[f"{name}.{part}_norm"].view(-1, width) for part in "qk"}
+            q, k = (
+                (
+                    each / (each.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt() * norms[part]
+                ).flatten(1)
+                for part, each in (("q", q.view(tokens, heads, width)), ("k", k.view(tokens, of_keys, width)))
+            )
+        v = values if values is not None else linear(hidden, self[f"{name}.v_proj"])
+        theta = self.config["rope_parameters"]["rope_theta"]
+        out = torch.zeros(tokens, heads, width)
+        for head in range(heads):
+            place = slice(head * width, (head + 1) * width)
+            shared = head * of_keys // heads
+            theirs = slice(shared * width, (shared + 1) * width)
+            queries, keys = (self._rotated(each, theta) if rotates else each for each in (q[:, place], k[:, theirs]))
+            scores = queries @ keys.T / math.sqrt(width)
+            for row in range(tokens):
+                first = max(0, row + 1 - window) if window else 0
+                shares = scores[row, first : row + 1].softmax(-1)
+                out[row, head] = shares @ v[first : row + 1, theirs]
+        return out.flatten(1)
+
+    @staticmethod
+    def _rotated(rows: torch.Tensor, theta: float) -> torch.Tensor:
+        half = rows.shape[-1] // 2
+        angles = torch.arange(len(rows))[:, None] * theta ** (-torch.arange(half) / half)
+        turned = torch.complex(rows[:, :half], rows[:, half:]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag), -1)
+
+    def mlp(self, name: str, hidden: torch.Tensor, names: str = "", gate: Gate = silu) -> torch.Tensor:
+        g, u, d = names.split() or ("gate_proj", "up_proj", "down_proj")
+        up = gate(linear(hidden, self[f"{name}.{g}"])) * linear(hidden, self[f"{name}.{u}"])
+        return linear(up, self[f"{name}.{d}"])
+
+
+def chosen(scores: torch.Tensor, count: int, bias: torch.Tensor | None = None) -> list[int]:
+    return (scores if bias is None else scores + bias).topk(count).indices.tolist()
+
+
+def deepseek(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    config = model.config
+    attended = model.attention(f"{name}.self_attn", model.norm(f"{name}.input_layernorm", hidden))
+    hidden = hidden + linear(attended, model[f"{name}.self_attn.o_proj"])
+    rows = model.norm(f"{name}.post_attention_layernorm", hidden)
+    if layer < config["first_k_dense_replace"]:
+        return hidden + model.mlp(f"{name}.mlp", rows)
+    out = model.mlp(f"{name}.mlp.shared_experts", rows)
+    scores = linear(rows, model[f"{name}.mlp.gate"]).softmax(-1)
+    for at, row in enumerate(rows):
+        for expert in chosen(scores[at], config["num_experts_per_tok"]):
+            out[at] += scores[at, expert] * model.mlp(f"{name}.mlp.experts.{expert}", row)
+    return hidden + out
+
+
+def grove_moe(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    del layer
+    attended = model.attention(f"{name}.self_attn", model.norm(f"{name}.input_layernorm", hidden))
+    hidden = hidden + linear(attended, model[f"{name}.self_attn.o_proj"])
+    rows = model.norm(f"{name}.post_attention_layernorm", hidden)
+    scores, out = linear(rows, model[f"{name}.mlp.gate"]).softmax(-1), torch.zeros_like(rows)
+    for at, row in enumerate(rows):
+        experts = chosen(scores[at], model.config["num_experts_per_tok"])
+        for expert in experts:
+            share = scores[at, expert] / scores[at, experts].sum()
+            out[at] += share * model.mlp(f"{name}.mlp.experts.{expert}", row)
+            out[at] += 0.05 * share * model.mlp(f"{name}.mlp.chunk_experts.{expert // 2}", row)
+    return hidden + out
+
+
+def smallthinker(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    config = model.config
+    window = config["sliding_window_size"] if config["sliding_window_layout"][layer] else 0
+    logits = linear(hidden, model[f"{name}.block_sparse_moe.primary_router"])
+    attended = model.attention(
+        f"{name}.self_attn",
+        model.norm(f"{name}.input_layernorm", hidden),
+        window=window,
+        rotates=bool(config["rope_layout"][layer]),
+    )
+    hidden = hidden + linear(attended, model[f"{name}.self_attn.o_proj"])
+    rows = model.norm(f"{name}.post_attention_layernorm", hidden)
+    out = torch.zeros_like(rows)
+    for at, row in enumerate(rows):
+        experts = chosen(logits[at], config["moe_num_active_primary_experts"])
+        of_softmax = config["moe_primary_router_apply_softmax"]
+        shares = logits[at, experts].softmax(-1) if of_softmax else logits[at, experts].sigmoid()
+        for expert, share in zip(experts, shares / shares.sum(), strict=True):
+            out[at] += share * model.mlp(f"{name}.block_sparse_moe.experts.{expert}", row, "gate up down", relu)
+    return hidden + out
+
+
+def arctic(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    config, names = model.config, "w1 w3 w2"
+    attended = model.attention(f"{name}.self_attn", model.norm(f"{name}.input_layernorm", hidden))
+    after = hidden + linear(attended, model[f"{name}.self_attn.o_proj"])
+    if (layer + 1) % config["moe_layer_frequency"]:
+        rows = model.norm(f"{name}.post_attention_layernorm", after)
+        return after + model.mlp(f"{name}.block_sparse_moe.mlp", rows, names)
+    rows = model.norm(f"{name}.post_attention_layernorm", hidden if config["parallel_attn_mlp_res"] else after)
+    if config["parallel_attn_mlp_res"]:
+        after = after + model.mlp(f"{name}.residual_mlp", model.norm(f"{name}.residual_layernorm", after), names)
+    scores, out = linear(rows, model[f"{name}.block_sparse_moe.gate"]).softmax(-1), torch.zeros_like(rows)
+    for at, row in enumerate(rows):
+        experts = chosen(scores[at], config["num_experts_per_tok"])
+        for expert in experts:
+            share = scores[at, expert] / scores[at, experts].sum()
+            out[at] += share * model.mlp(f"{name}.block_sparse_moe.experts.{expert}", row, names)
+    return after + out
+
+
+def k2_horizon(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    config, attention = model.config, f"{name}.self_attn"
+    rows = model.norm(f"{name}.input_layernorm", hidden)
+    sparse = layer not in config["mlp_only_layers"] and config["num_experts"] > 0
+
+    def scored(router: str, row: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+        logits = linear(row, model[router])
+        scores = logits.sigmoid() if config["router_score_func"] == "sigmoid" else logits.softmax(-1)
+        count = config["num_experts_per_tok" if "mlp" in router else "mova_num_experts_per_tok"]
+        experts = chosen(scores, count, model.weights.get(f"{router}.bias"))
+        return scores[experts] / scores[experts].sum() * config["router_scaling_factor"], experts
+
+    values = None
+    if sparse and config["mova_num_experts"]:
+        mixed = []
+        for row in rows:
+            shares, experts = scored(f"{attention}.v_router", row)
+            parts = [silu(linear(row, model[f"{attention}.v_experts.{expert}"])) for expert in experts]
+            mixed.append(sum(share * part for share, part in zip(shares, parts, strict=True)))
+        values = torch.stack(mixed)  # type: ignore[arg-type]
+    attended = model.attention(attention, rows, values=values)
+    if config["attention_gate_func"]:
+        attended = attended * torch.log2(1 + 2 ** linear(rows, model[f"{attention}.gate_proj"]))
+    hidden = hidden + linear(attended, model[f"{attention}.o_proj"])
+    rows = model.norm(f"{name}.post_attention_layernorm", hidden)
+    if not sparse:
+        return hidden + model.mlp(f"{name}.mlp", rows)
+    out = model.mlp(f"{name}.mlp.shared_experts", rows) if config["num_shared_experts"] else torch.zeros_like(rows)
+    for at, row in enumerate(rows):
+        for share, expert in zip(*scored(f"{name}.mlp.gate", row), strict=True):
+            out[at] += share * model.mlp(f"{name}.mlp.experts.{expert}", row)
+    return hidden + out
+
+
+LAYERS = {each.__name__: each for each in (arctic, deepseek, grove_moe, k2_horizon, smallthinker)}
+CASES: list[tuple[str, Config]] = [
+    *((family, {}) for family in OWN),
+    ("arctic", {"moe_layer_frequency": 2}),
+    ("arctic", {"parallel_attn_mlp_res": False}),
+    (
+        "smallthinker",
+        {"moe_primary_router_apply_softmax": True, "sliding_window_layout": [0, 0], "rope_layout": [1, 1]},
+    ),
+    ("k2_horizon", {"mova_num_experts": 0, "mova_num_experts_per_tok": 0, "attention_gate_func": None}),
+    ("k2_horizon", {"num_experts": 0, "mova_num_experts": 0, "moe_gate_bias": False, "query_key_norm": False}),
+    ("k2_horizon", {"router_score_func": "softmax", "num_shared_experts": 0, "moe_gate_bias": False}),
+]
+
+
+@pytest.mark.parametrize(("family", "options"), CASES)
+def test_logits_and_greedy_tokens_are_those_of_plain_mathematics(family: str, options: Config, tmp_path: Path) -> None:
+    model = Plain(tiny_checkpoint(family, tmp_path, **options))
+    profile = read_profile(tmp_path)
+    experts = [each for name, each in model.weights.items() if re.search(r"(mlp|moe)\.\w*experts\.\d", name)]
+    assert profile.expert_parameters == sum(each.numel() for each in experts)
+    with loaded(tmp_path, "fp32") as ours, torch.no_grad():
+        assert profile.parameters == ours.info.parameters
+        torch.testing.assert_close(logits(ours.model)[0], model.logits(PROMPT[0]), rtol=0, atol=1e-5)
+        answer = greedy(ours.model)[0]
+        wanted = model.logits(answer)
+    best, said = wanted[PROMPT.shape[1] - 1 : -1], answer[PROMPT.shape[1] :]
+    assert (best.gather(-1, said[:, None])[:, 0] > best.max(-1).values - 1e-5).all()
+
+
+def test_every_family_that_the_library_lacks_is_among_these() -> None:
+    assert {name for name, family in TABLE.items() if family.own and not family.refused} == OWN.keys() == LAYERS.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("deepseek", {"scoring_func": "sigmoid"}),
+        ("grove_moe", {"num_experts_per_group": 3}),
+        ("smallthinker", {"rope_layout": [1]}),
+        ("smallthinker", {"moe_enable_secondary_experts": True}),
+        ("smallthinker", {"moe_layer_layout": [0, 1]}),
+        ("k2_horizon", {"rope_head_dim": 4}),
+        ("k2_horizon", {"attention_gate_func": "tanh"}),
+    ],
+)
+def test_what_nobody_has_published_is_one_error(family: str, options: Config, tmp_path: Path) -> None:
+    file = tiny_checkpoint(family, tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | options))
+    with pytest.raises(EngineError) as caught, loaded(tmp_path, "fp32"):
+        pass
+    assert caught.value.code is ErrorCode.CHECKPOINT_DAMAGED
+
+
+@pytest.mark.parametrize("kind", ["llada", "lladamoe"])
+def test_diffusion_models_are_refused_in_a_sentence(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(EngineError, match=f"'{kind}' model, which .* many tokens of a text at a time"):
+        read_config(tmp_path)
+    assert family_of(kind).refused
