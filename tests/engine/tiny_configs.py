@@ -75,6 +75,15 @@ _THREE_AXES = {
 }
 _SPARSE_SECOND = {"mlp_layer_types": ["dense", "sparse"]}
 _INDEXED = {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 8}
+_BLOCKS_CHOSEN = {
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse"],
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "index_local_blocks": 1,
+}
 _INDEXED_AND_SLIDING = {
     **_INDEXED,
     "layer_types": ["indexed_attention", "sliding_attention"],
@@ -142,7 +151,7 @@ MOE: dict[str, dict[str, Any]] = {
     "granitemoeshared": {"shared_intermediate_size": 24},
     "hunyuan_v1_moe": {},
     "hy_v3": {},
-    "hy_v4": {"num_key_value_heads": 4},
+    "hy_v4": _INDEXED,
     "inkling_text": {},
     "inkling2_text": {},
     "inkling2_loop_text": _LOOPED,
@@ -165,7 +174,7 @@ MOE: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {},
     "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     "minimax_m2": {},
-    "minimax_m3_vl_text": {},
+    "minimax_m3_vl_text": _BLOCKS_CHOSEN,
     "mistral4": _LATENT,
     "mixtral": {"num_local_experts": 4},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 2, "chunk_size": 8},
@@ -299,7 +308,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4},
         "projection_hidden_size": 32,
     },
-    "minimax_m3_vl": {},
+    "minimax_m3_vl": {"text_config": _BLOCKS_CHOSEN},
     "mistral_large4": {"text_config": _LATENT},
     "muse_spark": {
         "text_config": {"moe_hidden_size": 16, "mlp_layer_types": ["dense", "sparse"]},
