@@ -80,7 +80,12 @@ def _looped(text: dict[str, Any], kinds: list[str]) -> list[str]:
 
 
 def _grows(kind: str) -> bool:
-    return ("attention" in kind or kind.startswith("hybrid")) and "linear" not in kind
+    return ("attention" in kind or kind.startswith("hybrid") or _chooses_blocks(kind)) and "linear" not in kind
+
+
+def _chooses_blocks(kind: str) -> bool:
+    """Whether a layer of attention chooses blocks of tokens by an index."""
+    return kind.endswith("_sparse")
 
 
 def _of_layer(text: dict[str, Any], kind: str, family: KvNumbers) -> int:
@@ -103,6 +108,8 @@ def _of_layer(text: dict[str, Any], kind: str, family: KvNumbers) -> int:
         own = number_of(text, ("swa_head_dim",))
         keys, values = own or keys, own or values
     found = kv_heads * (keys + values)
+    if _chooses_blocks(kind):
+        found += number_of(text, ("index_head_dim",))
     if "indexed" in kind:
         index = number_of(text, ("indexer_kv_heads",)) * number_of(text, ("indexer_head_dim",))
         found += index + _POSITIONS

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -240,6 +241,15 @@ def test_a_tensor_too_many_is_refused(name: str, tmp_path: Path) -> None:
     strange = "blk.0.attn_strange.weight"
     with pytest.raises(EngineError, match=strange):
         gguf_tensors(replace(read, tensors={**read.tensors, strange: next(iter(read.tensors.values()))}))
+
+
+@pytest.mark.parametrize("factor", ["blk.0.attn_q.scale", "blk.0.ffn_up_exps.scale", "blk.0.attn_q.input_scale"])
+def test_factors_beside_the_weights_are_refused_by_name(factor: str, tmp_path: Path) -> None:
+    read = read_gguf(unpacked("qwen3vlmoe", tmp_path)[0])
+    entry = replace(read.tensors["output_norm.weight"], key=factor)
+    with pytest.raises(EngineError, match=f"{re.escape(factor)}.*NVFP4") as caught:
+        gguf_tensors(replace(read, tensors={**read.tensors, factor: entry}))
+    assert caught.value.code == ErrorCode.MODEL_UNSUPPORTED
 
 
 @pytest.mark.parametrize("name", ["gpt-oss", "granitemoe", "qwen35moe", "deepseek3", "llama4", "phi3"])

@@ -119,6 +119,7 @@ def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: KeptPrefixes, t
     [
         ("deepseek_v32", {"index_topk": 32, "index_n_heads": 32}),
         ("glm_moe_dsa", {"index_topk": 32, "index_n_heads": 32}),
+        ("hy_v4", {"index_topk": 32, "index_n_heads": 32}),
         ("qwen4_exp_text", {"indexer_budget": 32, "indexer_n_heads": 32}),
     ],
 )

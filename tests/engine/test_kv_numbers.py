@@ -19,7 +19,10 @@ from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
-_ODD = ("deepseek_v4", "gemma4_text", "inkling_text", "jamba", "mimo_v2_flash", "nemotron_h", "longcat_flash")
+_ODD = (
+    "deepseek_v4", "gemma4_text", "inkling_text", "jamba", "mimo_v2_flash", "minimax_m3_vl_text", "nemotron_h",
+    "longcat_flash",
+)  # fmt: skip
 """Families that keep more or less than two numbers for each head and layer."""
 
 

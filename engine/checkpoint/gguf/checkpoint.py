@@ -32,6 +32,8 @@ from engine.families.known import nearest
 _MOST_LAYERS, _MOST_READ = 4096, 2**20
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
 _ROPE = (_ROPE_FACTORS, "rope_factors_long.weight", "rope_factors_short.weight")
+_FACTORS = (".scale", ".input_scale")
+"""How the names of factors end that NVFP4 has for whole tensors or experts."""
 _CHANGES_ANSWERS = (
     "attention.clamp_kqv", "attention.max_alibi_bias", "attention.scale", "attention.output_scale",
     "attn_logit_softcapping", "router_logit_softcapping", "final_logit_softcapping", "logit_scale", "residual_scale",
@@ -117,9 +119,14 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
                 tensors[own] = replace(arrange(rows, config), key=own)
     strange = next((name for name in left if name not in (*family.unused, *_ROPE)), None)
     if strange is not None:
+        is_factor = strange.endswith(_FACTORS)
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{file.path.name} holds {strange}, which Switchyard does not know how to use: its answers would be wrong.",
+            f"{file.path.name} holds a factor of weights beside them, {strange}, which Switchyard does not read: "
+            "use the model's safetensors version, or a file of another type than NVFP4."
+            if is_factor
+            else f"{file.path.name} holds {strange}, which Switchyard does not know how to use: its answers would be "
+            "wrong.",
         )
     return tensors
 
