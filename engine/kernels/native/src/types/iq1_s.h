@@ -27,10 +27,9 @@ struct Iq1S {
 #if defined(__AVX512VNNI__)
     // Eights of codes at these positions, 2 more where a bit of `more` is set.
     static void put_codes(const uint16_t *positions, uint32_t more, Wide *wide) {
-        const auto at = [&](int i) SWITCHYARD_INLINE { return static_cast<long long>(kIq1.of[positions[i]]); };
         for (int j = 0; j < 4; ++j) {
             const int i = 8 * j;
-            const Bytes codes = _mm512_set_epi64(at(i + 7), at(i + 6), at(i + 5), at(i + 4), at(i + 3), at(i + 2), at(i + 1), at(i));
+            const Bytes codes = eights_at(kIq1.of, positions + i);
             wide->codes[j] = _mm512_mask_add_epi64(codes, static_cast<__mmask8>(more >> i), codes, _mm512_set1_epi8(2));
         }
     }

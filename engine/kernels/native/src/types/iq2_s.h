@@ -12,7 +12,7 @@ struct Iq2S {
 
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
-    static constexpr Lines<1024> kLines{GRID_IQ2_S};
+    static constexpr Eight<1024> kGrid{GRID_IQ2_S, kIq2Values};
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2)));
@@ -21,8 +21,9 @@ struct Iq2S {
         const __m128i which = sixteen(0x8000800080008000, 0x8008800880088008);
         const Bytes four = _mm512_shuffle_epi8(high, _mm512_broadcast_i32x4(which));
         const Bytes more = _mm512_sllv_epi16(four, _mm512_set1_epi64(0x0002000400060008));
-        const Bytes positions = _mm512_or_si512(low, _mm512_and_si512(more, _mm512_set1_epi16(0x300)));
-        put_eights(look_up_lines<1024>(kLines.of, in_turn_of_pairs(positions)), kIq2Values, &made);
+        alignas(64) uint16_t positions[32];
+        _mm512_store_si512(positions, _mm512_or_si512(low, _mm512_and_si512(more, _mm512_set1_epi16(0x300))));
+        for (int j = 0; j < 4; ++j) made.codes[j] = eights_at(kGrid.of, positions + 8 * j);
         put_signs(block + 34, &made);
         Q2K::put_scales(nibble_steps(block + 74), &made);
         made.factors = an_eighth(block);

@@ -23,11 +23,12 @@ struct Iq2Xs {
     }
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
-    static constexpr Lines<512> kLines{GRID_IQ2_XS};
+    static constexpr Eight<512> kGrid{GRID_IQ2_XS, kIq2Values};
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
-        const Bytes positions = in_turn_of_pairs(_mm512_and_si512(bytes_at(block + 2), _mm512_set1_epi16(511)));
-        put_eights(look_up_lines<512>(kLines.of, positions), kIq2Values, &made);
+        alignas(64) uint16_t positions[32];
+        _mm512_store_si512(positions, _mm512_and_si512(bytes_at(block + 2), _mm512_set1_epi16(511)));
+        for (int j = 0; j < 4; ++j) made.codes[j] = eights_at(kGrid.of, positions + 8 * j);
         uint8_t signs[32];
         spread_signs(block, signs);
         put_signs(signs, &made);

@@ -7,7 +7,7 @@
 //   apart(blocks)               blocks of 64 or 128 that are 256: the same, but that scales have no common factor, and codes
 //                               are kOffset too large (Apart)
 //   four(blocks) or one(block)  four blocks of 32, or one: codes, a scale and an offset of each (Four, One)
-// where kSigns says that signs are apart from codes (Wide::signs), and for panels
+// where kOneScale says that a block has but one, kSigns that signs are apart from codes (Wide::signs), and for panels
 //   kWidth, kOffset, kMost      codes that share a scale; what makes them unsigned; the largest, 128 where they stay signed
 #pragma once
 #include <cmath>
@@ -58,6 +58,8 @@ inline uint64_t unpack_split_steps(const uint8_t *low, const uint8_t *high) {
 
 template <class Type, class = void> constexpr bool kHasSigns = false;
 template <class Type> constexpr bool kHasSigns<Type, std::void_t<decltype(Type::kSigns)>> = true;
+template <class Type, class = void> constexpr bool kHasOneScale = false;
+template <class Type> constexpr bool kHasOneScale<Type, std::void_t<decltype(Type::kOneScale)>> = true;
 template <class Type, class = void> constexpr bool kIsApart = false;
 template <class Type> constexpr bool kIsApart<Type, std::void_t<decltype(Type::kApart)>> = true;
 
@@ -177,10 +179,12 @@ template <class Type, int count> void dot_wide(const uint8_t *row, int64_t colum
             for (int j = 0; j < 4; ++j) {
                 Bytes values = bytes_at(q + 64 * j);
                 if constexpr (kHasSigns<Type>) values = _mm512_mask_sub_epi8(values, wide.signs[j], none, values);
-                products[j] = _mm512_dpbusd_epi32(none, wide.codes[j], values);
+                products[j] = _mm512_dpbusd_epi32(kHasOneScale<Type> && j > 1 ? products[j - 2] : none, wide.codes[j], values);
             }
             __m512i whole;
-            if constexpr (Type::kLarge) {  // products do not fit words
+            if constexpr (kHasOneScale<Type>) {
+                whole = _mm512_add_epi32(products[2], products[3]);
+            } else if constexpr (Type::kLarge) {  // products do not fit words
                 whole = _mm512_setzero_si512();
                 const __m512i first = _mm512_cvtepi16_epi32(_mm512_castsi512_si256(wide.first));
                 const __m512i second = _mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(wide.first, 1));

@@ -6,7 +6,7 @@ namespace {
 
 struct Tq2 {
     static constexpr int kNumber = 35, kElements = 256, kBytes = 66;
-    static constexpr bool kLowest = false, kLarge = false;
+    static constexpr bool kLowest = false, kLarge = false, kOneScale = true;
     static constexpr int kWidth = 32, kOffset = 1, kMost = 3;
 
 #if defined(__AVX512VNNI__)
