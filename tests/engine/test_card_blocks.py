@@ -202,6 +202,18 @@ def test_a_file_on_a_card(
     assert not list((tmp_path / "home").rglob("*.bank"))
 
 
+@pytest.mark.parametrize("card", ["its kernels"], indirect=True)
+def test_a_card_holds_what_ram_could_not(card: CardKernels, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks pass through RAM a few at a time."""
+    monkeypatch.setenv("SWITCHYARD_HOME", str(tmp_path / "home"))
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 16}
+    folder = tiny_checkpoint("llama", tmp_path / "checkpoint", **sizes)
+    file = write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q8_0")
+    with opened(file, precision="auto", vram_bytes=64 * MIB, ram_bytes=file.stat().st_size // 2) as ours:
+        assert ours.info.precision == "stored"
+        assert any(isinstance(m.__dict__.get("forward"), CardLinear) for m in ours.model.modules())
+
+
 def test_biases_and_alternating_rows_in_slots_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """gpt-oss, its experts read from the file into slots in RAM, and from there into slots of a card."""
     share_misses(monkeypatch)

@@ -209,7 +209,7 @@ def test_no_ranges_at_all(hub: HubServer, repo: Repo) -> None:
 
 
 def test_a_pause_loses_nothing(hub: HubServer, repo: Repo) -> None:
-    hub.per_connection_bytes_per_s = PART // 2
+    hub.per_connection_bytes_per_s = PART // 8  # far from over when it pauses, on busy machines too
     key = queue.add(hub.candidate("org/model")).key
 
     def rest(now: Download) -> None:

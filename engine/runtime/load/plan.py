@@ -44,6 +44,8 @@ from engine.runtime.load.stored import shape_of, sites_in, stored_linears
 from engine.runtime.load.tables import StoredTable, tables_in
 
 _CPU = torch.device("cpu")
+_JOINED = 4
+"""Matrices that RAM holds at once: those that one call multiplies go to a card together, copied to be joined."""
 
 
 @dataclass(frozen=True)
@@ -312,10 +314,17 @@ def _weights(
             for site in sites
         ),
         working_bytes(file.plan, sites),
-        in_ram if is_quantised else 0,  # it is quantised in RAM, on its way to the cards
+        _on_its_way(file, held, in_place=in_place) if is_quantised else 0,
         sum(layout.nbytes for layout in linears.values()),
         _tables(tables_in(file), layers, held, there),
     )
+
+
+def _on_its_way(file: OpenedCheckpoint, held: Mapping[str, int], *, in_place: frozenset[str]) -> int:
+    """RAM for dense weights that are quantised there, on their way to cards; blocks pass through it a few at a time."""
+    passing = MatricesOnCards(file).names if in_place else set()
+    largest = max((held[name] for name in passing if name in held), default=0)
+    return sum(nbytes for name, nbytes in held.items() if name not in passing) + _JOINED * largest
 
 
 def _tables(
