@@ -10,9 +10,9 @@ struct Iq2S {
     static constexpr bool kLowest = false, kLarge = false, kSigns = true;
     static constexpr int kWidth = 16;
 
+    static constexpr Eight<1024> kGrid{GRID_IQ2_S, kIq2Values};
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
-    static constexpr Eight<1024> kGrid{GRID_IQ2_S, kIq2Values};
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         const Bytes low = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(block + 2)));
@@ -31,7 +31,6 @@ struct Iq2S {
     }
 #else
     static constexpr int kOffset = 0, kMost = 128;
-    static constexpr Eight<1024> kGrid{GRID_IQ2_S, kIq2Values};
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made = {nibble_steps(block + 74), no_words(), an_eighth(block), 0};
         std::memcpy(made.signs, block + 34, sizeof made.signs);

@@ -21,9 +21,9 @@ struct Iq2Xs {
         const Bytes32 each = __builtin_convertvector(x, Bytes32);
         std::memcpy(signs, &each, sizeof each);
     }
+    static constexpr Eight<512> kGrid{GRID_IQ2_XS, kIq2Values};
 #if defined(__AVX512VNNI__)
     static constexpr int kOffset = kRaised;
-    static constexpr Eight<512> kGrid{GRID_IQ2_XS, kIq2Values};
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made;
         alignas(64) uint16_t positions[32];
@@ -38,7 +38,6 @@ struct Iq2Xs {
     }
 #else
     static constexpr int kOffset = 0, kMost = 128;
-    static constexpr Eight<512> kGrid{GRID_IQ2_XS, kIq2Values};
     SWITCHYARD_INLINE static Wide wide(const uint8_t *block) {
         Wide made = {nibble_steps(block + 66), no_words(), an_eighth(block), 0};
         spread_signs(block, made.signs);
