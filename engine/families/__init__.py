@@ -33,7 +33,7 @@ def family_at(module: str) -> Family:
     return TABLE.get(name, _NEEDS_NOTHING)
 
 
-def fast_path_of(module: object, part: Literal["model", "layer", "attention", "block"]) -> FastPath | None:
+def fast_path_of(module: object, part: Literal["model", "layer", "attention", "delta", "block"]) -> FastPath | None:
     """The fast path of the family in which `module` is this part: an instance of exactly that library class.
 
     Returns:

@@ -94,6 +94,7 @@ class FastPath:
         layer: a norm and attention, then a norm and an MLP, each added to its input.
         attention: grouped-query attention, unless `is_latent` (multi-head latent attention, DeepSeek-AI
             2024, "DeepSeek-V2", section 2.1).
+        delta: the gated delta net that some layers have in place of attention; empty if none has.
         block: the sparse block in place of the MLP; empty for dense families.
         router: of the sparse block.
         angles: how the model passes rotary angles to its layers: cosines and sines, each repeated for both halves of a
@@ -108,12 +109,14 @@ class FastPath:
         head_norms_last: whether they come after the rotation.
         norms_all_heads: whether queries' and keys' norms are over all heads together (OLMoE, Muennighoff et al. 2024,
             section 2).
+        gates_heads: whether queries' projection also gives the gates of what each head gives.
         unless: of the configuration: if one of these is set, the model does something else besides.
     """
 
     model: str = ""
     layer: str
     attention: str
+    delta: str = ""
     block: str = ""
     router: Router = Router()
     is_latent: bool = False
@@ -127,6 +130,7 @@ class FastPath:
     head_norms: tuple[str, str] = ("q_norm", "k_norm")
     head_norms_last: bool = False
     norms_all_heads: bool = False
+    gates_heads: bool = False
     unless: tuple[str, ...] = ("clip_qkv",)
 
 

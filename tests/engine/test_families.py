@@ -63,7 +63,7 @@ def test_the_library_has_the_classes_that_the_kernels_know(package: str) -> None
     module = import_module(ours if TABLE[package].own else theirs)
     path = family_at(module.__name__).fast_path
     assert path is not None
-    for part in ("model", "layer", "attention", "block"):
+    for part in ("model", "layer", "attention", "delta", "block"):
         if not getattr(path, part):
             continue
         kind = getattr(module, getattr(path, part))

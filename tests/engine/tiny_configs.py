@@ -105,6 +105,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "mistral": {},
     "qwen2": {},
     "qwen3": {},
+    "qwen3_5_text": _DELTA,
     "smollm3": {"no_rope_layers": [1, 0], "sliding_window": None},
     "doge": {"is_moe": True, "num_experts": 16, "sliding_window": None},
 }

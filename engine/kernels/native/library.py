@@ -23,7 +23,7 @@ from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 18
+_ABI = 20
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -114,6 +114,7 @@ class NativeKernels:
             i64,
             pointer,
         ]
+        library.switchyard_delta_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
         library.switchyard_model_step.argtypes = [pointer, pointer, i32, *[pointer] * 3]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
@@ -133,6 +134,7 @@ class NativeKernels:
         self.sparse_step = library.switchyard_sparse_step
         self.attention_step = library.switchyard_attention_step
         self.latent_step = library.switchyard_latent_step
+        self.delta_step = library.switchyard_delta_step
         self.model_step = library.switchyard_model_step
         self.quantise = library.switchyard_quantise
         self.dequantise = library.switchyard_dequantise

@@ -121,6 +121,7 @@ class AttentionStruct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("hidden", "heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_int32) for name in ("norms_span_heads", "norms_come_last", "rotated", "rotation")),
         ("norm_offset", ctypes.c_float),
+        ("is_gated", ctypes.c_int32),
     )
 
 
@@ -135,11 +136,22 @@ class LatentAttentionStruct(ctypes.Structure):
     )
 
 
+class DeltaStruct(ctypes.Structure):
+    """`SwitchyardDelta`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("norm", "taps", "rate", "rate_bias", "out_norm")),
+        *((name, MatrixStruct) for name in ("mixed", "z", "b", "a", "o")),
+        *((name, ctypes.c_float) for name in ("epsilon", "out_epsilon", "norm_offset")),
+        *((name, ctypes.c_int32) for name in ("hidden", "key_heads", "value_heads", "key_dim", "value_dim", "kernel")),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """`SwitchyardLayer`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("attention", "latent", "block")),
+        *((name, ctypes.c_void_p) for name in ("attention", "latent", "delta", "block")),
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         *((name, ctypes.c_int64) for name in ("capacity", "length")),
         *((name, ctypes.c_void_p) for name in ("chosen", "shares")),

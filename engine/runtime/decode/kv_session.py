@@ -267,7 +267,7 @@ class KvSession:
         cache = self._cache
         assert cache is not None
         in_steps = self._step.takes(len(ids), cache)
-        self._before = KvSnapshot(cache, len(self._ids)) if not in_steps and KvSnapshot.worth_taking(cache) else None
+        self._before = KvSnapshot(cache, len(self._ids)) if KvSnapshot.worth_taking(cache) else None
         self._whole = False
         held = len(self._ids)
         self._room.make(cache, held + len(ids))

@@ -24,13 +24,10 @@ from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.angles import Rotations
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.dense_rows import one_by_one, product
 from engine.runtime.fast_path.whole_model import WholeModel
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.reuse import kinds_by_length
-
-_IN_PLACE = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
 
 MOST_ROWS = MAX_TOKENS
 """Most tokens of a step that are computed together, each as if alone."""
@@ -188,7 +185,8 @@ def _last_layer(model: Any) -> SingleTokenLayer | None:
     if fast_path_of(model, "model") is None:
         return None
     layer = model.model.layers[-1].__dict__.get("forward")
-    return layer if isinstance(layer, SingleTokenLayer) else None
+    is_attention = isinstance(layer, SingleTokenLayer) and not isinstance(layer.attention, DeltaNet)
+    return layer if is_attention else None
 
 
 class TokenStep:
@@ -224,7 +222,7 @@ class TokenStep:
             self._angles.is_fixed
             and not any(self._hooks)
             and all(layer.is_native for layer in self._layers)
-            and all(isinstance(held, _IN_PLACE) and held.can_claim(tokens) for held in cache.layers)
+            and all(layer.attention.can_claim(tokens, cache) for layer in self._layers)
         )
 
     def step(self, tokens: torch.Tensor, position_ids: torch.Tensor, start: int, cache: Cache) -> torch.Tensor | None:

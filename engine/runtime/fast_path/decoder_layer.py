@@ -13,7 +13,9 @@ import torch
 
 from engine.common import clock
 from engine.families import fast_path_of
+from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
+from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.last_row import attend_last
@@ -54,8 +56,8 @@ def route_in_library(model: Any) -> None:
             fast_path.leave_routing()
 
 
-def _attention_of(layer: Any) -> type[GroupedAttention] | type[LatentAttention] | None:
-    for kind in (GroupedAttention, LatentAttention):
+def _attention_of(layer: Any) -> type[GroupedAttention] | type[LatentAttention] | type[DeltaNet] | None:
+    for kind in (GroupedAttention, LatentAttention, DeltaNet):
         if kind.can_step(layer):
             return kind
     return None
@@ -75,7 +77,11 @@ class SingleTokenLayer:
     wants_last = False
 
     def __init__(
-        self, layer: Any, attention: GroupedAttention | LatentAttention, sparse: SparseBlock | None, number: int
+        self,
+        layer: Any,
+        attention: GroupedAttention | LatentAttention | DeltaNet,
+        sparse: SparseBlock | None,
+        number: int,
     ) -> None:
         # Bound before it is replaced: the way for everything that is not a single token.
         self.in_library = layer.forward
@@ -102,11 +108,12 @@ class SingleTokenLayer:
         positions: Any = kwargs.get("position_embeddings")
         if hidden_states.dtype == torch.bfloat16:
             hidden_states = hidden_states.float()
+        tokens = hidden_states.numel() // self._hidden
         if (
-            hidden_states.numel() == self._hidden
+            (tokens == 1 or (tokens <= MAX_TOKENS and hidden_states.shape[0] == 1 and self.is_native))
             and cache is not None
             and positions is not None
-            and _hides_nothing(kwargs.get("attention_mask"))
+            and _hides_the_future(kwargs.get("attention_mask"), tokens)
         ):
             out = self.step(hidden_states.contiguous(), cache, positions)
         if out is None and self.wants_last and hidden_states.shape[1] > 1 and not (args or self._routes_apart):
@@ -147,8 +154,8 @@ class SingleTokenLayer:
 
     @property
     def reads_narrow(self) -> bool:
-        """Whether its attention reads keys and values in other types than the model's."""
-        return isinstance(self.attention, GroupedAttention)
+        """Whether its attention, if it has any, reads keys and values in other types than the model's."""
+        return not isinstance(self.attention, LatentAttention)
 
     @property
     def is_native(self) -> bool:
@@ -157,8 +164,13 @@ class SingleTokenLayer:
         return self.sparse is not None and self.sparse.tokens is None
 
 
-def _hides_nothing(mask: torch.Tensor | None) -> bool:
-    """Eager attention gets a mask even where there is nothing to hide from a single token."""
+def _hides_the_future(mask: torch.Tensor | None, tokens: int) -> bool:
+    """Whether a mask hides from each token what comes after it, and nothing else: of one token nothing, which eager
+    attention gets a mask for all the same."""
     if mask is None:
         return True
-    return bool(mask.all()) if mask.dtype == torch.bool else not bool(mask.any())
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    if tokens == 1:
+        return bool(shown.all())
+    before, among = shown[..., :-tokens], shown[..., -tokens:]
+    return mask.dim() == 4 and bool(before.all()) and torch.equal(among[0, 0], torch.ones_like(among[0, 0]).tril())

@@ -36,11 +36,12 @@ def keep_in_floats(model: Any, layers: Sequence[Any], *, all_native: bool) -> No
             norm.forward = _NormOfSums(norm)
     if not all_native or fast_path_of(model, "model") is None:
         return  # something else may read the embedding's rows; layers widen what they are given
-    rotating = [_rotating_in_floats(layer.self_attn) for layer in layers]
+    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    rotating = [_rotating_in_floats(attention) for attention in attentions]
     if not all(rotating):
         return  # keys would be in float32 as well
-    for layer, forward in zip(layers, rotating, strict=True):
-        layer.self_attn.forward = forward
+    for attention, forward in zip(attentions, rotating, strict=True):
+        attention.forward = forward
     table = model.model.embed_tokens
     rows = table.__dict__.get("forward")
     if isinstance(rows, BlockEmbedding):

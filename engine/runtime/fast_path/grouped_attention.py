@@ -47,7 +47,7 @@ class GroupedAttention:
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
-        attention = layer.self_attn
+        attention = getattr(layer, "self_attn", None)
         path = fast_path_of(attention, "attention")
         if path is None or path.is_latent or any(getattr(attention.config, name, None) for name in path.unless):
             return False
@@ -161,7 +161,7 @@ def attention_struct(layer: Any) -> AttentionStruct:
         epsilon_of(norms.before_attention),
         attention.scaling,
         attention.q_proj.in_features,
-        attention.q_proj.out_features // attention.head_dim,
+        attention.q_proj.out_features // attention.head_dim // (2 if path.gates_heads else 1),
         attention.k_proj.out_features // attention.head_dim,
         attention.head_dim,
         path.norms_all_heads,
@@ -169,4 +169,5 @@ def attention_struct(layer: Any) -> AttentionStruct:
         _rotated(attention),
         _NEIGHBOURS if path.rotates_neighbours else _HALVES,
         offset_of(norms.before_attention),
+        path.gates_heads,
     )

@@ -22,6 +22,7 @@ from engine.kernels.native.linear import (
     out_of_memory,
 )
 from engine.kernels.native.structs import AnglesStruct, LayerStruct, ModelStruct
+from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.norms import epsilon_of, offset_of
 
@@ -47,6 +48,8 @@ class WholeModel:
             assert layer.sparse is not None
             if isinstance(layer.attention, LatentAttention):
                 struct.latent = layer.attention.address
+            elif isinstance(layer.attention, DeltaNet):
+                struct.delta = layer.attention.address
             else:
                 struct.attention = layer.attention.address
             struct.block = layer.sparse.address

@@ -178,7 +178,9 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.norm_offset = static_cast<float>(coin(random));
     const int64_t dim = layer.head_dim, hidden = layer.hidden;
     const int64_t queries = layer.heads * dim, keys_width = layer.kv_heads * dim;
-    const OwnMatrix q(pool, random, queries, hidden, format, SWITCHYARD_PLAIN);
+    layer.is_gated = layer.norms_span_heads ? 0 : coin(random);
+    const int64_t of_queries = layer.is_gated ? 2 * queries : queries;
+    const OwnMatrix q(pool, random, of_queries, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix k(pool, random, keys_width, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix v(pool, random, keys_width, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix o(pool, random, hidden, queries, format, SWITCHYARD_PLAIN);
@@ -186,7 +188,7 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     const auto norm = draw_row(random, hidden), sinks = draw_row(random, layer.heads);
     const auto of_q = draw_row(random, layer.norms_span_heads ? queries : dim);
     const auto of_k = draw_row(random, layer.norms_span_heads ? keys_width : dim);
-    const auto q_bias = draw_row(random, queries), k_bias = draw_row(random, keys_width);
+    const auto q_bias = draw_row(random, of_queries), k_bias = draw_row(random, keys_width);
     const auto v_bias = draw_row(random, keys_width), o_bias = draw_row(random, hidden), after = draw_row(random, hidden);
     layer.norm = norm.data();
     if (coin(random)) layer.after_norm = after.data();
@@ -219,7 +221,7 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
                 "no attention");
     require(same(out, again), "attention depends on the number of threads, or on what is computed together");
     record("attention", in_bf16(out));
-    try_attention_rows(pool, random, layer);
+    if (!layer.is_gated) try_attention_rows(pool, random, layer);
 }
 
 void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
@@ -272,6 +274,49 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     }
     require(same(out, again), "latent attention of a token depends on those it is computed with");
     record("latent", in_bf16(out));
+}
+
+void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
+    SwitchyardDelta layer{};
+    layer.hidden = static_cast<int32_t>(draw(random, 1, 150));
+    layer.key_heads = static_cast<int32_t>(draw(random, 1, 4));
+    layer.value_heads = layer.key_heads * static_cast<int32_t>(draw(random, 1, 3));
+    layer.key_dim = static_cast<int32_t>(draw(random, 1, 40));
+    layer.value_dim = static_cast<int32_t>(draw(random, 1, 90));
+    layer.kernel = static_cast<int32_t>(draw(random, 1, 5));
+    layer.epsilon = layer.out_epsilon = 1e-6f;
+    layer.norm_offset = static_cast<float>(coin(random));
+    const int64_t hidden = layer.hidden, heads = layer.value_heads, values = heads * layer.value_dim;
+    const int64_t channels = 2 * layer.key_heads * layer.key_dim + values;
+    const bool together = coin(random) != 0;
+    const OwnMatrix mixed(pool, random, together ? channels + values : channels, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix z(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix b(pool, random, together ? 2 * heads : heads, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix a(pool, random, heads, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix o(pool, random, hidden, values, format, SWITCHYARD_PLAIN);
+    layer.mixed = mixed.matrix, layer.b = b.matrix, layer.o = o.matrix;
+    if (!together) layer.z = z.matrix, layer.a = a.matrix;
+    const auto norm = draw_row(random, hidden);
+    const auto taps = draw_floats(random, channels * layer.kernel);
+    const auto out_norm = draw_row(random, layer.value_dim);
+    auto rate = draw_floats(random, heads);
+    const auto rate_bias = draw_floats(random, heads);
+    for (float &each : rate) each = -std::fabs(each);
+    layer.norm = norm.data(), layer.taps = taps.data(), layer.out_norm = out_norm.data();
+    layer.rate = rate.data(), layer.rate_bias = rate_bias.data();
+    const auto tokens = static_cast<int32_t>(draw(random, 1, kDecodeTokens));
+    const auto x = draw_floats(random, tokens * hidden);
+    auto recent = draw_floats(random, channels * layer.kernel), recent_again = recent;
+    auto states = draw_floats(random, heads * layer.key_dim * layer.value_dim), states_again = states;
+    std::vector<float> out(x.size()), again(x.size());
+    require(switchyard_delta_step(pool, &layer, tokens, x.data(), recent.data(), states.data(), out.data()) == 0, "no delta net");
+    const OwnPool alone(1);
+    for (int32_t token = 0; token < tokens; ++token)
+        require(switchyard_delta_step(alone.pool, &layer, 1, x.data() + token * hidden, recent_again.data(),
+                                      states_again.data(), again.data() + token * hidden) == 0, "no delta net");
+    require(same(out, again) && same(states, states_again) && same(recent, recent_again),
+            "a delta net depends on the number of threads, or on what is computed together");
+    record("delta", in_bf16(out));
 }
 
 // Two sequences whose tokens come in one call and in several; pages in any order.
@@ -444,6 +489,7 @@ void go_through(SwitchyardPool *pool, uint32_t seed, int rounds) {
             try_sparse(pool, random, format);
             try_attention(pool, random, format);
             try_latent(pool, random, format);
+            try_delta(pool, random, format);
             try_model(pool, random, format);
             try_blocks(pool, random);
             try_block_experts(pool, random);

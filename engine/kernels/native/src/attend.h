@@ -44,9 +44,20 @@ struct Queries {
 // Tokens [begin, end); begin is the first of a page.
 using Attend = void (*)(const HeldRows &rows, int64_t begin, int64_t end, const Queries &queries);
 
-// By type of keys and values, SWITCHYARD_KV_*.
+// One token of one head through the gated delta rule: delta_rule.h.
+struct DeltaHead {
+    float *state;              // [key_dim, value_dim]: what the keys so far are to give, less what has decayed
+    const float *key, *query;  // [key_dim]
+    const float *value;        // [value_dim]
+    const float *decay;        // [key_dim]: what is left of each row of the state
+    float beta;                // how far the key's value is replaced
+    int64_t key_dim, value_dim;
+    float *out;  // [value_dim]: what the new state gives for the query
+};
+
 struct AttendKernels {
-    Attend of_type[4];
+    Attend of_type[4];  // of keys and values, SWITCHYARD_KV_*
+    void (*delta)(const DeltaHead &head);
 };
 
 extern const AttendKernels kPortableAttend;

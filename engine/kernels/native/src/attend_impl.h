@@ -3,6 +3,7 @@
 
 #include "attend.h"
 #include "attend_keys.h"
+#include "delta_rule.h"
 
 namespace {
 
@@ -268,7 +269,7 @@ template <class T> void attend(const HeldRows &rows, int64_t begin, int64_t end,
 
 }  // namespace
 
-#define ATTEND_KERNELS \
-    {                  \
-        { attend<Bf16>, attend<Fp16>, attend<Int8>, attend<Fp32> } \
+#define ATTEND_KERNELS                                                        \
+    {                                                                         \
+        {attend<Bf16>, attend<Fp16>, attend<Int8>, attend<Fp32>}, delta_rule \
     }

@@ -38,7 +38,8 @@ struct AttentionStep {
     Vectors attended_x;                      // the same, for the output
     std::vector<float> joined;               // [tokens, hidden]: what a norm after it takes
 
-    int64_t width() const { return int64_t{layer->heads + 2 * layer->kv_heads} * layer->head_dim; }
+    int64_t query_step() const { return layer->is_gated ? 2 * layer->head_dim : layer->head_dim; }
+    int64_t width() const { return layer->heads * query_step() + int64_t{2 * layer->kv_heads} * layer->head_dim; }
     int64_t heads() const { return layer->heads + 2 * layer->kv_heads; }
 
     HeldRows rows_of(int64_t kv_head) const {
@@ -96,15 +97,15 @@ void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
 void norm_all(AttentionStep &step, int64_t token, int64_t which) {
     const auto &layer = *step.layer;
     const int64_t queries = int64_t{layer.heads} * layer.head_dim, keys = int64_t{layer.kv_heads} * layer.head_dim;
-    float *x = &step.projected[token * step.width() + (which ? queries : 0)];
+    float *x = &step.projected[token * step.width() + (which ? layer.heads * step.query_step() : 0)];
     rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_offset);
 }
 
 // One projected head: a query is kept, keys and values go to their row of the cache.
 void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
-    const int64_t dim = layer.head_dim, row = step.length + token;
-    float *x = &step.projected[token * step.width() + head * dim];
+    const int64_t dim = layer.head_dim, row = step.length + token, after = std::max<int64_t>(head - layer.heads, 0);
+    float *x = &step.projected[token * step.width() + (head - after) * step.query_step() + after * dim];
     const auto keep = [&](int64_t kv_head, void *rows, float *scales) {
         write_row(step.type, x, dim, kv_head * step.capacity + row, rows, scales);
     };
@@ -127,7 +128,11 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
 
 void join_head(AttentionStep &step, int64_t token, int64_t head) {
     const int64_t dim = step.layer->head_dim;
-    step.attention[token].finish(head, &step.attended[(token * step.layer->heads + head) * dim]);
+    float *out = &step.attended[(token * step.layer->heads + head) * dim];
+    step.attention[token].finish(head, out);
+    if (!step.layer->is_gated) return;
+    const float *gates = &step.projected[token * step.width() + (2 * head + 1) * dim];
+    for (int64_t i = 0; i < dim; ++i) out[i] *= 1.0f / (1.0f + std::exp(-gates[i]));
 }
 
 void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {

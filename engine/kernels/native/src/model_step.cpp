@@ -22,9 +22,12 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
                 ? switchyard_attention_step(pool, layer.attention, tokens, hidden, its.cos, its.sin, its.angle_step,
                                             its.token_step, layer.type, layer.keys, layer.values, layer.key_scales,
                                             layer.value_scales, layer.capacity, layer.length, next)
-                : switchyard_latent_step(pool, layer.latent, tokens, hidden, its.cos, its.sin, its.angle_step, its.token_step,
+            : layer.latent
+                ? switchyard_latent_step(pool, layer.latent, tokens, hidden, its.cos, its.sin, its.angle_step, its.token_step,
                                          static_cast<uint16_t *>(layer.keys), static_cast<uint16_t *>(layer.values),
-                                         layer.length, next);
+                                         layer.length, next)
+                : switchyard_delta_step(pool, layer.delta, tokens, hidden, static_cast<float *>(layer.keys),
+                                        static_cast<float *>(layer.values), next);
         if (failed) return 1;
         if (switchyard_sparse_step(pool, layer.block, tokens, next, layer.chosen, layer.shares, now)) return 1;
         hidden = now;

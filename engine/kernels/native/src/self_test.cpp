@@ -225,6 +225,38 @@ int32_t test_rows(const KernelSet &kernels) {
     return 0;
 }
 
+namespace {
+
+int32_t test_delta(const AttendKernels &kernels) {
+    for (int64_t values : {3, 24, 133}) {
+        const int64_t keys = 10;
+        std::vector<float> state(keys * values), key(keys), query(keys), decay(keys), value(values), out(values);
+        for (size_t i = 0; i < state.size(); ++i) state[i] = 0.01f * static_cast<float>(i * 7 % 31) - 0.1f;
+        for (int64_t k = 0; k < keys; ++k) {
+            key[k] = 0.1f * static_cast<float>(k * 3 % 7) - 0.2f;
+            query[k] = 0.05f * static_cast<float>(k);
+            decay[k] = 0.5f + 0.04f * static_cast<float>(k);
+        }
+        for (int64_t i = 0; i < values; ++i) value[i] = 0.25f * static_cast<float>(i % 9) - 1.0f;
+        std::vector<double> wanted(state.begin(), state.end());
+        kernels.delta({state.data(), key.data(), query.data(), value.data(), decay.data(), 0.75f, keys, values, out.data()});
+        for (int64_t i = 0; i < values; ++i) {
+            double found = 0, answer = 0;
+            for (int64_t k = 0; k < keys; ++k) found += (wanted[k * values + i] *= decay[k]) * key[k];
+            for (int64_t k = 0; k < keys; ++k) {
+                double &now = wanted[k * values + i];
+                now += 0.75 * (value[i] - found) * key[k];
+                answer += now * query[k];
+                if (!near(state[k * values + i], now, 1e-5)) return 14;
+            }
+            if (!near(out[i], answer, 1e-5)) return 15;
+        }
+    }
+    return 0;
+}
+
+}  // namespace
+
 int32_t test_attend(const AttendKernels &kernels) {
     for (int32_t type = SWITCHYARD_KV_BF16; type <= SWITCHYARD_KV_FP32; ++type)
         for (int64_t dim : {6, 32, 40}) {
@@ -273,5 +305,5 @@ int32_t test_attend(const AttendKernels &kernels) {
                     if (!near(mixed[query * dim + i], sums[i], tolerance * total)) return 13;
             }
         }
-    return 0;
+    return test_delta(kernels);
 }

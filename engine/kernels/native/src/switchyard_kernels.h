@@ -122,7 +122,7 @@ typedef struct {
     const uint16_t *q_bias, *k_bias, *v_bias, *o_bias;  // bf16, or null
     const uint16_t *sinks;                              // bf16 [heads]: logits of attending to nothing, or null
     const uint16_t *after_norm;                         // bf16 [hidden], or null
-    SwitchyardMatrix q, k, v, o;                        // plain
+    SwitchyardMatrix q, k, v, o;                        // plain; where it is gated, q has each head's queries and then its gates
     float epsilon;
     float scale;
     int32_t hidden, heads, kv_heads, head_dim;
@@ -131,6 +131,7 @@ typedef struct {
     int32_t rotated;           // dimensions of each head that are, the first ones
     int32_t rotation;          // 0 or 2, as of SwitchyardLatentAttention
     float norm_offset;         // added to the weights of its norms
+    int32_t is_gated;          // whether what a head gives is multiplied by the sigmoid of its gates
 } SwitchyardAttention;
 
 // Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
@@ -150,6 +151,24 @@ typedef struct {
     // rope / 2 + i; 2 2i and 2i + 1, which stay there.
     int32_t rotation;
 } SwitchyardLatentAttention;
+
+// A gated delta net of the Qwen3-Next kind: hidden + o(norm(delta rule of short convolutions) * silu(z)) of norm(hidden).  All
+// matrices are plain; mixed and z read alike, and so do b and a.  A key head serves `value_heads / key_heads` value heads in a row.
+typedef struct {
+    const uint16_t *norm;      // bf16 [hidden]
+    const float *taps;         // [channels, kernel], the newest last: channels are all queries, all keys and all values
+    const float *rate;         // [value_heads], below 0: a state decays by exp(rate * softplus(a + rate_bias))
+    const float *rate_bias;    // [value_heads]
+    const uint16_t *out_norm;  // bf16 [value_dim]
+    SwitchyardMatrix mixed;    // rows as the channels; or, if z has no rows: of each key head queries, keys, values and z
+    SwitchyardMatrix z;        // [value_heads * value_dim, hidden], or no rows
+    SwitchyardMatrix b;        // [value_heads, hidden]; or, if a has no rows: of each key head b and a of its value heads
+    SwitchyardMatrix a;        // [value_heads, hidden], or no rows
+    SwitchyardMatrix o;        // [hidden, value_heads * value_dim]
+    float epsilon, out_epsilon;
+    float norm_offset;         // added to the weights of `norm`
+    int32_t hidden, key_heads, value_heads, key_dim, value_dim, kernel;
+} SwitchyardDelta;
 
 // Incremented whenever a signature or a struct above changes: a library with another number is not used.
 SWITCHYARD_API int32_t switchyard_abi(void);
@@ -185,7 +204,7 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
                                          const uint16_t *x, const uint16_t *bias, int32_t floats, void *out);
 
-// In the next four, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.  Hidden states are
+// In the next five, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.  Hidden states are
 // floats; what goes into a matrix in bf16 or in blocks is rounded as its format asks, and keys and values to their type.
 
 // A few tokens through a sparse block.  hidden, out: [tokens, hidden], not the same.  chosen: int64 [tokens, k] and
@@ -212,11 +231,17 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
                                               const float *sin, int32_t angle_step, int64_t token_step,
                                               uint16_t *latents, uint16_t *rotary_keys, int64_t length, float *out);
 
+// The next tokens of a sequence through a gated delta net.  recent: [channels, kernel], what the convolutions read last;
+// states: [value_heads, key_dim, value_dim].  Both are brought up to date.  hidden, out: [tokens, hidden], not the same.
+SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const SwitchyardDelta *delta, int32_t tokens,
+                                             const float *hidden, float *recent, float *states, float *out);
+
 // A decoder layer of attention and a sparse block, and where a sequence's keys and values of this layer are, or its latents
-// and rotary keys; see switchyard_attention_step, switchyard_latent_step and switchyard_sparse_step.
+// and rotary keys, or what its convolutions read last and its states; see the functions above.
 typedef struct {
-    const SwitchyardAttention *attention;  // or null: then
+    const SwitchyardAttention *attention;  // one of the three, the others null
     const SwitchyardLatentAttention *latent;
+    const SwitchyardDelta *delta;
     const SwitchyardSparseBlock *block;
     void *keys, *values;
     float *key_scales, *value_scales;
@@ -317,7 +342,7 @@ typedef struct {
     uint64_t taken;
 } SwitchyardStampCounts;
 
-// From now on every switchyard_sparse_step, _attention_step and _latent_step is stamped, or none; null: out of memory.
+// From now on every switchyard_sparse_step, _attention_step, _latent_step and _delta_step is stamped, or none; null: out of memory.
 SWITCHYARD_API const SwitchyardStampCounts *switchyard_stamps(int32_t on);
 
 // Moves the oldest stamps into `stamps`, at most `most`, and the experts that they chose into `chosen`, one after the
