@@ -25,6 +25,8 @@ from engine.runtime.fast_path.sparse_block import SparseBlock
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
+Attention = GroupedAttention | LatentAttention | DeltaNet
+
 
 def knows_layer(layer: Any) -> bool:
     """Whether this is a decoder layer of the common kind: attention and an MLP, each after a norm and added."""
@@ -56,7 +58,7 @@ def route_in_library(model: Any) -> None:
             fast_path.leave_routing()
 
 
-def _attention_of(layer: Any) -> type[GroupedAttention] | type[LatentAttention] | type[DeltaNet] | None:
+def _attention_of(layer: Any) -> type[Attention] | None:
     for kind in (GroupedAttention, LatentAttention, DeltaNet):
         if kind.can_step(layer):
             return kind

@@ -1,4 +1,4 @@
-"""A gated delta net (Yang et al. 2024, "Gated Delta Networks") of a few tokens in one native call, norm and residual with it."""
+"""A gated delta net (Yang et al. 2024, "Gated Delta Networks") of a few tokens in one native call."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DeltaNet:
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether this decoder layer has a net of the kind that this computes."""
-        net = getattr(layer, "linear_attn", None)
+        net: Any = getattr(layer, "linear_attn", None)
         if fast_path_of(net, "delta") is None:
             return False
         groups = _projections(net)
@@ -123,8 +123,8 @@ class DeltaNet:
 
 
 def _compute_in_floats(net: Any) -> None:
-    """Lets the library, which computes prompts, too, round only what it multiplies with matrices: what a state has taken in
-    stays in it."""
+    """Lets the library, which computes prompts, round only what it multiplies with matrices, too: a state keeps what it
+    has taken in."""
     net.conv1d.weight = torch.nn.Parameter(net.conv1d.weight.detach().float(), requires_grad=False)
     for projection in (each for group in _projections(net) for each in group):
         projection.register_forward_hook(lambda _module, _inputs, out: out.float())

@@ -47,7 +47,7 @@ class GroupedAttention:
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         path = fast_path_of(attention, "attention")
         if path is None or path.is_latent or any(getattr(attention.config, name, None) for name in path.unless):
             return False

@@ -45,7 +45,7 @@ class LatentAttention:
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether the attention of this decoder layer is of a kind that this computes."""
-        attention = getattr(layer, "self_attn", None)
+        attention: Any = getattr(layer, "self_attn", None)
         path = fast_path_of(attention, "attention")
         if path is None or not path.is_latent:
             return False
