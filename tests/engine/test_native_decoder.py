@@ -7,14 +7,14 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.layers import StateLayer, new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
@@ -86,11 +86,11 @@ def test_logits_of_every_token_are_those_of_the_library(
                 assert {type(layer) for layer in caches[0].layers} <= {
                     GrowingLayer,
                     GrowingWindowLayer,
-                    LinearAttentionLayer,
+                    StateLayer,
                 }
                 astray += int((got.float() - wanted.float()).abs().max() > _TOLERANCE)
         # In bf16 a near tie of a router may fall either way, and a state keeps what was rounded once.
-        has_states = any(type(layer) is LinearAttentionLayer for layer in caches[0].layers)
+        has_states = any(type(layer) is StateLayer for layer in caches[0].layers)
         assert astray <= (0.1 * 294 if native.info.experts or has_states else 0)
     finally:
         native.close()

@@ -6,7 +6,6 @@ import ctypes
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
@@ -15,6 +14,7 @@ from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
+from engine.runtime.kv.layers import StateLayer
 
 _APART = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
 _TOGETHER = (("in_proj_qkvz",), ("in_proj_ba",))
@@ -98,7 +98,7 @@ class DeltaNet:
     def can_claim(self, tokens: int, cache: Any) -> bool:  # noqa: ARG002 - any number
         """Whether the cache holds states of one sequence, which a step brings up to date."""
         held = cache.layers[self._index]
-        if type(held) is not LinearAttentionLayer or held.record_past or not held.has_previous_state[0]:
+        if type(held) is not StateLayer or held.record_past or not held.has_previous_state[0]:
             return False
         recent, states = held.conv_states[0], held.recurrent_states[0]
         return (

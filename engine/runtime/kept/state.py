@@ -20,17 +20,17 @@ from transformers.cache_utils import (
     DummyLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionLayer,
 )
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
 from engine.runtime.kept.block import BLOCK_TOKENS, DTYPES, dtype_name
 from engine.runtime.kept.files import Key
 from engine.runtime.kv.growing import GrowingWindowLayer
+from engine.runtime.kv.layers import StateLayer
 from engine.runtime.kv.parts import held_parts, keeps_rows, make_rows
 
 _STATES = (
-    LinearAttentionLayer,
+    StateLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )

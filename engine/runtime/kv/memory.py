@@ -9,6 +9,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.layers import library_cache
 from engine.runtime.kv.narrow import NarrowLayer
 
 _OURS = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
@@ -38,12 +39,14 @@ def measure_kv(model: Any, device: torch.device) -> KvCost:
     if model.config.is_encoder_decoder:  # some encoders refuse to be asked for a cache: theirs runs beforehand
         source = model.get_encoder()(input_ids=token, return_dict=True)
         inputs = {"encoder_outputs": source, "decoder_input_ids": token, "use_cache": True}
+    elif (own := library_cache(model)) is not None:
+        inputs["cache"] = own
     first = model(**inputs)
     cache = getattr(first, "cache", None)
     if cache is None:
         return KvCost()
     kept, all_kept = _kept_bytes(cache), cache_bytes(_of_decoder(cache))
-    grown = model(**inputs, cache=cache).cache
+    grown = model(**{**inputs, "cache": cache}).cache
     per_token = max(0, _kept_bytes(grown) - kept)
     growth = max(per_token, cache_bytes(_of_decoder(grown)) - all_kept)
     return KvCost(per_token, max(0, all_kept - growth) + _BUFFERED_TOKENS * (growth - per_token))
