@@ -58,7 +58,7 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
         if (scaled) its.key_scales.resize(slots, 0.01f), its.value_scales.resize(slots, 0.01f);
         its.chosen.resize(static_cast<size_t>(tokens * block.router.top_k));
         its.shares.resize(its.chosen.size());
-        layers.push_back({&attention, nullptr, &block, its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
+        layers.push_back({&attention, nullptr, nullptr, &block, its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
                           scaled ? its.value_scales.data() : nullptr, capacity, length, its.chosen.data(),
                           its.shares.data(), type, coin(random)});
     }
