@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QWheelEvent
-from PySide6.QtWidgets import QComboBox, QDoubleSpinBox, QSlider, QSpinBox, QWidget
+from PySide6.QtWidgets import QComboBox, QCompleter, QDoubleSpinBox, QLineEdit, QSlider, QSpinBox, QWidget
+
+from engine.common.profile_file import best_match
 
 if TYPE_CHECKING:
     _Widget = QWidget
@@ -31,6 +33,41 @@ class _WheelPasses(_Widget):
 
 class ComboBox(_WheelPasses, QComboBox):
     """A choice from a list."""
+
+
+class FindBox(ComboBox):
+    """A choice that is found by typing a few letters of it.
+
+    Signals: `chosen(str)`: what was typed, or the full text of the item that it means.
+    """
+
+    chosen = Signal(str)
+
+    def __init__(self, placeholder: str, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self.setEditable(True)
+        self.setInsertPolicy(QComboBox.InsertPolicy.NoInsert)
+        self.setSizeAdjustPolicy(QComboBox.SizeAdjustPolicy.AdjustToMinimumContentsLengthWithIcon)
+        self.setMinimumContentsLength(16)
+        self.typed = QLineEdit(self)
+        self.typed.setProperty("bare", "true")
+        self.setLineEdit(self.typed)
+        self.typed.setPlaceholderText(placeholder)
+        completer = self.completer()
+        completer.setCompletionMode(QCompleter.CompletionMode.PopupCompletion)
+        completer.setFilterMode(Qt.MatchFlag.MatchContains)
+        completer.setCaseSensitivity(Qt.CaseSensitivity.CaseInsensitive)
+        self.activated.connect(lambda at: self.chosen.emit(self.itemText(at)))
+        self.typed.editingFinished.connect(self._on_typed)
+
+    def _on_typed(self) -> None:
+        items = list(filter(None, (self.itemText(at) for at in range(self.count()))))
+        text = self.currentText().strip()
+        meant = best_match(text, items) if text else None
+        if meant is not None:
+            self.setCurrentIndex(self.findText(meant))
+            self.typed.setText(meant)  # also where it was the current one
+        self.chosen.emit(meant or text)
 
 
 class SpinBox(_WheelPasses, QSpinBox):

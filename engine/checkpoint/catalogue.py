@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.hub import Repository, candidates, is_reference, parse_reference, read_repository
 from engine.checkpoint.hub.repository import QUALITIES, quality_of
 from engine.checkpoint.model_shape import ModelShape, read_model, shape_in
@@ -78,6 +79,12 @@ class CatalogueEntry:
     shape: ModelShape
     unchecked: tuple[str, ...] = ()
 
+    @property
+    def usual(self) -> CatalogueFile:
+        """The file that most people take: the smallest of good quality, else the best."""
+        good = [file for file in self.files if QUALITIES.index(file.quality) <= QUALITIES.index("good")]
+        return min(good or self.files[:1], key=lambda file: file.bytes)
+
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
@@ -111,6 +118,13 @@ def read_catalogue(path: Path | None = None) -> Catalogue:
     except EngineError:  # it was checked when it came: since then it has been damaged
         return shipped
     return own if own.date > shipped.date else shipped
+
+
+def catalogue_shape(name: str) -> ModelShape | None:
+    """The shape of a model of the catalogue in the file that most people take; None if no model is called so."""
+    wanted = name.strip().casefold()
+    entry = next((each for each in read_catalogue().entries if each.name.casefold() == wanted), None)
+    return as_quantised(entry.shape, entry.usual.label) if entry is not None else None
 
 
 def use_catalogue(path: Path) -> Catalogue:

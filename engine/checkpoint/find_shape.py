@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from engine.checkpoint.catalogue import catalogue_shape, read_catalogue
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.hub import candidate_shape, find_candidate, is_reference
@@ -23,8 +24,8 @@ def find_shape(model: str) -> ModelShape:
 
     Args:
         model: `starter`, the name of a model on this machine, a checkpoint directory, a profile's name or file
-            (`.json`), or a reference to a hub (`ORG/NAME`, `ORG/NAME:Q4_K_M`). Without a profile, a hub model's headers
-            are read over the network.
+            (`.json`), a name of the catalogue, or a reference to a hub (`ORG/NAME`, `ORG/NAME:Q4_K_M`). Without a
+            profile, a hub model's headers are read over the network.
 
     Raises:
         EngineError: there is none, or it is not understood; the message says why, with suggestions.
@@ -34,6 +35,8 @@ def find_shape(model: str) -> ModelShape:
     found = find_named(model)
     if found is None and is_reference(model) and not Path(model).exists():
         return _known(model) or candidate_shape(find_candidate(model))
+    if found is None and not is_path_like(model) and (listed := catalogue_shape(model)) is not None:
+        return listed
     if found is None and model.strip() and not is_path_like(model) and model != STARTER_NAME:
         raise _unknown(model)
     folder = resolve(model)
@@ -52,7 +55,8 @@ def _known(hub_id: str) -> ModelShape | None:
 
 
 def _unknown(model: str) -> EngineError:
-    near = near_names(model, model_names() + [found.name for found in find_models()[0]])
+    listed = [entry.name for entry in read_catalogue().entries]
+    near = near_names(model, model_names() + listed + [found.name for found in find_models()[0]])
     meant = f"did you mean {' or '.join(near)}?" if near else f"known names are {', '.join(model_names())}."
     return EngineError(
         ErrorCode.MODEL_NOT_FOUND,

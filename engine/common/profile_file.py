@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,18 @@ def near_names(name: str, names: Sequence[str]) -> list[str]:
     holding = [each for each in plain if wanted and wanted in each]
     close = difflib.get_close_matches(wanted, plain, _MOST_NEAR, _NEAR_ENOUGH)
     return [plain[each] for each in dict.fromkeys([*holding, *close])][:_MOST_NEAR]
+
+
+def best_match(text: str, names: Sequence[str]) -> str | None:
+    """The name that a few letters of it mean, spaces and dashes aside: the one with all these words, the shortest of
+    several."""
+
+    def run_together(name: str) -> str:
+        return re.sub(r"[\W_]+", "", name.casefold())
+
+    words = list(filter(None, map(run_together, text.split())))
+    holding = [each for each in names if words and all(word in run_together(each) for word in words)]
+    return min(holding, key=lambda each: (each.casefold() != text.strip().casefold(), len(each)), default=None)
 
 
 def find_profile(name: str, folder: Path, names: list[str], kind: str) -> Path:

@@ -39,17 +39,25 @@ _FLOPS_PER_BYTE = 100.0
 
 
 @cache
+def data_sheets() -> tuple[GpuProfile, ...]:
+    """The cards of `resources/cards.json`, with the memory that they usually have."""
+    try:
+        listed = json.loads((resources_dir() / "cards.json").read_text(encoding="utf-8"))["cards"]
+        return tuple(
+            GpuProfile(card["name"], round(card["gb"] * 2**30), card["tflops"] * 1e12, card["gbps"] * 1e9)
+            for card in listed
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return ()  # without its data files, planning still works from the driver's numbers
+
+
+@cache
 def known_cards() -> dict[str, tuple[float, float]]:
     """(matrix rate in 1 / s, memory bandwidth in bytes / s) of cards with data sheets, by `card_key`.
 
     From `resources/cards.json` and the machine profiles shipped with the program.
     """
-    found: dict[str, tuple[float, float]] = {}
-    try:
-        listed = json.loads((resources_dir() / "cards.json").read_text(encoding="utf-8"))["cards"]
-        found |= {card_key(card["name"]): (card["tflops"] * 1e12, card["gbps"] * 1e9) for card in listed}
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # without its data files, planning still works from the driver's numbers
+    found = {card_key(card.name): (card.flops, card.bytes_per_s) for card in data_sheets()}
     for name in machine_names():
         try:
             gpu = read_machine(name).gpu

@@ -1,4 +1,4 @@
-"""Graphics cards to choose for a plan: those shipped with the program, and names typed by the user."""
+"""Graphics cards to choose for a plan: those whose figures come with the program, found by a few letters."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.hardware.assumptions import assumed_link, card_key, known_cards
-from engine.hardware.machine import GpuProfile, HardwareProfile, machine_names, read_machine
+from engine.common.profile_file import best_match, near_names
+from engine.hardware.assumptions import assumed_link, data_sheets
+from engine.hardware.machine import HardwareProfile, machine_names, read_machine
 
 _GIB = 2**30
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
@@ -24,13 +25,19 @@ class CardChoice:
 
 @cache
 def card_choices() -> tuple[CardChoice, ...]:
-    """Every card of the shipped machine profiles, without duplicates, by name."""
-    found: dict[str, CardChoice] = {}
+    """Every card of the shipped machine profiles and data sheets, without duplicates, by its memory and name."""
+    machines = []
     for name in machine_names():
         try:
-            machine = read_machine(name)
+            machines.append(read_machine(name))
         except EngineError:  # one broken file must not hide the others
             continue
+    link = assumed_link(None)
+    base = next((machine for machine in machines if machine.gpu is not None), None)
+    if base is not None:
+        machines += [replace(base, name=card.name, gpu=card, link=link) for card in data_sheets()]
+    found: dict[str, CardChoice] = {}
+    for machine in machines:
         if machine.gpu is not None:
             count = f"{machine.gpu.count} × " if machine.gpu.count > 1 else ""
             shown = f"{count}{machine.gpu.name}, {machine.gpu.memory_bytes / _GIB:g} GB"
@@ -38,27 +45,23 @@ def card_choices() -> tuple[CardChoice, ...]:
     return tuple(sorted(found.values(), key=lambda one: (one.machine.vram_bytes, one.name)))
 
 
-def typed_card(text: str, base: HardwareProfile, vram_bytes: int | None) -> HardwareProfile:
-    """The machine with the card typed by the user, such as `rtx 4070 12 gb`.
+def find_card(text: str) -> CardChoice:
+    """The card that a few letters mean, such as `4090`; a size, as in `rtx 3080 12 gb`, is its memory.
 
     Raises:
-        EngineError: `INVALID_REQUEST`, the card or its memory size is unknown.
+        EngineError: `INVALID_REQUEST`, no card is called so.
     """
+    choices = {one.name: one for one in card_choices()}
+    listed = best_match(text, list(choices))
+    if listed is not None:
+        return choices[listed]
     size = _SIZE.search(text)
-    key = card_key(_SIZE.sub(" ", text))
-    listed = [one for one in card_choices() if one.machine.gpu is not None and card_key(one.machine.gpu.name) == key]
-    if listed and listed[0].machine.gpu is not None:
-        machine = listed[0].machine
-        return machine.with_memory(vram_bytes=round(float(size[1]) * _GIB)) if size else machine
-    known = known_cards().get(key)
-    if known is None:
-        near = [one.name for one in card_choices() if key and key in card_key(one.name)][:3]
-        hint = f" Did you mean {' or '.join(near)}?" if near else " Choose one from the list, or type its full name."
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"There is no known card “{text.strip()}”.{hint}")
-    memory = round(float(size[1]) * _GIB) if size else vram_bytes
-    if not memory:
-        raise EngineError(
-            ErrorCode.INVALID_REQUEST,
-            f"How much memory does the {text.strip()} have? Set VRAM, or type it after the name.",
-        )
-    return replace(base, gpu=GpuProfile(_SIZE.sub("", text).strip(), memory, *known), link=assumed_link(None))
+    unsized = best_match(_SIZE.sub(" ", text), list(choices))
+    if size is not None and unsized is not None:
+        card = choices[unsized].machine
+        assert card.gpu is not None
+        with_size = card.with_memory(vram_bytes=round(float(size[1]) * _GIB) * card.gpu.count)
+        return CardChoice(f"{unsized.rpartition(',')[0]}, {float(size[1]):g} GB", with_size)
+    near = near_names(text.strip(), list(choices))[:2]
+    hint = f"did you mean {' or '.join(near)}?" if near else "choose one from the list."
+    raise EngineError(ErrorCode.INVALID_REQUEST, f"No graphics card called “{text.strip()[:60]}” is known: {hint}")

@@ -303,8 +303,8 @@ def test_escape_cancels(scene: Scene) -> None:
 
 def test_a_model_that_fits_nowhere(scene: Scene) -> None:
     page = scene.page
-    page.cards.run.typed.setText("huge")
-    page.cards.run.typed.editingFinished.emit()
+    page.cards.run.models.typed.setText("huge")
+    page.cards.run.models.typed.editingFinished.emit()
     scene.qtbot.waitUntil(lambda: "nearest would be" in page.cards.plan.problem.text(), timeout=PATIENCE_MS)
     assert not page.cards.plan.speed.isVisible()
     assert not page.cards.run.start.isEnabled()  # it is not in the library: it can be planned for alone
@@ -379,21 +379,39 @@ def test_what_if(scene: Scene) -> None:
     page.what_if_button.click()
     card = page.cards.what_if
     assert page.step == PLAN
-    card.card.setCurrentIndex(3)
-    scene.qtbot.waitUntil(lambda: "99.0" in card.result.text(), timeout=PATIENCE_MS)
-    card.card.setEditText("Voodoo 2")
-    card.typed.editingFinished.emit()
-    assert "Voodoo 2" in card.words.text()
+    for typed, meant in (("4090", "RTX 4090, 24 GB"), ("7900 xtx", "RX 7900 XTX, 24 GB")):
+        card.card.typed.setText(typed)
+        card.card.typed.editingFinished.emit()
+        assert card.card.currentText().endswith(meant)
+        scene.qtbot.waitUntil(lambda: "99" in card.result.text(), timeout=PATIENCE_MS)
+    card.card.typed.setText("Voodoo 2")
+    card.card.typed.editingFinished.emit()
+    assert card.words.text().startswith("No graphics card called “Voodoo 2” is known")
     assert not card.result.isVisible()
-    card.card.setEditText("rtx 4070 super")
-    card.typed.editingFinished.emit()
-    assert "How much memory" in card.words.text()
-    card.vram.setValue(12)
-    scene.qtbot.waitUntil(lambda: "99.0" in card.result.text(), timeout=PATIENCE_MS)
+    card.card.typed.setText("3080 20 gb")  # of another memory than the listed one
+    card.card.typed.editingFinished.emit()
+    scene.qtbot.waitUntil(lambda: "99" in card.result.text(), timeout=PATIENCE_MS)
     card.reset.click()
     assert "Change something" in card.words.text()
     card.close_button.click()
     assert not card.isVisible()
+
+
+def test_what_if_for_a_model_of_the_catalogue(scene: Scene) -> None:
+    page, run = scene.page, scene.page.cards.run
+    scene.qtbot.waitUntil(lambda: run.models.findText("Qwen3 30B A3B Instruct 2507") > 0, timeout=PATIENCE_MS)
+    run.models.typed.setText("qwen3 30b")
+    run.models.typed.editingFinished.emit()
+    assert run.model == "Qwen3 30B A3B Instruct 2507"
+    assert not run.start.isEnabled()  # it is not here: it can be planned for, not timed
+    assert run.others.isVisible()
+    with scene.qtbot.waitSignal(page.page_wanted, timeout=PATIENCE_MS):
+        run.others.click()
+    page.what_if_button.click()
+    card = page.cards.what_if
+    card.card.typed.setText("4090")
+    card.card.typed.editingFinished.emit()
+    scene.qtbot.waitUntil(lambda: "99" in card.result.text(), timeout=PATIENCE_MS)
 
 
 def test_the_report_is_copied(scene: Scene) -> None:

@@ -16,6 +16,7 @@ from engine.checkpoint.catalogue import (
     use_catalogue,
 )
 from engine.checkpoint.counted_shape import as_quantised
+from engine.checkpoint.find_shape import find_shape
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
 from tests.hub_server import HubServer
@@ -51,6 +52,15 @@ def test_the_shipped_one_is_whole() -> None:
             shape = as_quantised(entry.shape, file.label)
             held = shape.all_expert_bytes(shape.precisions[0]) + shape.non_expert_bytes()
             assert held < 4.5 * entry.parameters
+
+
+def test_every_entry_is_found_by_its_name_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.chdir(tmp_path)
+    for entry in read_catalogue(SHIPPED).entries:
+        shape = find_shape(entry.name.upper())
+        assert shape.name == entry.name
+        assert shape == as_quantised(entry.shape, entry.usual.label)
 
 
 def test_a_newer_one_is_kept_and_read(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from engine.checkpoint.model_shape import model_names, model_profiles_dir, read_model
 from engine.common.errors import EngineError, ErrorCode
+from engine.hardware.card_choices import card_choices, find_card
 from engine.hardware.machine import HardwareProfile, machine_names, machines_dir, read_machine
 from tests.refusals import refused
 
@@ -47,6 +48,36 @@ def test_memory_can_be_what_if() -> None:
     assert more.vram_bytes == 2 * machine.vram_bytes
     assert more.cpu.ram_bytes == 10**12
     assert read_machine("desktop-no-gpu-64gb").with_memory(vram_bytes=10**10).vram_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("typed", "name", "gib"),
+    [
+        ("4090", "NVIDIA GeForce RTX 4090", 24),
+        ("rtx 4070 super", "NVIDIA GeForce RTX 4070 SUPER", 12),
+        ("4060ti", "NVIDIA GeForce RTX 4060 Ti", 16),
+        ("7900 XTX", "AMD Radeon RX 7900 XTX", 24),
+        ("4060 ti 8 gb", "NVIDIA GeForce RTX 4060 Ti", 8),
+        ("RTX 3080 20GB", "NVIDIA GeForce RTX 3080", 20),
+        ("h200", "NVIDIA H200", 141),
+        ("Voodoo 2", "", 0),
+        ("  ", "", 0),
+    ],
+)
+def test_a_card_is_found_by_a_few_letters(typed: str, name: str, gib: int) -> None:
+    if not name:
+        with refused(ErrorCode.INVALID_REQUEST, "No graphics card called"):
+            find_card(typed)
+        return
+    card = find_card(typed).machine.gpu
+    assert card is not None
+    assert (card.name, card.memory_bytes / 2**30) == (name, gib)
+
+
+def test_every_card_is_found_by_its_own_name() -> None:
+    for one in card_choices():
+        assert find_card(one.name) == one
+        assert one.machine.vram_bytes >= 2**30
 
 
 def changed(folder: Path, name: str, change: Any) -> str:

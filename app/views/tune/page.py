@@ -216,10 +216,10 @@ class TunePage(Page):
             self.tuning.look()
 
     def _list_models(self) -> None:
-        self._listing.ask(_library, self._on_listed, lambda _error: self._on_listed([]))
+        self._listing.ask(_models, self._on_listed, lambda _error: self._on_listed(([], [])))
 
-    def _on_listed(self, names: list[str]) -> None:
-        self.cards.run.show_models(names)
+    def _on_listed(self, names: tuple[list[str], list[str]]) -> None:
+        self.cards.run.show_models(*names)
 
     def _on_looked(self, look: MachineLook) -> None:
         self.following.draw_machine()
@@ -316,7 +316,10 @@ class TunePage(Page):
         self.copy_button.setText(self.tr("Copied"))
 
 
-def _library() -> list[str]:
-    from engine.checkpoint.library import list_models  # imported late: it is slow to load
+def _models() -> tuple[list[str], list[str]]:
+    """The names of the models on this PC, and of those in the catalogue."""
+    from engine.checkpoint.catalogue import read_catalogue  # imported late: they are slow to load
+    from engine.checkpoint.library import list_models
 
-    return [entry.name for entry in list_models() if not entry.problem]
+    here = [entry.name for entry in list_models() if not entry.problem]
+    return here, [entry.name for entry in read_catalogue().entries]

@@ -11,7 +11,6 @@ from PySide6.QtWidgets import (
     QButtonGroup,
     QHBoxLayout,
     QLabel,
-    QLineEdit,
     QProgressBar,
     QPushButton,
     QVBoxLayout,
@@ -21,7 +20,7 @@ from PySide6.QtWidgets import (
 from app.services.settings import STARTER
 from app.theme import set_look
 from app.widgets.card import Card, muted_label, set_message, warning_label
-from app.widgets.fields import ComboBox
+from app.widgets.fields import FindBox
 from app.widgets.flow_layout import Flow
 from app.widgets.starter_offer import StarterOffer
 from engine.tuning.result import TuningKind
@@ -53,18 +52,13 @@ class RunCard(Card):
         self.caption.hide()
         self.setAccessibleName(self.tr("Tuning"))
         self._model, self._in_library, self._names = model, True, [model]
-        self.models = ComboBox(self)
-        self.models.setEditable(True)
-        self.models.setInsertPolicy(ComboBox.InsertPolicy.NoInsert)
+        self._catalogue: tuple[str, ...] = ()
+        self.models = FindBox(self.tr("A model, by a few letters of its name"), self)
         self.models.setAccessibleName(self.tr("Model"))
         self.models.setToolTip(
-            self.tr("A library model, or a hub id such as Qwen/Qwen3-30B-A3B to see whether it would fit"),
+            self.tr("A model on this PC, one of the catalogue, or a hub id such as Qwen/Qwen3-30B-A3B"),
         )
         self.models.setMinimumWidth(200)
-        self.typed = QLineEdit(self)
-        self.typed.setProperty("bare", "true")
-        self.models.setLineEdit(self.typed)
-        self.typed.setPlaceholderText(self.tr("Library model or hub id"))
         self.quick = self._segment(self.tr("Quick, 10 s"), self.tr("Quick: measures for about ten seconds"))
         self.thorough = self._segment(self.tr("Thorough, 2 min"), self.tr("Thorough: measures for about two minutes"))
         self.quick.setChecked(True)
@@ -89,13 +83,12 @@ class RunCard(Card):
         self.keep = QPushButton(self.tr("Save anyway"), self)
         self.keep.setToolTip(self.tr("Saves figures that are too low because other programs were busy"))
         self.keep.hide()
-        self.others = QPushButton(self.tr("Get another model…"), self)
+        self.others = QPushButton(self)
         self.others.clicked.connect(self.models_wanted)
         self._lay_out()
         self._show_running(running=False)
         self.show_models([model])
-        self.models.activated.connect(self._on_activated)
-        self.typed.editingFinished.connect(self._on_typed)
+        self.models.chosen.connect(self._on_chosen)
         self.start.clicked.connect(self.run_wanted)
         self.measure_only.clicked.connect(self.measuring_wanted)
         self.cancel.clicked.connect(self.cancel_wanted)
@@ -118,13 +111,17 @@ class RunCard(Card):
 
     starter: StarterOffer | None = None
 
-    def show_models(self, names: Sequence[str]) -> None:
-        """Updates the models that are there; keeps the selection."""
+    def show_models(self, names: Sequence[str], catalogue: Sequence[str] = ()) -> None:
+        """Updates the models that are there, and those of the catalogue, which can be planned for; keeps the
+        selection."""
         self._here = set(names)
         self._names = list(dict.fromkeys((STARTER, *names, *([self._model] if self._in_library else []))))
+        self._catalogue = tuple(name for name in catalogue if name not in self._names)
         self.models.clear()
-        for name in self._names:
-            self.models.addItem(_shown(name), name)
+        self.models.addItems([_shown(name) for name in self._names])
+        if self._catalogue:
+            self.models.insertSeparator(self.models.count())
+            self.models.addItems(self._catalogue)
         self._show_model()
 
     def choose(self, model: str) -> None:
@@ -132,7 +129,7 @@ class RunCard(Card):
         self._model, self._in_library = model, True
         if model not in self._names:
             self._names.append(model)
-            self.models.addItem(_shown(model), model)
+            self.models.insertItem(len(self._names) - 1, _shown(model))
         self._show_model()
 
     def show_waiting(self, text: str) -> None:
@@ -241,35 +238,30 @@ class RunCard(Card):
         self.running.setVisible(running)
 
     def _show_model(self) -> None:
-        at = self.models.findData(self._model)
-        if self._in_library and at >= 0:
-            self.models.setCurrentIndex(at)
-        else:
-            self.models.setEditText(self._model)
+        shown = _shown(self._model) if self._in_library else self._model
+        self.models.setCurrentIndex(self.models.findText(shown))
+        self.models.setEditText(shown)
         self._show_can_run()
 
     def _show_can_run(self) -> None:
         is_missing = self._in_library and self._model not in self._here
         for button in (self.start, self.measure_only):
             button.setEnabled(self._in_library)
-        tip = "" if self._in_library else self.tr("Only library models can be timed; for this one you can make a plan.")
+        tip = "" if self._in_library else self.tr("Only models on this PC can be timed; of this one you see a plan.")
         self.start.setToolTip(tip)
-        self.others.setVisible(is_missing)
+        is_listed = self._model in self._catalogue
+        self.others.setText(self.tr("Get it on the Models page…") if is_listed else self.tr("Get another model…"))
+        self.others.setVisible(is_missing or is_listed)
         if self.starter is not None:
             self.starter.setVisible(is_missing and self._model == STARTER)
 
-    def _on_activated(self, at: int) -> None:
-        self._take(str(self.models.itemData(at)), in_library=True)
-
-    def _on_typed(self) -> None:
-        typed = self.models.currentText().strip()
-        shown = {_shown(name).casefold(): name for name in self._names}
-        if not typed:
+    def _on_chosen(self, text: str) -> None:
+        here = {_shown(name).casefold(): name for name in self._names}
+        name = here.get(text.casefold())
+        if not text:
             self._show_model()
-        elif typed.casefold() in shown:
-            self._take(shown[typed.casefold()], in_library=True)
         else:
-            self._take(typed, in_library=False)
+            self._take(name or text, in_library=name is not None)
 
     def _take(self, model: str, *, in_library: bool) -> None:
         if (model, in_library) == (self._model, self._in_library):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QGridLayout, QLabel, QLineEdit, QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QSizePolicy, QWidget
 
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.theme import use_tabular_figures
 from app.views.tune.phrases import plan_summary, tier_bars
 from app.widgets.card import Card, muted_label
-from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
+from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.hardware.card_choices import card_choices, typed_card
+from engine.hardware.card_choices import card_choices, find_card
 from engine.planner.plan_parts import Plan
 from engine.planner.what_helps import Change
 from engine.tuning.machine_look import MachineLook
@@ -34,17 +34,10 @@ class WhatIfCard(Card):
         self._config: EngineConfig | None = None
         self._before: Plan | None = None
         self.planning = Planning(self)
-        self.card = ComboBox(self)
-        self.card.setEditable(True)
-        self.typed = QLineEdit(self)
-        self.typed.setProperty("bare", "true")
-        self.card.setLineEdit(self.typed)
-        self.card.setInsertPolicy(ComboBox.InsertPolicy.NoInsert)
+        self.card = FindBox(self.tr("A few letters, such as 4090"), self)
         self.card.addItem(self.tr("Graphics card as it is"))
         for choice in card_choices():
-            self.card.addItem(choice.name, choice.machine)
-        self.card.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToMinimumContentsLengthWithIcon)
-        self.card.setMinimumContentsLength(16)
+            self.card.addItem(choice.name)
         self.vram = self._size(self.tr(" GB of VRAM"), self.tr("VRAM as it is"))
         self.ram = self._size(self.tr(" GB of RAM"), self.tr("RAM as it is"))
         self.link = self._speed(self.tr(" GB/s to the card"), self.tr("Link as it is"))
@@ -83,8 +76,7 @@ class WhatIfCard(Card):
         self.body.addSpacing(2)
         for shown in (self.result, self.words, self.bars):
             self.body.addWidget(shown)
-        self.card.currentIndexChanged.connect(self._ask)
-        self.typed.editingFinished.connect(self._ask)
+        self.card.chosen.connect(self._ask)
         for box in (self.vram, self.ram, self.link, self.disk):
             box.valueChanged.connect(self._ask)
         self.reset.clicked.connect(self.clear)
@@ -111,19 +103,10 @@ class WhatIfCard(Card):
         Raises:
             EngineError: the typed name is not a known card.
         """
-        assert self._look is not None
-        vram = self.vram.value() * _GIB or None
         typed = self.card.currentText().strip()
-        at = self.card.findText(typed)
-        if at > 0:
-            card = self.card.itemData(at)
-        elif at == 0 or not typed:
-            card = None
-        else:
-            card = typed_card(typed, self._look.profile, vram)
         change = Change(
-            gpu=card,
-            vram_bytes=vram,
+            gpu=find_card(typed).machine if typed and typed != self.card.itemText(0) else None,
+            vram_bytes=self.vram.value() * _GIB or None,
             ram_bytes=self.ram.value() * _GIB or None,
             link_bytes_per_s=self.link.value() * 1e9 or None,
             disk_bytes_per_s=self.disk.value() * 1e9 or None,
