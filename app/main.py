@@ -364,6 +364,10 @@ def _settings(services: Services) -> Page:
     page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))
+    timing = services.speed_test
+    page.timing_wanted.connect(lambda: before_loading(services.jobs, page, timing.start))
+    timing.began.connect(page.computing.show_timing)
+    timing.ended.connect(page.computing.show_timed)
     return page
 
 

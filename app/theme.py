@@ -3,7 +3,7 @@
 Widgets have no colours of their own.  The style sheet sets their look by these dynamic properties:
 
 - `QPushButton` and `QToolButton`, `kind`: `primary` (one per page), `quiet` (no frame), `danger`; plain without it.
-- `QLabel`, `role`: `title`, `heading`, `secondary`, `caption`; body text without it.
+- `QLabel`, `role`: `title`, `heading`, `secondary`, `caption`, `pill`; body text without it.
 - `QFrame`, `card`: true for a card; `QWidget`, `pane`: `surface`, `background`, `sunken` for backgrounds.
 - `QFrame`, `banner`: `info`, `warning` or `danger`.
 

@@ -4,25 +4,39 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
 from PySide6.QtNetwork import QAbstractSocket, QNetworkInterface
 
 from app.services.background import LatestTask
-from app.services.engine_client import EngineClient
+from app.services.engine_client import EngineClient, EngineState
+from app.services.model_start import ModelStart, wanted_config
 from app.services.settings import ServedTo, Settings
 from engine.common.errors import EngineError
 from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import python_module
 from engine.protocol import LineReader
-from engine.serving.front_messages import FRONT_LINES, Listen, Listening, NotListening, Served, forget_link
+from engine.serving.front_messages import (
+    FRONT_LINES,
+    Beside,
+    FreeOthers,
+    Listen,
+    Listening,
+    NotListening,
+    Rules,
+    Served,
+    Wants,
+    forget_link,
+)
 
 MOST_SERVED = 200
 """How many requests the window remembers."""
 READ_BYTES = 16 * 1024
 STOP_MS = 4000
+ROOM_MS = 10_000
+"""A model is loaded without the room that the one beside it takes, if that is not free after so long."""
 CLOSE_MS = 1500
 """The window closes: streams that are under way are not waited for."""
 _KEY_NAME = "key for other programs"
@@ -43,7 +57,7 @@ class ApiServer(QObject):
     """The server's process while the switch is on.  It ends with the window, and outlives the engine.
 
     Signals:
-        changed: the state, the address or the key.
+        changed: the state, the address, the key, or the model beside the window's.
         served(Served): a request is over.
     """
 
@@ -54,15 +68,17 @@ class ApiServer(QObject):
         self,
         client: EngineClient,
         settings: Settings,
+        start: ModelStart | None = None,
         parent: QObject | None = None,
         *,
         command: Sequence[str] | None = None,
     ) -> None:
-        """`command` starts a server other than the installed one."""
+        """`start` puts the window's model aside and loads it again; `command` starts a server other than the
+        installed one."""
         super().__init__(parent)
         own, self._variables = python_module("engine.serving.front")
         self._command = list(command or own)
-        self._client, self._settings = client, settings
+        self._client, self._settings, self._model_start = client, settings, start
         self._process: QProcess | None = None
         self._lines = LineReader()
         self._asked_for: Listen | None = None
@@ -75,6 +91,14 @@ class ApiServer(QObject):
         """Of this PC in its network; looked up once for each start of the server."""
         self._keys = LatestTask(self)
         self.requests: deque[Served] = deque(maxlen=MOST_SERVED)
+        self._beside, self._rules = Beside(""), Rules("", is_loading=False, config=wanted_config(settings, ""))
+        self._wait_for_room: Callable[[], None] | None = None
+        for news in (client.state_changed, client.model_loaded, settings.changed):
+            news.connect(lambda _news: self._tell_rules())
+        if start is not None:
+            start.aside_changed.connect(self._tell_rules)
+            start.make_room = self.make_room
+            self.served.connect(lambda _request: start.is_used())
 
     # --- what there is ----------------------------------------------------------------------------
 
@@ -86,6 +110,11 @@ class ApiServer(QObject):
     def problem(self) -> str:
         """Why it failed, in one sentence; empty otherwise."""
         return self._problem
+
+    @property
+    def beside(self) -> Beside:
+        """The model that programs asked for by name, beside the window's."""
+        return self._beside
 
     @property
     def key(self) -> str:
@@ -135,6 +164,24 @@ class ApiServer(QObject):
         """Finds the key, or makes the first one, if one is needed and it is not known yet."""
         if self._settings.serves != "pc" and not self._key and not self._keys.is_busy:
             self._keys.ask(_kept_key, self._on_key)
+
+    def free_others(self) -> None:
+        """Frees the model beside the window's, unless it is answering."""
+        self._tell(FreeOthers())
+
+    def make_room(self, then: Callable[[], None]) -> None:
+        """Does this once the model beside the window's has been freed, or is still answering after a while."""
+        if not self._beside.model or self._process is None:
+            then()
+            return
+        self._wait_for_room = then
+        QTimer.singleShot(ROOM_MS, self, self._go_on)
+        self.free_others()
+
+    def _go_on(self) -> None:
+        then, self._wait_for_room = self._wait_for_room, None
+        if then is not None:
+            then()
 
     def close(self) -> None:
         """Ends the server, and waits for it."""
@@ -190,7 +237,31 @@ class ApiServer(QObject):
         self._process, self._is_ending = process, False
         self._become(ServerState.STARTING)
         process.start(self._command[0], self._command[1:])
-        process.write(FRONT_LINES.encode(wanted))
+        self._rules = self._rules_now()
+        process.write(FRONT_LINES.encode(wanted) + FRONT_LINES.encode(self._rules))
+
+    def _rules_now(self) -> Rules:
+        client, settings, start = self._client, self._settings, self._model_start
+        config = client.config
+        minutes = settings.others_idle_minutes
+        return Rules(
+            window=config.model if config is not None else start.aside if start is not None else "",
+            is_loading=config is not None and client.state in (EngineState.STARTING, EngineState.LOADING),
+            config=wanted_config(settings, ""),
+            idle_s=60.0 * minutes if minutes else None,
+            wakes=start is not None and start.is_aside,
+            gives_way=start is not None and settings.gives_way,
+        )
+
+    def _tell_rules(self) -> None:
+        rules = self._rules_now()
+        if self._process is not None and rules != self._rules:
+            self._rules = rules
+            self._tell(rules)
+
+    def _tell(self, message: object) -> None:
+        if self._process is not None and not self._is_ending:
+            self._process.write(FRONT_LINES.encode(message))
 
     def _end(self, process: QProcess) -> None:
         self._is_ending = True
@@ -217,6 +288,11 @@ class ApiServer(QObject):
         if isinstance(message, Served):
             self.requests.appendleft(message)
             self.served.emit(message)
+        elif isinstance(message, Beside):
+            self._set_beside(message)
+        elif isinstance(message, Wants):
+            if self._model_start is not None:
+                self._model_start.need() if message.what == "model" else self._model_start.give_way()
         elif isinstance(message, Listening):
             self._port, self._link = message.port, message.link
             self._client.serve_others(message.link, message.secret)
@@ -234,6 +310,7 @@ class ApiServer(QObject):
             return
         self._read(process)
         self._process, self._port = None, 0
+        self._set_beside(Beside(""))
         forget_link(self._link)  # a server that was killed could not do so
         self._client.serve_others("", "")
         if self._asked_for is None:
@@ -248,6 +325,13 @@ class ApiServer(QObject):
             self._process = None
             self._fail(self.tr("The server could not be started. Reinstall Switchyard."))
             process.deleteLater()
+
+    def _set_beside(self, beside: Beside) -> None:
+        if beside != self._beside:
+            self._beside = beside
+            if not beside.model:
+                self._go_on()
+            self.changed.emit()
 
     def _fail(self, problem: str) -> None:
         self._become(ServerState.FAILED, problem)

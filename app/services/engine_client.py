@@ -417,6 +417,11 @@ class EngineClient(QObject):
         self._set_responding(responding)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether it is ready, and all that was asked of it is done."""
+        return self._state is EngineState.READY and not self._open
+
+    @property
     def takes_chats(self) -> bool:
         """Whether a chat would be answered at once: beside others, and beside a job, but not while a model is loaded,
         freed or tuned."""

@@ -100,7 +100,7 @@ class Hub(QObject):
         self._judging = LatestTask(self, after_ms=_JUDGE_MS)
         self._looking = LatestTask(self)
         self._look: MachineLook | None = None
-        self._recommendations: tuple[Recommendation, ...] = ()
+        self._offers: tuple[Recommendation, ...] = ()
         self._opened_last: object = None
         self._device = ""
         self._download_free: int | None = None
@@ -113,9 +113,14 @@ class Hub(QObject):
         return self._look
 
     @property
+    def offers(self) -> tuple[Recommendation, ...]:
+        """All models of the catalogue on this machine; empty before it was looked at."""
+        return self._offers
+
+    @property
     def recommendations(self) -> tuple[Recommendation, ...]:
-        """Models of the catalogue for this machine."""
-        return self._recommendations
+        """Those to take first: the fastest, the best in balance, the best that fits."""
+        return tuple(one for role in ("fast", "balanced", "best") for one in self._offers if one.role == role)
 
     def look_at_machine(self, device: str = "auto") -> None:
         """Looks at the machine, and what of the catalogue suits it, unless it has just done so; `looked` follows.
@@ -126,7 +131,7 @@ class Hub(QObject):
         if self._fresh.isActive() and device == self._device:
             return
         self._device = device
-        self._looking.ask(partial(recommended_here, device, self._download_free), self._on_looked)
+        self._looking.ask(partial(catalogue_here, device, self._download_free), self._on_looked)
 
     def look_again(self, device: str = "auto") -> None:
         """As `look_at_machine`, also if it has just done so: the catalogue is another."""
@@ -180,7 +185,7 @@ class Hub(QObject):
             self.opened.emit(so_far)
 
     def _on_looked(self, found: tuple[MachineLook, tuple[Recommendation, ...]]) -> None:
-        self._look, self._recommendations = found
+        self._look, self._offers = found
         self._fresh.start()
         self.looked.emit()
 
@@ -266,11 +271,11 @@ def judge_candidates(shaped: tuple[Shaped, ...], look: MachineLook, limits: Limi
     return fit_card(shaped, look, limits)
 
 
-def recommended_here(device: str, download_free: int | None = None) -> tuple[MachineLook, tuple[Recommendation, ...]]:
-    """This machine, and what of the catalogue suits it; `download_free` as in `MachineLook`."""
+def catalogue_here(device: str, download_free: int | None = None) -> tuple[MachineLook, tuple[Recommendation, ...]]:
+    """This machine, and the catalogue on it; `download_free` as in `MachineLook`."""
     from engine.checkpoint.catalogue import read_catalogue
-    from engine.tuning.fit import recommend
+    from engine.tuning.fit import offers
     from engine.tuning.machine_look import look_at_machine
 
     look = replace(look_at_machine(device), download_free=download_free)
-    return look, recommend(read_catalogue(), look, look.limits(EngineConfig("")))
+    return look, offers(read_catalogue(), look, look.limits(EngineConfig("")))

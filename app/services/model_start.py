@@ -1,10 +1,14 @@
-"""Loads the user's model, now or when somebody needs it: located off the GUI thread, then loaded by the engine."""
+"""Loads the user's model, now or when somebody needs it, and puts it aside while nobody does.
+
+It is located off the GUI thread, then loaded by the engine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-from PySide6.QtCore import QObject, Signal
+from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.services.background import LatestTask
 from app.services.engine_client import EngineClient
@@ -15,15 +19,25 @@ from engine.common.config import EngineConfig, Guesses
 from engine.common.errors import EngineError, ErrorCode
 from engine.protocol import Failed, TerminalEvent
 
+GIVES_WAY_MS = 60_000
+"""A program that asked for room is refused after that."""
+
 
 class ModelStart(QObject):
     """Signals:
     starter_missing: the starter model is needed, and not on this machine yet.
     problem(str): one sentence on why no model was loaded.
+    aside_changed: `is_aside` is another.
+    loads(Request): a model is being loaded.
+
+    Attributes:
+        make_room: frees what may be freed before a model is loaded, then calls what it is given.
     """
 
     starter_missing = Signal()
     problem = Signal(str)
+    aside_changed = Signal()
+    loads = Signal(object)
 
     def __init__(self, client: EngineClient, settings: Settings, parent: QObject | None = None) -> None:
         super().__init__(parent)
@@ -31,8 +45,15 @@ class ModelStart(QObject):
         self._settings = settings
         self._looking = LatestTask(self)
         self._load: Request | None = None
-        self._is_put_off = False
+        self._is_put_off = self._gives_way = False
+        self._aside = ""
+        self.make_room: Callable[[Callable[[], None]], None] = lambda then: then()
+        self._unused = QTimer(self, singleShot=True)
+        self._unused.timeout.connect(self._on_unused)
         settings.changed.connect(self._on_setting)
+        client.model_loaded.connect(lambda _model: self.is_used())
+        client.answered.connect(lambda _event: self.is_used())
+        client.state_changed.connect(lambda _state: self._give_way())
 
     def begin(self) -> None:
         """Starts the engine and loads the default model; the latest choice wins."""
@@ -46,8 +67,22 @@ class ModelStart(QObject):
         self._is_put_off = True
         self._client.start(at_once=False)
 
+    @property
+    def aside(self) -> str:
+        """The path of the model that was put aside; empty if none was."""
+        return self._aside
+
+    @property
+    def is_aside(self) -> bool:
+        """Whether `need` would load a model."""
+        return self._is_put_off or bool(self._aside)
+
     def need(self) -> None:
-        """Somebody waits for a model on this PC: loads the default one if that was put off."""
+        """Somebody waits for a model on this PC: loads the one that was put aside, or the default one that was put
+        off."""
+        if self._aside:
+            self.open(self._aside)
+            return
         if not self._is_put_off:
             return
         if is_needed():
@@ -74,7 +109,44 @@ class ModelStart(QObject):
     def unload(self) -> None:
         """Frees the memory of the model, once the answer that is being written has ended."""
         self._looking.forget()
+        self._set_aside("")
         self._client.unload()
+
+    def is_used(self) -> None:
+        """Somebody uses the model: it stays for as long as the settings say."""
+        minutes = self._settings.idle_minutes
+        self._unused.start(minutes * 60_000) if minutes else self._unused.stop()
+
+    def give_way(self) -> None:
+        """Puts the model aside as soon as it is unused: a program asks for one that does not fit beside it."""
+        self._gives_way = True
+        QTimer.singleShot(GIVES_WAY_MS, self, self._stay)
+        self._give_way()
+
+    def _give_way(self) -> None:
+        if self._gives_way and self._client.is_idle:
+            self._gives_way = False
+            self._put_aside()
+
+    def _stay(self) -> None:
+        self._gives_way = False
+
+    def _on_unused(self) -> None:
+        if self._client.is_idle:
+            self._put_aside()
+        else:
+            self.is_used()
+
+    def _put_aside(self) -> None:
+        config = self._client.config
+        if config is not None and self._client.model is not None:
+            self._client.unload()
+            self._set_aside(config.model)
+
+    def _set_aside(self, model: str) -> None:
+        if model != self._aside:
+            self._aside = model
+            self.aside_changed.emit()
 
     def restart(self) -> None:
         """Restarts the engine with the model requested last, or else the default one."""
@@ -91,14 +163,21 @@ class ModelStart(QObject):
     def _on_setting(self, key: str) -> None:
         if key == "serve_others" and self._settings.serves_others:
             self.need()  # other programs ask for the model that is loaded here
+        elif key == "idle_minutes":
+            self.is_used()
 
     def _begin_load(self, path: Path) -> None:
+        def begin() -> None:
+            self._follow(self._client.load(wanted_config(self._settings, str(path))))
+            self._set_aside("")
+
         self._is_put_off = False
-        self._follow(self._client.load(wanted_config(self._settings, str(path))))
+        self.make_room(begin)
 
     def _follow(self, load: Request) -> None:
         self._load = load
         load.finished.connect(self._on_finished)
+        self.loads.emit(load)
 
     def _on_not_found(self, model: str, error: Exception) -> None:
         if model == STARTER and isinstance(error, EngineError) and error.code is ErrorCode.MODEL_NOT_FOUND:
@@ -122,6 +201,10 @@ def wanted_config(settings: Settings, model: str) -> EngineConfig:
     return EngineConfig(
         model=model,
         device=settings.device,
+        precision=settings.precision,
+        vram_bytes=settings.vram_bytes,
+        ram_bytes=settings.ram_bytes,
+        cache_policy=settings.cache_policy,
         threads=settings.threads,
         speculation=guesses,
         kv_precision=settings.kv_precision,

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from app.services.kept import SavedPresets, SavedPrompts
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
+    from app.services.speed_test import SpeedTest
     from app.services.tuning import Tuning
     from app.services.updates import Updates
 
@@ -161,6 +162,13 @@ class Services:
         return ModelSpeeds(self.settings)
 
     @cached_property
+    def speed_test(self) -> SpeedTest:
+        """Times the model as it is set."""
+        from app.services.speed_test import SpeedTest
+
+        return SpeedTest(self.client, self.model_start)
+
+    @cached_property
     def endpoints(self) -> Endpoints:
         """Servers elsewhere."""
         from app.services.endpoints import Endpoints
@@ -179,7 +187,7 @@ class Services:
         """Other programs' way to the model."""
         from app.services.api_server import ApiServer
 
-        return ApiServer(self.client, self.settings)
+        return ApiServer(self.client, self.settings, self.model_start)
 
     def close(self) -> None:
         """Stops background work, before the engine ends; the engine and the store are closed by their owner."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 from PySide6.QtCore import QCoreApplication, QObject, Signal
 
 from app.services.background import LatestTask
-from engine.common.config import KV_PRECISIONS, KvPrecision, SamplingParams
+from engine.common.config import CACHE_POLICIES, KV_PRECISIONS, CachePolicy, KvPrecision, SamplingParams
 from engine.common.files import write_private
 from engine.common.paths import config_dir
 
@@ -29,6 +29,8 @@ DEFAULT_JOBS_AT_ONCE, MOST_JOBS_AT_ONCE = 2, 8
 DEFAULT_SERVER_PORT = 8490
 LEAST_CONTEXT = 512
 """Tokens: less holds no conversation."""
+LEAST_BUDGET = 2**28
+"""Bytes: less holds no model, and was not meant."""
 
 
 class Settings(QObject):
@@ -212,9 +214,84 @@ class Settings(QObject):
         self.set("serve_port", value)
 
     @property
+    def idle_minutes(self) -> int:
+        """The window's model is put aside once it is unused for so long; 0 keeps it."""
+        return max(0, self.get("idle_minutes", 0))
+
+    @idle_minutes.setter
+    def idle_minutes(self, value: int) -> None:
+        self.set("idle_minutes", value)
+
+    @property
+    def others_idle_minutes(self) -> int:
+        """As `idle_minutes`, for a model that a program asked for by name."""
+        return max(0, self.get("serve_idle_minutes", 10))
+
+    @others_idle_minutes.setter
+    def others_idle_minutes(self, value: int) -> None:
+        self.set("serve_idle_minutes", value)
+
+    @property
+    def gives_way(self) -> bool:
+        """Whether the window's model makes room for one that a program asks for, where both do not fit."""
+        return self.get("serve_gives_way", default=False)
+
+    @gives_way.setter
+    def gives_way(self, value: bool) -> None:
+        self.set("serve_gives_way", value)
+
+    @property
     def device(self) -> str:
-        """Where models run, as in `EngineConfig.device`; for developing with an emulated card."""
+        """Where models run, as in `EngineConfig.device`."""
         return self.get("device", "auto") or "auto"
+
+    @device.setter
+    def device(self, value: str) -> None:
+        self.set("device", value)
+
+    @property
+    def precision(self) -> str:
+        """Of the weights in memory, as in `EngineConfig.precision`."""
+        from engine.formats import PRECISIONS  # imported late: the window opens without it
+
+        value = self.get("precision", "auto")
+        return value if value in PRECISIONS else "auto"
+
+    @precision.setter
+    def precision(self, value: str) -> None:
+        self.set("precision", value)
+
+    @property
+    def cache_policy(self) -> CachePolicy:
+        """Which experts stay on the card, as in `EngineConfig.cache_policy`."""
+        value = self.get("cache_policy", "auto")
+        return value if value in CACHE_POLICIES else "auto"
+
+    @cache_policy.setter
+    def cache_policy(self, value: CachePolicy) -> None:
+        self.set("cache_policy", value)
+
+    @property
+    def vram_bytes(self) -> int | None:
+        """The most of the card's memory that a model may take; None is all that is free."""
+        return self._budget("vram_bytes")
+
+    @vram_bytes.setter
+    def vram_bytes(self, value: int | None) -> None:
+        self.set("vram_bytes", value or 0)
+
+    @property
+    def ram_bytes(self) -> int | None:
+        """As `vram_bytes`, of the machine's."""
+        return self._budget("ram_bytes")
+
+    @ram_bytes.setter
+    def ram_bytes(self, value: int | None) -> None:
+        self.set("ram_bytes", value or 0)
+
+    def _budget(self, key: str) -> int | None:
+        value = self.get(key, 0)
+        return value if value >= LEAST_BUDGET else None
 
     @property
     def window_geometry(self) -> str:

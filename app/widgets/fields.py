@@ -54,6 +54,7 @@ class FindBox(ComboBox):
         self.setLineEdit(self.typed)
         self.typed.setPlaceholderText(placeholder)
         completer = self.completer()
+        assert completer is not None  # an editable box has one
         completer.setCompletionMode(QCompleter.CompletionMode.PopupCompletion)
         completer.setFilterMode(Qt.MatchFlag.MatchContains)
         completer.setCaseSensitivity(Qt.CaseSensitivity.CaseInsensitive)

@@ -8,7 +8,7 @@ from PySide6.QtCore import QCoreApplication
 
 from app.theme import ColourName
 from app.widgets.memory_bar import BarPart, TierBar, memory_parts
-from app.widgets.quantities import SEPARATOR, figures, file_size
+from app.widgets.quantities import SEPARATOR, figures, file_size, rough
 from engine.checkpoint.hub import Candidate
 from engine.tuning.fit import FitRow, FitSpeed
 
@@ -49,22 +49,28 @@ def quality_words(quality: str) -> str:
 
 
 def speed_words(speed: FitSpeed | None) -> str:
-    """`24.6 tokens/s`."""
-    return translate("Fit", "{0} tokens/s").format(figures(speed.decode)) if speed is not None else "–"
+    """`24.6 tokens/s` if that was measured, else `about 25 tokens/s`."""
+    if speed is None:
+        return "–"
+    if speed.timing != "estimated":
+        return translate("Fit", "{0} tokens/s").format(figures(speed.decode))
+    return translate("Fit", "about {0} tokens/s").format(rough(speed.decode))
 
 
 def range_words(speed: FitSpeed | None) -> str:
-    """`18.1–31.0, estimated`."""
+    """`estimated, 20 to 30`."""
     if speed is None:
         return ""
     if speed.timing != "estimated":
         return translate("Fit", "measured here")
-    return translate("Fit", "{0}–{1}, estimated").format(figures(speed.low), figures(speed.high))
+    return translate("Fit", "estimated, {0} to {1}").format(rough(speed.low), rough(speed.high))
 
 
 def first_token_words(speed: FitSpeed) -> str:
-    """`first token after 0.8 s`."""
-    return translate("Fit", "first token after {0} s").format(figures(speed.ttft))
+    """`first token after about 0.8 s`."""
+    if speed.timing != "estimated":
+        return translate("Fit", "first token after {0} s").format(figures(speed.ttft))
+    return translate("Fit", "first token after about {0} s").format(rough(speed.ttft))
 
 
 def fit_bars(row: FitRow) -> tuple[TierBar, ...]:

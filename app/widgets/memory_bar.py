@@ -67,12 +67,12 @@ def memory_parts(tier: TierBytes, slots: int = 0) -> tuple[BarPart, ...]:
         translate("PlanBars", "experts, {0} slots").format(f"{slots:,}") if slots else translate("PlanBars", "experts")
     )
     return (
-        BarPart(translate("PlanBars", "weights"), tier.weights, "gpu"),
+        BarPart(translate("PlanBars", "model"), tier.weights, "gpu"),
         BarPart(experts, tier.experts, "hit"),
-        BarPart(translate("PlanBars", "staging"), tier.staging, "pcie"),
-        BarPart(translate("PlanBars", "KV cache"), tier.kv, "disk"),
-        BarPart(translate("PlanBars", "activations"), tier.activations, "cpu"),
-        BarPart(translate("PlanBars", "headroom"), tier.headroom, "faint", hatched=True),
+        BarPart(translate("PlanBars", "loading buffers"), tier.staging, "pcie"),
+        BarPart(translate("PlanBars", "chat memory"), tier.kv, "disk"),
+        BarPart(translate("PlanBars", "working memory"), tier.activations, "cpu"),
+        BarPart(translate("PlanBars", "safety margin"), tier.headroom, "faint", hatched=True),
         BarPart(translate("PlanBars", "other programs"), tier.other_programs, "idle", hatched=True),
     )
 

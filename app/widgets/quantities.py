@@ -47,6 +47,15 @@ def figures(value: float) -> str:
     return number(value, 0 if size >= 100 else 1 if size >= 10 else 2 if size >= 0.1 or size == 0 else 3)
 
 
+def rough(value: float) -> str:
+    """An estimate, no finer than it is worth: `30`, `240`, `7`, `1.5`, `0.3`."""
+    for least, step in ((200, 20), (100, 10), (20, 5), (3, 1), (1, 0.5), (0, 0.1)):
+        if value >= least:
+            rounded = step * max(1, round(value / step))
+            return number(rounded, 0 if rounded == round(rounded) else 1)
+    return number(0, 0)
+
+
 def number(value: float, decimals: int) -> str:
     """A number in the user's locale."""
     return QLocale().toString(float(value), "f", decimals)

@@ -27,6 +27,34 @@ def role_words(role: str) -> str:
     }.get(role, role)
 
 
+def figures_words(one: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> str:
+    """How much there is to download, and how long it takes to the first answer at the line's speed, if it is known."""
+    size = f"≈ {file_size(one.bytes)}" if "bytes" in one.entry.unchecked else file_size(one.bytes)
+    if presence == "here":
+        return SEPARATOR.join((size, translate("Recommendations", "on this PC")))
+    if one.speed is None:
+        return size
+    words = (
+        translate("Recommendations", "first answer in about {0}")
+        if bytes_per_s
+        else translate("Recommendations", "first answer in about {0} at 100 Mbit/s")
+    )
+    seconds = one.seconds_to_first_answer(bytes_per_s or ASSUMED_LINE_BYTES_PER_S)
+    return SEPARATOR.join((size, words.format(duration(seconds))))
+
+
+def show_presence(button: QPushButton, name: str, presence: Presence | None) -> None:
+    """What the button of a model does, by where that is."""
+    text = {
+        None: translate("Recommendations", "Download"),
+        "downloading": translate("Recommendations", "Downloading"),
+        "here": translate("Recommendations", "Load"),
+    }[presence]
+    button.setText(text)
+    button.setEnabled(presence != "downloading")
+    button.setAccessibleName(f"{text}: {name}")
+
+
 class RecommendationList(QWidget):
     """Signals: `wanted(Recommendation)`: its button was pressed."""
 
@@ -129,23 +157,8 @@ class RecommendationRow(QWidget):
 
     def show_state(self, bytes_per_s: float | None, presence: Presence | None) -> None:
         """Where it is, and how long it takes to get."""
-        one = self.recommendation
-        seconds = one.seconds_to_first_answer(bytes_per_s or ASSUMED_LINE_BYTES_PER_S)
-        words = (
-            self.tr("first answer in about {0}") if bytes_per_s else self.tr("first answer in about {0} at 100 Mbit/s")
-        )
-        size = file_size(one.bytes)
-        if "bytes" in one.entry.unchecked:
-            size = f"≈ {size}"
-            self.figures.setToolTip(self.tr("Size from the catalogue, not checked with the hub."))
-        parts = [size, words.format(duration(seconds))]
-        if presence == "here":
-            parts = [size, self.tr("on this PC")]
-        self.figures.setText(SEPARATOR.join(parts))
-        texts = {None: self.tr("Download"), "downloading": self.tr("Downloading"), "here": self.tr("Load")}
-        self.button.setText(texts[presence])
-        self.button.setEnabled(presence != "downloading")
-        self.button.setAccessibleName(f"{texts[presence]}: {one.entry.name}")
+        self.figures.setText(figures_words(self.recommendation, bytes_per_s, presence))
+        show_presence(self.button, self.recommendation.entry.name, presence)
 
 
 class VerdictMark(QWidget):
@@ -153,11 +166,16 @@ class VerdictMark(QWidget):
 
     def __init__(self, verdict: str, parent: QWidget) -> None:
         super().__init__(parent)
-        self._verdict = verdict
         self.setFixedSize(14, 14)
         self.setSizePolicy(QSizePolicy.Policy.Fixed, QSizePolicy.Policy.Fixed)
+        self.set_verdict(verdict)
+
+    def set_verdict(self, verdict: str) -> None:
+        """Shows another one."""
+        self._verdict = verdict
         self.setToolTip(verdict_words(verdict))
         self.setAccessibleName(verdict_words(verdict))
+        self.update()
 
     def paintEvent(self, event: QPaintEvent) -> None:  # noqa: ARG002
         painter = QPainter(self)

@@ -48,7 +48,7 @@ class SamplingPopover(Popover):
         self._saved = saved
         self._default: SamplingParams | None = None
         self.own = own_sampling(None)
-        self.own_button = self._segment(self.tr("Model's own"), lambda: self._choose(self.own))
+        self.own_button = self._segment(self.tr("Recommended"), lambda: self._choose(self.own))
         self.presets: dict[Preset, QPushButton] = {}
         for preset in Preset:
             self.presets[preset] = self._segment(preset_text(preset), partial(self._choose_preset, preset))
@@ -264,22 +264,22 @@ class SamplingPopover(Popover):
                 self.tr("Makes tokens less likely with each time that the answer has them already; 0 is off"),
             ),
             (
-                self.tr("Loop guard (DRY)"),
+                self.tr("Loop guard"),
                 self.dry_multiplier,
-                self.tr("Ends loops: what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual"),
+                self.tr("Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual"),
             ),
             (
-                self.tr("DRY growth"),
+                self.tr("Guard: growth"),
                 self.dry_base,
                 self.tr("How much stronger the loop guard gets with each repeated token"),
             ),
             (
-                self.tr("DRY length"),
+                self.tr("Guard: free length"),
                 self.dry_allowed_length,
                 self.tr("Repetitions shorter than this many tokens are free"),
             ),
             (
-                self.tr("DRY range"),
+                self.tr("Guard: looks back"),
                 self.dry_range,
                 self.tr(
                     "How many of the last tokens, earlier messages included, are searched; by default only the answer"
@@ -308,7 +308,7 @@ class SamplingPopover(Popover):
             self._label(name, field, tip, grid, at_row, at_column)
             field.setFixedWidth(112)
         self._label(
-            self.tr("DRY breakers"),
+            self.tr("Guard: starts anew at"),
             self.dry_breakers,
             self.tr("Repetitions are not followed across these texts; \\n is a line break"),
             grid,
@@ -361,7 +361,7 @@ class SamplingPopover(Popover):
             own = self._own_of(field)
             words = self.tr("{0}: {1}.").format(name, tip)
             if own:
-                suggested = self.tr("The model's own: {0}.").format(own)
+                suggested = self.tr("Recommended: {0}.").format(own)
                 words = f"{words} {suggested}"
         self.explanation.setText(words)
 

@@ -24,6 +24,10 @@ from engine.common.plain_text import quoted
 from engine.common.profile_file import MAX_PROFILE_BYTES, ProfileFile, refused
 
 KINDS = ("moe", "dense")
+ABILITIES = ("reasoning", "code", "tools", "documents", "languages")
+"""What a model may be especially good at: thinking before it answers, programming, calling tools, long documents, very
+many languages."""
+_FREE = ("Apache-2.0", "MIT")
 _DATE = re.compile(r"20\d\d-[01]\d-[0-3]\d")
 
 
@@ -60,6 +64,7 @@ class CatalogueEntry:
         context: longest, in tokens.
         strengths: what it is good at, in one plain sentence.
         languages: in words.
+        abilities: those of `ABILITIES` that it is especially good at.
         files: quantisations, the best quality first.
         shape: the model, for predictions without a network.
         unchecked: names of the fields that nobody compared with the hub; `bytes` are those of the files.
@@ -78,6 +83,12 @@ class CatalogueEntry:
     files: tuple[CatalogueFile, ...]
     shape: ModelShape
     unchecked: tuple[str, ...] = ()
+    abilities: tuple[str, ...] = ()
+
+    @property
+    def is_free(self) -> bool:
+        """Whether its licence allows every use."""
+        return self.licence in _FREE
 
     @property
     def usual(self) -> CatalogueFile:
@@ -161,7 +172,9 @@ def _entry(file: ProfileFile) -> CatalogueEntry:
     known = file.content.get("profile")
     shape = read_model(str(known)) if known is not None else shape_in(file.part("shape"), name)
     context = file.whole("context", 512, 10**9)
-    unchecked = file.content.get("unchecked", [])
+    unchecked, able = file.content.get("unchecked", []), file.content.get("abilities", [])
+    if not isinstance(able, list) or not all(each in ABILITIES for each in able):
+        raise refused(file.path, f"has {file.prefix}abilities that are none of {', '.join(ABILITIES)}")
     found = [_file(ProfileFile(file.path, each, f"{file.prefix}files."), name) for each in files]
     return CatalogueEntry(
         name=name,
@@ -177,6 +190,7 @@ def _entry(file: ProfileFile) -> CatalogueEntry:
         files=tuple(sorted(found, key=lambda each: QUALITIES.index(each.quality))),
         shape=replace(shape, name=name, context_tokens=context),
         unchecked=tuple(str(each) for each in unchecked) if isinstance(unchecked, list) else (),
+        abilities=tuple(able),
     )
 
 

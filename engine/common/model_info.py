@@ -23,6 +23,7 @@ class ModelInfo:
         thinks: whether its answers may begin with reasoning.
         needs_restart: whether a card has failed for the engine's process: only another one may use it again.
         card_is_back: whether that card has been seen to compute for another process.
+        is_hampered: whether `device_note` says that it runs slower, or elsewhere, than this machine would allow.
         template_note: set when the tokenizer has no chat template, and says what is used instead.
     """
 
@@ -46,6 +47,7 @@ class ModelInfo:
     thinks: bool = False
     needs_restart: bool = False
     card_is_back: bool = False
+    is_hampered: bool = False
 
     @property
     def news(self) -> str:

@@ -146,7 +146,9 @@ class Engine:
         assert self._loaded is not None
         remember(config.model, config.asked, self._loaded.prepared)
         self._tuned_note = note
-        self._loaded.info = replace(info, device_note=" ".join(filter(None, (info.device_note, note))))
+        said = " ".join(filter(None, (info.device_note, note)))
+        is_hampered = info.is_hampered or (bool(note) and not note.startswith("Tuned"))
+        self._loaded.info = replace(info, device_note=said, is_hampered=is_hampered)
         self._asked = config
         return self._loaded.info
 
@@ -190,7 +192,8 @@ class Engine:
         loaded = self._ready()
         kept = loaded.info.device_note.removeprefix(self._memory_note).strip()
         self._memory_note = note
-        loaded.info = replace(loaded.info, device_note=" ".join(filter(None, (note, kept))))
+        said = " ".join(filter(None, (note, kept)))
+        loaded.info = replace(loaded.info, device_note=said, is_hampered=loaded.info.is_hampered or bool(note))
         self.on_moved(loaded.info)
 
     def without_card(self, *, is_lost: bool) -> LoadedModel:
@@ -244,7 +247,7 @@ class Engine:
             self._held.close()
             raise
         note = " ".join(filter(None, (why, loaded.info.device_note)))
-        loaded.info = replace(loaded.info, device_note=note, needs_restart=needs_restart)
+        loaded.info = replace(loaded.info, device_note=note, is_hampered=True, needs_restart=needs_restart)
         self.on_moved(loaded.info)
         return loaded
 

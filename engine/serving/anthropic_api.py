@@ -18,7 +18,7 @@ from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, of_engine, status_of, while_connected
-from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent, with_pings
+from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent
 from engine.serving.tools import Reading, ToolUse, read_tool, tool_use
 
 _KINDS = {
@@ -59,6 +59,9 @@ def routes(service: Service) -> list[Route]:
     ]
 
 
+_PING = event_line({"type": "ping"}, "ping")
+
+
 class _Anthropic:
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -71,8 +74,11 @@ class _Anthropic:
             raise BadRequestError("has no max_tokens")
         answer = _Answer(name, ask, uses)
         if body.get("stream"):
-            lines = await opened(request, self._stream(ask, answer))
-            return server_sent(with_pings(lines, event_line({"type": "ping"}, "ping")))
+
+            def failed(error: EngineError) -> list[str]:
+                return [event_line(_error_body(error, status_of(error)), "error")]
+
+            return server_sent(await opened(request, self._stream(ask, answer), _PING, failed))
         await while_connected(request, self._service.whole(ask, answer.take))
         return JSONResponse(answer.message())
 
@@ -88,13 +94,11 @@ class _Anthropic:
         return await self._service.ask_of(body, "messages", messages, uses, "continue" if is_begun else "answer")
 
     def _stream(self, ask: Ask, answer: _Answer) -> Lines:
-        def failed(error: EngineError) -> list[str]:
-            return [event_line(_error_body(error, status_of(error)), "error")]
-
         def take(event: Progress) -> list[str]:
-            return [event_line(line, line["type"]) for line in answer.take(event)]
+            lines = [event_line(line, line["type"]) for line in answer.take(event)]
+            return [*lines, _PING] if isinstance(event, Began) else lines
 
-        return lines_of(self._service.events(ask), take, failed)
+        return lines_of(self._service.events(ask), take, lambda _read: _PING)
 
 
 class _Answer:

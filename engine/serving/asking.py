@@ -74,6 +74,14 @@ class Began:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptRead:
+    """So many tokens of a long prompt have been read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class NamedChances:
     """`Chances` with the tokens' texts."""
 
@@ -112,7 +120,7 @@ class Refused:
 
 
 Progress = Began | Said | Ended
-Event = Progress | Refused
+Event = Progress | PromptRead | Refused
 
 
 class Ticket:

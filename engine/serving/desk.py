@@ -8,6 +8,7 @@ comes here, is decided elsewhere: `engine.serving.by_name` for a server of its o
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -34,6 +35,7 @@ from engine.serving.asking import (
     NamedChances,
     NamedToken,
     Prompt,
+    PromptRead,
     Refused,
     Said,
     State,
@@ -43,6 +45,8 @@ from engine.serving.asking import (
 )
 from engine.telemetry.request_log import RequestLog
 
+READ_S = 0.5
+"""How often who waits for a long prompt is told how much of it has been read."""
 MOST_READY = 64
 """Those at the head of the queue that are tokens before it is their turn."""
 
@@ -67,7 +71,8 @@ class DeskEngine(Protocol):
 class Desk:
     """Requests that wait, and those that the loaded model is answering.
 
-    Requests are answered in the order in which they come; one for another model keeps later ones from starting.
+    Those that wait for a model when it is loaded are answered first; then one for another model keeps later ones from
+    starting, so that everybody waits for no more than one turn of each other model.
 
     Args:
         engine: used on the engine's thread only.
@@ -139,6 +144,8 @@ class Desk:
             self._sampling = self._engine.default_sampling()
         with self.changed:
             self._model = model
+            # Who already waits for it is answered before another is loaded: a turn costs one load, not each request.
+            self._waiting = deque(sorted(self._waiting, key=lambda ticket: ticket.ask.model != model))
 
     def answer(self) -> None:
         """Answers who waits for the loaded model, until nobody is left.
@@ -315,7 +322,7 @@ class Desk:
             constraint = rows.constrained(ask.constraint, prompt if ask.messages else None, thinking)
         log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
         self._numbers += 1
-        told = 0
+        told, said_s = 0, time.monotonic()
         following = self._logs[ticket]
 
         def on_text(text: str, generated_tokens: int) -> None:
@@ -327,6 +334,12 @@ class Desk:
             following.has_written(generated_tokens)
             ticket.tell(Said(text, generated_tokens, chances))
 
+        def on_read(done: int, total: int) -> None:
+            nonlocal said_s
+            if done < total and time.monotonic() - said_s >= READ_S:
+                said_s = time.monotonic()
+                ticket.tell(PromptRead(done, total))
+
         request = BatchRequest(
             self._numbers,
             ids=tuple(prompt),
@@ -336,6 +349,7 @@ class Desk:
             chances=log,
             chat=self._chat,
             shown=shown,
+            on_progress=on_read,
             on_text=on_text,
             on_reused=following.reuses,
             cancelled=unwanted,

@@ -1,6 +1,7 @@
-"""The engine's process behind `switchyard serve`: `python -m engine.serving.engine_process`, told what to do on stdin.
+"""The engine's process behind a server: `python -m engine.serving.engine_process`, told what to do on stdin.
 
-It ends when the line to the server is lost.  The window's server has the window's engine process instead.
+It ends when the line to the server is lost.  The window's server has the window's engine process besides, and starts
+this one for other models.
 """
 
 from __future__ import annotations
@@ -43,6 +44,9 @@ class EngineProcess:
     Args:
         on_end: told when it ended although nobody stopped it.
         chat: see `Desk`.
+
+    Attributes:
+        on_gone: told when it has ended, however it did.
     """
 
     def __init__(
@@ -53,13 +57,28 @@ class EngineProcess:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._watching: threading.Thread | None = None
-        self._runs = self._is_stopped = False
+        self._runs = self._is_stopped = self._is_let_go = False
+        self.on_gone: Callable[[], None] = lambda: None
         link.wake = self.start
 
     @property
     def pid(self) -> int:
         """Of the process that runs or ran last; 0 before the first."""
         return self._process.pid if self._process is not None else 0
+
+    def set_rules(self, config: EngineConfig, idle_s: float | None) -> None:
+        """How models are run from its next start on."""
+        self._order = replace(self._order, config=config, idle_s=idle_s)
+
+    def let_go(self) -> None:
+        """Ends it, unless it is answering; whoever asks next starts it again."""
+        with self._lock:
+            if not self._runs or self._is_let_go:
+                return
+            self._is_let_go = True
+        if not self._link.let_go():
+            with self._lock:
+                self._is_let_go = False
 
     def start(self) -> None:
         """Starts it, unless it runs.
@@ -105,7 +124,14 @@ class EngineProcess:
         process.wait()
         with self._lock:
             self._runs = False  # first: who asks after those that are refused here starts it again
-        if not self._is_stopped:
+            was_let_go, self._is_let_go = self._is_let_go, False
+        self.on_gone()
+        if was_let_go and self._link.state.under_way:  # who asked meanwhile
+            try:
+                self.start()
+            except EngineError as error:
+                self._link.refuse_all(error)
+        elif not self._is_stopped and not was_let_go:
             # What waited for an engine that never connected is refused too.
             self._link.refuse_all(EngineError(ErrorCode.ENGINE_DIED, "The engine stopped: try again in a moment."))
             self._on_end()
@@ -125,6 +151,7 @@ def main() -> None:
     engine, over = Engine(), threading.Event()
 
     def load(model: Path, cancelled: CancelCheck) -> None:
+        link.model_is(None, model)
         try:
             info = engine.load(
                 replace(order.config, model=str(model)),

@@ -1,7 +1,8 @@
 """The HTTP server's process behind the window's switch: `python -m engine.serving.front`.
 
-It is told on stdin where to listen, and says on stdout what happens.  It ends with stdin.  The engine is the window's;
-only the model that is loaded there can be asked for, so that no program takes it away from its user.
+It is told on stdin where to listen and what the window has, and says on stdout what happens.  It ends with stdin.  What
+is asked of the window's model is answered by the window's engine, where chats come first.  Other models are loaded by
+an engine beside it, one at a time, within the memory that is free, so that no program takes a model from its user.
 """
 
 from __future__ import annotations
@@ -10,18 +11,27 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from engine.checkpoint.library import LibraryEntry, describe, list_models
+from engine.checkpoint.library import LibraryEntry, describe
+from engine.checkpoint.names import name_of
+from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.process.lifetime import log_to_file
-from engine.serving.front_messages import FRONT_LINES, Listen, Listening, NotListening
+from engine.serving.asking import Ask, Began, Event, Refused, State, Ticket
+from engine.serving.engine_process import EngineProcess
+from engine.serving.front_messages import FRONT_LINES, Beside, FreeOthers, Listen, Listening, NotListening, Rules, Wants
 from engine.serving.link import EngineLink
+from engine.serving.service import LibraryModels
 
 _PATIENCE_S = 20.0
 """The engine comes once it has done what it is doing."""
+_LOAD_S = 600.0
+_ROOM_S, _LOOKS_S = 60.0, 0.25
+"""The window frees its model once what is being written there has ended."""
 
 
 _log = logging.getLogger(__name__)
@@ -32,38 +42,202 @@ def no_engine() -> None:
     raise EngineError(ErrorCode.ENGINE_DIED, "Switchyard's engine is busy or not running: look at its window.")
 
 
-class WindowModels:
-    """The model that is loaded in the window; see `Models`."""
+class BothEngines:
+    """The window's engine and the one beside it; see `Answerer`.
 
-    def __init__(self, link: EngineLink) -> None:
-        self._link = link
-        self._entry: LibraryEntry | None = None
+    Args:
+        say: tells the window.
+    """
+
+    def __init__(self, say: Callable[[object], None]) -> None:
+        self._say = say
+        self.window, self.beside = EngineLink(), EngineLink()
+        self.window.wake = no_engine
+        self.window.on_model = lambda _model, _loading: self._notify()
+        self.beside.on_model = self._on_beside
+        self.beside.on_remark = lambda text: _log.info("%s", text)
+        self._engine = EngineProcess(self.beside, EngineConfig(""), None, lambda: _log.warning("the engine stopped"))
+        self._engine.on_gone = lambda: self._show("")
+        self._changed = threading.Condition()
+        self._rules = Rules("", is_loading=False, config=EngineConfig(""))
+        self._shown = Beside("")
+
+    def start(self) -> None:
+        """Lets engines connect."""
+        self.window.start()
+        self.beside.start()
+
+    def close(self) -> None:
+        """Ends all answers, and the engine beside the window's."""
+        self._engine.expect_end()
+        self.window.close()
+        self.beside.close()
+        self._engine.stop()
+
+    # --- what the window says ---------------------------------------------------------------------
+
+    def follow(self, rules: Rules) -> None:
+        """From now on these hold; models that are loaded already keep how they are run."""
+        before, self._rules = self._rules, rules
+        self._engine.set_rules(rules.config, rules.idle_s)
+        if before.config != rules.config:
+            self._engine.let_go()
+        elif before.idle_s != rules.idle_s and (model := self.beside.state.model) is not None:
+            self.beside.release(model, -1 if rules.idle_s is None else rules.idle_s)
+        self._notify()
+
+    def free(self) -> None:
+        """Makes room for the window, unless a program is being answered."""
+        self._engine.let_go()
+
+    def windows_model(self) -> Path | None:
+        """The one that the window has, after waiting for it if it is coming; None if it has none."""
+        with self._changed:
+            if self._rules.wakes:
+                self._say(Wants("model"))
+            self._changed.wait_for(lambda: self.window.state.model is not None or self.coming is None, _LOAD_S)
+            # The window may say that it is loaded before its engine does.
+            self._changed.wait_for(lambda: self.window.state.model is not None or not self._rules.window, _PATIENCE_S)
+        if not self.window.wait_for_engine(_PATIENCE_S):
+            no_engine()
+        return self.window.state.model
+
+    @property
+    def coming(self) -> Path | None:
+        """The model that the window is loading, or loads when it is asked for."""
+        return Path(self._rules.window) if self._rules.is_loading or self._rules.wakes else None
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # --- what programs ask ------------------------------------------------------------------------
+
+    def ask(self, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """See `Answerer`."""
+        return self._asked(self._link_for(ask.model), ask, on_event)
+
+    def prepare(self, model: Path) -> None:
+        """See `Answerer`."""
+        if not self._is_windows(model):
+            self.beside.prepare(model)
+
+    def release(self, model: Path, after_s: float = 0) -> None:
+        """See `Answerer`; the window's user frees the window's."""
+        if not self._is_windows(model):
+            self.beside.release(model, after_s)
+
+    @property
+    def state(self) -> State:
+        """See `Answerer`."""
+        ours, theirs = self.window.state, self.beside.state
+        return State(ours.model, ours.under_way + theirs.under_way, ours.waiting + theirs.waiting)
+
+    def _is_windows(self, model: Path) -> bool:
+        return model == self.window.state.model
+
+    def _link_for(self, model: Path) -> EngineLink:
+        if self._is_windows(model):
+            return self.window
+        if not self._shown.model:
+            self._show(name_of(model), is_loading=True)
+        return self.beside
+
+    def _asked(self, link: EngineLink, ask: Ask, on_event: Callable[[Event], None]) -> Ticket:
+        """Asks there, and once more if it is refused before it has begun for a reason that may pass: the window has
+        another model now, or there is no room beside the window's."""
+        inner: Ticket | None = None
+        outer = Ticket(ask, on_event, lambda: inner.cancel() if inner is not None else None)
+        is_last = False
+        again_after = ErrorCode.MODEL_NOT_FOUND if link is self.window else ErrorCode.NOT_ENOUGH_MEMORY
+
+        def told(event: Event) -> None:
+            nonlocal is_last
+            passes = isinstance(event, Refused) and event.error.code is again_after and not is_last
+            is_last = is_last or isinstance(event, Began)
+            if passes and not outer.is_cancelled():
+                is_last = True
+                threading.Thread(target=again, args=(event,), name="asking-again", daemon=True).start()
+            else:
+                outer.tell(event)
+
+        def again(refused: Event) -> None:
+            nonlocal inner
+            if link is self.beside and not self._room_was_made():
+                outer.tell(refused)
+                return
+            try:
+                inner = self._link_for(ask.model).ask(ask, told)
+            except EngineError as error:
+                outer.tell(Refused(error))
+            if outer.is_cancelled() and inner is not None:
+                inner.cancel()
+
+        inner = link.ask(ask, told)
+        return outer
+
+    def _room_was_made(self) -> bool:
+        """Whether the window freed its model for a program's, which it is asked to if its user allows that."""
+        with self._changed:
+            if not (self._rules.gives_way and self._rules.window):
+                return False
+            until_s = time.monotonic() + _ROOM_S
+            while self.window.state.under_way and time.monotonic() < until_s:
+                self._changed.wait(_LOOKS_S)
+            self._say(Wants("room"))
+            return self._changed.wait_for(lambda: self.window.state.model is None, _ROOM_S)
+
+    # --- what the window is shown -----------------------------------------------------------------
+
+    def _on_beside(self, model: Path | None, loading: Path | None) -> None:
+        if model is not None:
+            self._show(name_of(model))
+        elif loading is not None:
+            self._show(name_of(loading), is_loading=True)
+        elif not self.beside.state.under_way:
+            self._engine.let_go()
+
+    def _show(self, model: str, *, is_loading: bool = False) -> None:
+        with self._changed:
+            shown = Beside(model, is_loading)
+            if shown != self._shown:
+                self._shown = shown
+                self._say(shown)
+
+
+class WindowModels:
+    """The window's model, and all others on this machine; see `Models`."""
+
+    def __init__(self, engines: BothEngines) -> None:
+        self._engines, self._library = engines, LibraryModels()
+        self._own: LibraryEntry | None = None
 
     def listed(self) -> list[LibraryEntry]:
-        """That one, if there is one."""
-        path = self._link.state.model
-        if path is None:
-            return []
-        if self._entry is None or self._entry.path != path:
-            ours = (entry for entry in list_models() if entry.path == path)
-            self._entry = next(ours, None) or describe(path, path.name)
-        return [self._entry]
+        """The window's first, if it has one."""
+        entries, path = self._library.listed(), self._engines.window.state.model
+        own = [entry for entry in entries if entry.path == path]
+        if path is not None and not own:
+            if self._own is None or self._own.path != path:
+                self._own = describe(path, path.name)
+            own = [self._own]
+        return own + [entry for entry in entries if entry.path != path]
 
     def find(self, name: str) -> tuple[str, Path]:
         """See `Models`."""
-        if not self._link.wait_for_engine(_PATIENCE_S):
-            no_engine()
-        loaded = next(iter(self.listed()), None)
-        if loaded is None:
+        if name not in ("", "default"):
+            for entry in self.listed():
+                if name in (entry.name, entry.path.name):
+                    if entry.path == self._engines.coming:
+                        self._engines.windows_model()
+                    return entry.name, entry.path
+            return self._library.find(name)  # which says that there is none
+        path = self._engines.windows_model()
+        if path is None:
             raise EngineError(
-                ErrorCode.MODEL_NOT_FOUND, "No model is loaded in Switchyard: choose one in its window first."
+                ErrorCode.MODEL_NOT_FOUND,
+                "No model is loaded in Switchyard: choose one in its window, or ask for one by its name.",
             )
-        if name in ("", "default", loaded.name, loaded.path.name):
-            return loaded.name, loaded.path
-        raise EngineError(
-            ErrorCode.MODEL_NOT_FOUND,
-            f"The model {name[:80]!r} is not loaded in Switchyard: load it in its window, or ask for {loaded.name!r}.",
-        )
+        return next((entry.name for entry in self.listed() if entry.path == path), path.name), path
 
 
 def main() -> None:
@@ -90,23 +264,26 @@ def _serve(order: Listen, commands: BinaryIO, say: Callable[[object], None]) -> 
     from engine.serving.server import Address, Server
     from engine.serving.service import Service
 
-    link = EngineLink()
-    link.wake = no_engine
-    server = Server(Service(link, WindowModels(link)), Address(order.host, order.port, order.key), say)
+    engines = BothEngines(say)
+    server = Server(Service(engines, WindowModels(engines)), Address(order.host, order.port, order.key), say)
     try:
         port = server.start()
     except EngineError as error:
         _log.warning("%s", error.message)
         say(NotListening(error.message))
-        link.close()
+        engines.close()
         return
     _log.info("listening at %s, port %d", order.host, port)
-    link.start()
-    say(Listening(port, link.address, link.secret))
-    while commands.read(4096):
-        pass
+    engines.start()
+    say(Listening(port, engines.window.address, engines.window.secret))
+    for line in commands:
+        message = FRONT_LINES.decode(line)
+        if isinstance(message, Rules):
+            engines.follow(message)
+        elif isinstance(message, FreeOthers):
+            engines.free()
     server.stop()
-    link.close()
+    engines.close()
     _log.info("ended")
 
 

@@ -25,6 +25,7 @@ from engine.serving.asking import (
     Began,
     Ended,
     Event,
+    PromptRead,
     Refused,
     Said,
     State,
@@ -44,6 +45,7 @@ class EngineLink:
         address, secret: what the engine's process needs to connect.
         wake: called when somebody asks and no engine is connected; raises EngineError if none can be expected.
         on_remark: told what the engine has to say for people.
+        on_model: told that another model is loaded, or none, and which one is being loaded.
     """
 
     def __init__(self) -> None:
@@ -53,6 +55,7 @@ class EngineLink:
         self.address = str(self._listener.address)
         self.wake: Callable[[], None] = lambda: None
         self.on_remark: Callable[[str], None] = lambda _text: None
+        self.on_model: Callable[[Path | None, Path | None], None] = lambda _model, _loading: None
         self._lock = threading.RLock()
         self._line: Line | None = None
         self._open: dict[int, Ticket] = {}
@@ -114,6 +117,17 @@ class EngineLink:
         """See `Answerer`."""
         if self.is_connected:
             self._send(Release(model, after_s))
+
+    def let_go(self) -> bool:
+        """Lets the engine end, unless it is answering; returns whether it does."""
+        with self._lock:
+            line = self._line
+            if line is None or self._open:
+                return False
+            self._line, self._model = None, None
+            self._knows_model.clear()
+        line.close()
+        return True
 
     def refuse_all(self, error: EngineError) -> None:
         """No engine will answer what has been asked."""
@@ -192,10 +206,11 @@ class EngineLink:
         if isinstance(message, ModelIs):
             self._model = message.model
             self._knows_model.set()
+            self.on_model(message.model, message.loading)
         elif isinstance(message, Remark):
             self.on_remark(message.text)
         elif isinstance(message, Happened):
-            event: Event | None = message.began or message.said or message.ended
+            event: Event | None = message.began or message.read or message.said or message.ended
             if event is None:
                 event = Refused(EngineError(message.code or ErrorCode.INTERNAL, message.message))
             with self._lock:
@@ -225,9 +240,9 @@ class DeskLink:
         self._line = Line(connection, self._on_message, self._lost)
         self._line.start()
 
-    def model_is(self, model: Path | None) -> None:
-        """Tells the server what is loaded."""
-        self._line.send(ModelIs(model))
+    def model_is(self, model: Path | None, loading: Path | None = None) -> None:
+        """Tells the server what is loaded, or being loaded."""
+        self._line.send(ModelIs(model, loading))
 
     def remark(self, text: str) -> None:
         """Tells the server's user something."""
@@ -259,6 +274,8 @@ class DeskLink:
                 self._line.send(Happened(number, code=event.error.code, message=event.error.message))
             elif isinstance(event, Began):
                 self._line.send(Happened(number, began=event))
+            elif isinstance(event, PromptRead):
+                self._line.send(Happened(number, read=event))
             elif isinstance(event, Said):
                 self._line.send(Happened(number, said=event))
             else:

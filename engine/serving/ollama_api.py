@@ -23,7 +23,7 @@ from engine.families.replies.reader import Part, Spoken, Thought
 from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, of_engine, on_a_thread, status_of, while_connected
-from engine.serving.streams import JSONResponse, Lines, Streamed, lines_of, opened
+from engine.serving.streams import JSONResponse, Streamed, lines_of, opened
 from engine.serving.tools import Reading, ToolUse, openai_tools
 
 VERSION = "0.12.0"
@@ -136,18 +136,12 @@ class _Ollama:
         asked = replace(asked, text=text, keep_s=_keep_s(body.get("keep_alive")))
         answer = _Answer(name, uses, is_chat=interface == "ollama")
         if body.get("stream", True):
-            lines = await opened(request, self._stream(asked, answer))
+            beat = answer.beat()
+            lines = lines_of(self._service.events(asked), answer.lines, lambda _read: beat)
+            lines = await opened(request, lines, beat, lambda error: [_json_line({"error": error.message})])
             return Streamed(lines, media_type="application/x-ndjson")
         await while_connected(request, self._service.whole(asked, answer.take))
         return JSONResponse(answer.whole())
-
-    def _stream(self, asked: Ask, answer: _Answer) -> Lines:
-        def take(event: Progress) -> list[str]:
-            if isinstance(event, Began):
-                return ["", *map(_json_line, answer.take(event))]  # from here on errors are part of the stream
-            return [_json_line(line) for line in answer.take(event)]
-
-        return lines_of(self._service.events(asked), take, lambda error: [_json_line({"error": error.message})])
 
 
 class _Answer:
@@ -169,6 +163,15 @@ class _Answer:
             return lines
         self._last = self._ending(event)
         return [*lines, {**self._line(Spoken("")), **self._last}]
+
+    def lines(self, event: Progress) -> list[str]:
+        """Those, as they are sent."""
+        lines = [_json_line(line) for line in self.take(event)]
+        return ["", *lines] if isinstance(event, Began) else lines  # from here on errors are part of the stream
+
+    def beat(self) -> str:
+        """A line that adds nothing: this interface has no other sign of life."""
+        return _json_line(self._line(Spoken("")))
 
     def whole(self) -> dict[str, Any]:
         """The answer, whole."""

@@ -7,6 +7,7 @@ the count of a conversation's tokens (llama.cpp), and says how many tokens a mod
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,10 +29,10 @@ from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.process.failures import as_engine_error, log_failure
-from engine.serving.asking import Ask, Ended
+from engine.serving.asking import Ask, Ended, PromptRead
 from engine.serving.openai_answer import Wanted
 from engine.serving.service import Service, body_of, of_engine, status_of, together, while_connected
-from engine.serving.streams import JSONResponse, Lines, event_line, opened, server_sent
+from engine.serving.streams import WAITS, JSONResponse, Lines, event_line, opened, read_comment, server_sent
 from engine.serving.tools import ToolUse, openai_tools
 
 MOST_ANSWERS = 16
@@ -158,15 +159,19 @@ class _OpenAi:
             tuple(echo for echo in echoes for _ in range(count)),
         )
         if wanted.streams:
-            return server_sent(await opened(request, self._stream(wanted)))
+            lines = self._stream(wanted, says_read=body.get("return_progress") is True)
+            return server_sent(
+                await opened(request, lines, WAITS, lambda error: [event_line({"error": _error(error)})])
+            )
         answers = wanted.answers()
         works = [self._service.whole(ask, answer.take) for ask, answer in zip(wanted.asks, answers, strict=True)]
         await while_connected(request, together(works))
         choices = [answer.choice(index) for index, answer in enumerate(answers)]
         return JSONResponse({**wanted.head(), "choices": choices, "usage": wanted.usage(answers)})
 
-    async def _stream(self, wanted: Wanted) -> Lines:
-        head = wanted.head(chunk=True)
+    async def _stream(self, wanted: Wanted, *, says_read: bool) -> Lines:
+        """`says_read`: how much of a prompt has been read comes in chunks, as from llama.cpp, and not in comments."""
+        head, began_s = wanted.head(chunk=True), time.monotonic()
         queue, left = asyncio.Queue[tuple[int, Any]](), len(wanted.asks)
 
         async def follow(index: int, ask: Ask) -> None:
@@ -180,16 +185,17 @@ class _OpenAi:
 
         tasks = [asyncio.create_task(follow(index, ask)) for index, ask in enumerate(wanted.asks)]
         answers = wanted.answers()
-        has_begun = False
         try:
             while left:
                 index, event = await queue.get()
                 if isinstance(event, EngineError):
-                    if not has_begun:
-                        raise event
-                    yield event_line({"error": _error(event)})
-                    return
-                has_begun = True
+                    raise event
+                if isinstance(event, PromptRead):
+                    ms = round(1000 * (time.monotonic() - began_s))
+                    read = {"total": event.total, "cache": 0, "processed": event.done, "time_ms": ms}
+                    chunk = {**head, "choices": [{"index": index, "delta": {}}], "prompt_progress": read}
+                    yield event_line(chunk) if says_read else read_comment(event)
+                    continue
                 for delta in answers[index].take(event):
                     yield event_line({**head, "choices": [{"index": index, **delta}]})
                 left -= isinstance(event, Ended)

@@ -21,7 +21,7 @@ from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Thought
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.service import Service, body_of, while_connected
-from engine.serving.streams import JSONResponse, Lines, event_line, lines_of, opened, server_sent
+from engine.serving.streams import WAITS, JSONResponse, event_line, lines_of, opened, read_comment, server_sent
 from engine.serving.tools import Reading, ToolUse, openai_tools
 
 
@@ -43,7 +43,9 @@ class _Responses:
         name, uses, asked = await self._ask(body)
         answer = _Answer(name, body, uses)
         if body.get("stream"):
-            return server_sent(await opened(request, self._stream(asked, answer)))
+            events = self._service.events(asked)
+            stream = lines_of(events, lambda event: _written(answer.take(event)), read_comment)
+            return server_sent(await opened(request, stream, WAITS, lambda error: _written(answer.failed(error))))
         await while_connected(request, self._service.whole(asked, answer.take))
         return JSONResponse(answer.response)
 
@@ -57,15 +59,9 @@ class _Responses:
         name, asked = await self._service.ask_of(body, "responses", _messages(body), uses)
         return name, uses, asked
 
-    def _stream(self, asked: Ask, answer: _Answer) -> Lines:
-        def written(lines: list[dict[str, Any]]) -> list[str]:
-            return [event_line(line, line["type"]) for line in lines]
 
-        return lines_of(
-            self._service.events(asked),
-            lambda event: written(answer.take(event)),
-            lambda error: written(answer.failed(error)),
-        )
+def _written(lines: list[dict[str, Any]]) -> list[str]:
+    return [event_line(line, line["type"]) for line in lines]
 
 
 class _Answer:

@@ -25,7 +25,7 @@ from engine.checkpoint.library import LibraryEntry, describe, list_models
 from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, sayable
-from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Prompt, Refused
+from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Prompt, PromptRead, Refused
 from engine.serving.exchange import current_exchange
 from engine.serving.tools import ToolUse
 
@@ -42,6 +42,7 @@ STATUS = {
     ErrorCode.INVALID_REQUEST: 400,
     ErrorCode.PROMPT_TOO_LONG: 400,
     ErrorCode.MODEL_UNSUPPORTED: 400,
+    ErrorCode.CHECKPOINT_DAMAGED: 400,
     ErrorCode.BUSY: 429,
     ErrorCode.NOT_ENOUGH_MEMORY: 503,
     ErrorCode.ENGINE_DIED: 503,
@@ -82,29 +83,34 @@ class Models(Protocol):
 
 
 class LibraryModels:
-    """All models of the library, and the one that the server was started with, which may have further names."""
+    """All models of the library, and the one that is meant without a name, which may have further ones."""
 
-    def __init__(self, default: Path, default_name: str, aliases: Sequence[str] = ()) -> None:
+    def __init__(self, default: Path | None = None, default_name: str = "", aliases: Sequence[str] = ()) -> None:
         self._default, self._name, self._aliases = default, default_name, ("", "default", *aliases)
         self._listed: list[LibraryEntry] = []
+        self._damaged: dict[str, str] = {}
         self._listed_s = float("-inf")
 
     def listed(self) -> list[LibraryEntry]:
         """See `Models`."""
         if time.monotonic() - self._listed_s > _LISTING_S:
-            listed = [entry for entry in list_models() if not entry.problem]
-            if all(entry.path != self._default for entry in listed):
+            found = list_models()
+            listed = [entry for entry in found if not entry.problem]
+            self._damaged = {entry.name: entry.problem for entry in found if entry.problem}
+            if self._default is not None and all(entry.path != self._default for entry in listed):
                 listed.insert(0, describe(self._default, self._name))
             self._listed, self._listed_s = listed, time.monotonic()
         return self._listed
 
     def find(self, name: str) -> tuple[str, Path]:
         """See `Models`; clients may not name paths of their own."""
-        if name == self._name or name in self._aliases:
+        if self._default is not None and (name == self._name or name in self._aliases):
             return self._name, self._default
         for entry in self.listed():
             if entry.name == name:
                 return entry.name, entry.path
+        if name in self._damaged:
+            raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, self._damaged[name])
         raise no_such_model(name)
 
 
@@ -210,9 +216,10 @@ class Service:
             EngineError: as `events`.
         """
         async for event in self.events(ask):
-            take(event)
+            if not isinstance(event, PromptRead):
+                take(event)
 
-    async def events(self, ask: Ask) -> AsyncIterator[Progress]:
+    async def events(self, ask: Ask) -> AsyncIterator[Progress | PromptRead]:
         """What happens to a request; if nobody listens any more it is cancelled.
 
         Raises:
@@ -234,7 +241,7 @@ class Service:
                     raise event.error
                 if isinstance(event, Began):
                     exchange.read_tokens += event.prompt_tokens
-                else:
+                elif not isinstance(event, PromptRead):
                     exchange.written_tokens += event.generated_tokens - written
                     written = event.generated_tokens
                 is_last = isinstance(event, Ended)

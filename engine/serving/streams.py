@@ -14,11 +14,13 @@ from starlette.types import Receive, Scope, Send
 
 from engine.common.errors import EngineError
 from engine.common.foreign import json_text
-from engine.serving.asking import Progress
+from engine.serving.asking import Progress, PromptRead
 from engine.serving.service import while_connected
 
 PING_S = 10.0
-"""A stream of events in which nothing has happened for so long says that it is still there."""
+"""A stream in which nothing has happened for so long says that it is still there."""
+WAITS = ": waiting\n\n"
+"""A comment of server-sent events, which their readers skip."""
 SLOWEST_READER_S = 60.0
 """A client that takes nothing of a stream for so long is gone."""
 
@@ -56,76 +58,78 @@ def event_line(data: Any, name: str = "") -> str:
     return f"{head}data: {json_text(data)}\n\n"
 
 
+def read_comment(read: PromptRead) -> str:
+    """How much of a prompt has been read, as a comment."""
+    return f": {read.done} of {read.total} tokens of the prompt read\n\n"
+
+
 async def lines_of(
-    events: AsyncIterator[Progress],
+    events: AsyncIterator[Progress | PromptRead],
     take: Callable[[Progress], Iterable[str]],
-    failed: Callable[[EngineError], Iterable[str]],
+    read: Callable[[PromptRead], str],
 ) -> Lines:
-    """The lines that each event makes, and those of an error once there were any.
+    """The lines that each event makes.
 
     Raises:
-        EngineError: the request was refused before its first line.
+        EngineError: the request is refused, at once or in the middle.
     """
-    has_begun = False
     try:
         async for event in events:
-            for line in take(event):
-                has_begun = True
+            for line in [read(event)] if isinstance(event, PromptRead) else take(event):
                 yield line
-    except EngineError as error:
-        if not has_begun:
-            raise
-        for line in failed(error):
-            yield line
     finally:
         await _closed(events)
 
 
-async def with_pings(lines: Lines, ping: str) -> Lines:
-    """The same lines, with a ping after the first, and whenever none comes for `PING_S`."""
+async def opened(request: Request, lines: Lines, beat: str, failed: Callable[[EngineError], Iterable[str]]) -> Lines:
+    """The same lines, with a heartbeat whenever none comes for `PING_S`, and those of an error that comes later.
+
+    It returns once the first line exists, so that what is refused at once can still be answered with a status, or when
+    its model takes long to load: programs give up a request of which they hear nothing.
+
+    Raises:
+        EngineError: the request was refused at once.
+        ClientGoneError: the client closed the connection before that.
+    """
     coming = asyncio.ensure_future(anext(lines, None))
-    is_first = True
-    try:
-        while True:
-            done, _pending = await asyncio.wait({coming}, timeout=PING_S)
-            if not done:
-                yield ping
-                continue
-            line = coming.result()
-            if line is None:
-                return
-            yield line
-            if is_first:
-                yield ping
-            is_first = False
-            coming = asyncio.ensure_future(anext(lines, None))
-    finally:
+
+    async def end() -> None:
         coming.cancel()
         await asyncio.gather(coming, return_exceptions=True)
         await _closed(lines)
+
+    async def beating() -> Lines:
+        nonlocal coming
+        try:
+            while True:
+                while not coming.done():
+                    yield beat
+                    await asyncio.wait({coming}, timeout=PING_S)
+                try:
+                    line = coming.result()
+                except EngineError as error:
+                    for each in failed(error):
+                        yield each
+                    return
+                if line is None:
+                    return
+                yield line
+                coming = asyncio.ensure_future(anext(lines, None))
+                await asyncio.wait({coming}, timeout=PING_S)
+        finally:
+            await end()
+
+    try:
+        await while_connected(request, asyncio.wait({coming}, timeout=PING_S))
+        if coming.done() and (error := coming.exception()) is not None:
+            raise error
+    except BaseException:
+        await end()
+        raise
+    return beating()
 
 
 async def _closed(generator: object) -> None:
     close: Callable[[], Awaitable[None]] | None = getattr(generator, "aclose", None)
     if close is not None:
         await close()
-
-
-async def opened(request: Request, lines: Lines) -> Lines:
-    """The same lines, after the first of them exists: what is refused at once can still be answered with a status.
-
-    Raises:
-        EngineError: the request was refused before its first line.
-        ClientGoneError: the client closed the connection before it.
-    """
-    first = await while_connected(request, anext(lines))
-
-    async def again() -> Lines:
-        try:
-            yield first
-            async for line in lines:
-                yield line
-        finally:
-            await _closed(lines)
-
-    return again()

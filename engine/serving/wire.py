@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.message_lines import MessageLines
-from engine.serving.asking import Ask, Began, Ended, Said
+from engine.serving.asking import Ask, Began, Ended, PromptRead, Said
 
 _NOTICES_S = 0.5
 
@@ -56,6 +56,7 @@ class Happened:
 
     number: int
     began: Began | None = None
+    read: PromptRead | None = None
     said: Said | None = None
     ended: Ended | None = None
     code: ErrorCode | None = None
@@ -64,9 +65,10 @@ class Happened:
 
 @dataclass(frozen=True, slots=True)
 class ModelIs:
-    """What is loaded now."""
+    """What is loaded now, or what is being loaded, if that is known."""
 
     model: Path | None
+    loading: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

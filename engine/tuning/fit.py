@@ -41,6 +41,7 @@ _TO_SPARE = 2 * FAST_TOKENS_PER_S
 _AT_MOST = {"int8": "near", "int4": "good"}
 """The quality class that is left once loading has brought a model into this precision."""
 _NO_LOSS = ("original", "near")
+ROLES = ("fast", "balanced", "best")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,30 +136,37 @@ class FitCard:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """A model of the catalogue for this machine.
+    """A model of the catalogue on this machine, in the file that suits it.
 
     Attributes:
-        role: `fast`, `balanced` or `best`.
+        role: `fast`, `balanced` or `best`, if it is one of those to take first; else empty.
         entry: the model; reference: for `engine.checkpoint.hub.find_candidate`.
         bytes: to download.
-        speed: predicted.
+        speed: predicted; None if it does not fit.
         verdict: as in `FitRow`.
-        sentence: what it is good at, and what to expect of it here.
+        sentence: what it is good at, and what to expect of it here, or why it does not fit.
         prepare_s: seconds to load it the first time.
+        from_disk: it is read from the disk again and again.
     """
 
     role: str
     entry: CatalogueEntry
     reference: str
     bytes: int
-    speed: FitSpeed
+    speed: FitSpeed | None
     verdict: str
     sentence: str
     prepare_s: float = 0.0
+    from_disk: bool = False
+
+    @property
+    def decode(self) -> float:
+        """Tokens per second; 0 if it does not fit."""
+        return self.speed.decode if self.speed is not None else 0.0
 
     def seconds_to_first_answer(self, bytes_per_s: float) -> float:
         """From the click: the download at this speed, preparing the model, and its first token."""
-        return self.bytes / bytes_per_s + self.prepare_s + self.speed.ttft
+        return self.bytes / bytes_per_s + self.prepare_s + (self.speed.ttft if self.speed is not None else 0.0)
 
 
 def fit_card(found: Sequence[tuple[Candidate, ModelShape | None]], look: MachineLook, limits: Limits) -> FitCard:
@@ -434,54 +442,66 @@ def _why(row: FitRow, *, better: bool) -> str:
 
 
 def recommend(catalogue: Catalogue, look: MachineLook, limits: Limits) -> tuple[Recommendation, ...]:
-    """At most three models of the catalogue for this machine: the fastest, the best in balance, the best that fits.
+    """At most three models of the catalogue for this machine: the fastest, the best in balance, the best that fits."""
+    named = {one.role: one for one in offers(catalogue, look, limits)}
+    return tuple(named[role] for role in ROLES if role in named)
+
+
+def offers(catalogue: Catalogue, look: MachineLook, limits: Limits) -> tuple[Recommendation, ...]:
+    """All models of the catalogue on this machine, in its order; those that `recommend` gives have a role.
 
     Needs no network. The catalogue's order decides which model is better: the best ones are first in it. What would
     have to be read from disk again and again is recommended only if nothing else is fast enough for a chat.
     """
-    found = [one for entry in catalogue.entries if (one := _best_of(entry, look, limits)) is not None]
-    able = [one for one, from_disk in found if not from_disk] or [one for one, _ in found]
-    if not able:
-        return ()
-    best, *rest = able
-    balanced = _first_from(rest, max(FAST_TOKENS_PER_S, 1.5 * best.speed.decode))
-    rest = [one for one in rest if one is not balanced]
-    base = balanced or best
-    fast = _first_from(rest, max(3 * FAST_TOKENS_PER_S, 2 * base.speed.decode))
-    if fast is None:
-        quicker = [one for one in rest if one.speed.decode > base.speed.decode]
-        fast = max(quicker, key=lambda one: one.speed.decode, default=None)
-    named = (("fast", fast), ("balanced", balanced), ("best", best))
-    return tuple(replace(one, role=role) for role, one in named if one is not None)
+    found = [_offer(entry, look, limits) for entry in catalogue.entries]
+    able = [one for one in found if one.verdict in ("fast", "works")]
+    able = [one for one in able if not one.from_disk] or able
+    roles: dict[str, str] = {}
+    if able:
+        best, *rest = able
+        balanced = _first_from(rest, max(FAST_TOKENS_PER_S, 1.5 * best.decode))
+        rest = [one for one in rest if one is not balanced]
+        base = balanced or best
+        fast = _first_from(rest, max(3 * FAST_TOKENS_PER_S, 2 * base.decode))
+        if fast is None:
+            fast = max((one for one in rest if one.decode > base.decode), key=lambda one: one.decode, default=None)
+        chosen = zip(ROLES, (fast, balanced, best), strict=True)
+        roles = {one.entry.name: role for role, one in chosen if one is not None}
+    return tuple(replace(one, role=roles.get(one.entry.name, "")) for one in found)
 
 
 def _first_from(able: Sequence[Recommendation], tokens_per_s: float) -> Recommendation | None:
-    return next((one for one in able if one.speed.decode >= tokens_per_s), None)
+    return next((one for one in able if one.decode >= tokens_per_s), None)
 
 
-def _best_of(entry: CatalogueEntry, look: MachineLook, limits: Limits) -> tuple[Recommendation, bool] | None:
-    """(the quantisation of a model to take here, whether it is read from disk); None if none is fit for a chat.
-
-    The smallest of good quality; a better one where that leaves speed to spare.
-    """
+def _offer(entry: CatalogueEntry, look: MachineLook, limits: Limits) -> Recommendation:
+    """A model in the quantisation to take here: the smallest of good quality; a better one where that leaves speed to
+    spare."""
     free = look.free_for_files
     usual = [file for file in entry.files if QUALITIES.index(file.quality) <= QUALITIES.index("good")]
-    taken: tuple[Recommendation, bool] | None = None
+    taken: Recommendation | None = None
     for file in sorted(usual, key=lambda file: file.bytes):
         is_better = taken is not None and QUALITIES.index(file.quality) < QUALITIES.index("good")
         if (free and file.bytes > free) or (taken is not None and not is_better):
             continue
         try:
             run = _run(as_quantised(entry.shape, file.label), look, limits, None)
-        except EngineError:
-            break
+        except EngineError as error:
+            return taken or _too_large_offer(entry, error.message)
         rate, verdict = run.speed.decode, verdict_of(run.speed.decode)
-        if verdict == "batch-only" or (taken is not None and (rate < _TO_SPARE or run.from_disk)):
+        if taken is not None and (rate < _TO_SPARE or run.from_disk):
             break
         sentence = f"{entry.strengths} {_about(rate)} here."
         prepare_s = file.bytes / max(look.profile.disk_bytes_per_s, 1.0)
-        one = Recommendation("", entry, file.reference, file.bytes, run.speed, verdict, sentence, prepare_s)
+        taken = Recommendation(
+            "", entry, file.reference, file.bytes, run.speed, verdict, sentence, prepare_s, bool(run.from_disk)
+        )
         if is_better or rate < _TO_SPARE or run.from_disk:
-            return one, bool(run.from_disk)
-        taken = one, False
-    return taken
+            break
+    return taken or _too_large_offer(
+        entry, f"The disk has {about(free)} free, and it needs {about(entry.usual.bytes)}."
+    )
+
+
+def _too_large_offer(entry: CatalogueEntry, why: str) -> Recommendation:
+    return Recommendation("", entry, entry.usual.reference, entry.usual.bytes, None, "too-large", why)

@@ -60,8 +60,10 @@ from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, Batch
 from app.widgets.timeline.view import TimelineView
 from app.widgets.token_dialog import TokenDialog
 from engine.batch_files.job_watcher import PlacePace
+from engine.checkpoint.catalogue import read_catalogue
 from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.library import Listing
+from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
@@ -74,6 +76,7 @@ from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING, WRITTE
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
+from engine.tuning.fit import offers
 from engine.tuning.messages import TuningFinished
 from tests.app import model_parts
 from tests.app import tuning_results as made
@@ -570,8 +573,15 @@ def _tune_plan(stage: Stage) -> None:
 
 
 def _tune_what_if(stage: Stage) -> None:
+    """A model of the catalogue with another card, found by a few letters each."""
     _tune_start(stage)
+    run, card = stage.tune.cards.run, stage.tune.cards.what_if
+    stage.until(lambda: run.models.count() > 20)
     stage.tune.what_if_button.click()
+    for box, typed in ((run.models, "qwen3 30b"), (card.card, "4090")):
+        box.typed.setText(typed)
+        box.typed.editingFinished.emit()
+    stage.until(lambda: card.result.text())
 
 
 def _tune_results(stage: Stage) -> None:
@@ -681,7 +691,7 @@ def _first_run(stage: Stage) -> None:
     services = stage.services
     found = made.look(made.gpu()), model_parts.RECOMMENDATIONS
     with (
-        patch.object(hub, "recommended_here", lambda _device, _free: found),
+        patch.object(hub, "catalogue_here", lambda _device, _free: found),
         patch.object(library, "_look_around", lambda _: Listing(())),
     ):
         services.model_start.starter_missing.emit()
@@ -737,9 +747,35 @@ def _show_downloads(stage: Stage, *found: Download) -> None:
 
 
 def _models_empty(stage: Stage) -> None:
-    with patch.object(hub, "recommended_here", lambda _device, _free: (made.look(made.gpu()), ())):
+    with patch.object(hub, "catalogue_here", lambda _device, _free: (made.look(made.gpu()), ())):
         stage.window.show_page(MODELS)
         stage.until(lambda: stage.services.hub.look is not None and stage.services.library.was_listed)
+
+
+def _models_catalogue(stage: Stage) -> None:
+    """The whole catalogue on this machine, and one of it."""
+    look = made.look(made.gpu())
+    offered = offers(read_catalogue(), look, look.limits(EngineConfig("")))
+    page = _models(stage)
+    page.search.show_offers(offered, None)
+    page.search.results.choose(2)
+    page.search.used.emit()
+
+
+def _settings_computing(stage: Stage) -> None:
+    """Budgets, and the speed that is predicted for them."""
+    stage.window.show_page(SETTINGS)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    card = page.computing
+    with patch("app.views.settings.computing.look_at_machine", lambda _device: made.look(made.gpu())):
+        stage.settings.default_model = "Qwen3 30B A3B Instruct 2507"
+        card._look_again()
+        stage.until(lambda: card.vram.isEnabled())
+    card.vram.setValue(20)
+    stage.until(lambda: "tokens/s" in card.predicted.text())
+    (scroll,) = page.findChildren(QScrollArea)
+    scroll.verticalScrollBar().setValue(card.y() - 12)
 
 
 def _models_with_downloads(stage: Stage) -> None:
@@ -755,7 +791,7 @@ def _models(stage: Stage, downloads: int = 0) -> ModelsPage:
     with (
         patch.object(library, "_look_around", lambda _: Listing(models)),
         patch.object(folder_choice, "_rooms", lambda: parts.rooms() if downloads else parts.rooms()[:1]),
-        patch.object(hub, "recommended_here", lambda _device, _free: (made.look(made.gpu()), parts.RECOMMENDATIONS)),
+        patch.object(hub, "catalogue_here", lambda _device, _free: (made.look(made.gpu()), parts.RECOMMENDATIONS)),
         patch.object(services.speeds, "ask"),
     ):
         page = stage.window.page(MODELS)
@@ -763,7 +799,7 @@ def _models(stage: Stage, downloads: int = 0) -> ModelsPage:
         stage.downloads = parts.DOWNLOADS[:downloads]
         services.downloads.begin()
         stage.window.show_page(MODELS)
-        stage.until(lambda: page.here.rows.rows and page.recommendations.rows)
+        stage.until(lambda: page.here.rows.rows and page.search.results.rows.rows)
         stage.until(lambda: len(services.downloads.entries) == downloads)
         stage.until(lambda: page.folder.combo.count() > 0)
     stage.window.sidebar.downloads.show_downloads(services.downloads.entries)
@@ -1269,11 +1305,13 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "tune-results": _tune_results,
     "models-empty": _models_empty,
     "models": _models_with_downloads,
+    "models-catalogue": _models_catalogue,
     "models-search": _models_search,
     "models-too-large": _models_too_large,
     "models-token": _models_token,
     "models-folders": _models_folders,
     "settings": _settings,
+    "settings-computing": _settings_computing,
     "settings-hub": _settings_hub,
     "settings-others": _settings_others,
     "settings-servers": _settings_servers,

@@ -103,7 +103,7 @@ def page(
 ) -> Iterator[FirstRunPage]:
     """Shown on a made-up machine; the three recommendations are there."""
     look = made.look(made.gpu())
-    monkeypatch.setattr(hub_module, "recommended_here", lambda _device, _free: (look, RECOMMENDATIONS))
+    monkeypatch.setattr(hub_module, "catalogue_here", lambda _device, _free: (look, RECOMMENDATIONS))
     monkeypatch.setattr(library_module, "_look_around", lambda _cancelled: Listing(FOUND))
     hub, library, starter = Hub(), Library(), StarterDownload(command=["/no/such/program"])
     part = EnginePart(downloads)

@@ -90,7 +90,7 @@ def test_what_is_judged_and_recommended_goes_by_the_disk_of_the_downloads(
         judged.append(look.download_free)
         return FitCard((), None, "")
 
-    monkeypatch.setattr(hub_service, "recommended_here", recommended)
+    monkeypatch.setattr(hub_service, "catalogue_here", recommended)
     monkeypatch.setattr(hub_service, "judge_candidates", judge)
     with qtbot.waitSignal(hub.looked):
         hub.look_at_machine()

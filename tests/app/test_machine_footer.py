@@ -71,9 +71,9 @@ def test_ram_is_split_into_what_holds_it(footer: MachineFooter, client: EngineCl
     texts = _texts(footer)
     assert used_of(10 * GIB, 32 * GIB) in texts
     for name, amount in (
-        ("Weights", GIB),
-        ("Experts", 4 * GIB),
-        ("KV", GIB // 2),
+        ("Model", GIB),
+        ("Its experts", 4 * GIB),
+        ("Chat memory", GIB // 2),
         ("Switchyard", GIB),  # the rest of the engine's 6 GB, and the window
         ("Other programs", 3.5 * GIB),
     ):
@@ -139,4 +139,4 @@ def test_the_bar_shows_parts_in_proportion_and_never_overflows(qtbot: QtBot) -> 
 def test_the_amounts_are_said_too(footer: MachineFooter, devices: DeviceMonitor) -> None:
     devices.sampled.emit(SAMPLE)
     spoken = [widget.accessibleName() for widget in footer.children() if hasattr(widget, "accessibleName")]
-    assert any(name.startswith("RAM") and "Experts 0 MB" in name for name in spoken)
+    assert any(name.startswith("RAM") and "Its experts 0 MB" in name for name in spoken)

@@ -103,7 +103,7 @@ class FakeHub(Recorder):
     def __init__(self) -> None:
         super().__init__()
         self.look = made.look(made.gpu())
-        self.recommendations = parts.RECOMMENDATIONS
+        self.offers = parts.RECOMMENDATIONS
 
     def limits(self, kv_precision: KvPrecision = "auto") -> Limits:
         return Limits(vram_of_others=1, ram_of_others=2, kv_precision=kv_precision)
@@ -163,7 +163,7 @@ def test_models_are_listed_with_what_is_known_of_them(scene: Scene) -> None:
     assert not here.table.isVisible()
     scene.library.show(*parts.MODELS)
     scene.speeds.found.emit(str(parts.MODELS[2].path), 24.6, False)
-    assert [here.rows.index(row, Column.SPEED).data() for row in range(5)] == ["38.4", "31.2", "≈ 24.6", "–", "–"]
+    assert [here.rows.index(row, Column.SPEED).data() for row in range(5)] == ["38.4", "31.2", "≈ 25", "–", "–"]
     assert [here.rows.rows[row].is_default for row in range(2)] == [True, False]
     asked = list(scene.speeds.calls.ask.call_args.args[0])
     assert asked == [str(parts.MODELS[2].path), str(parts.MODELS[3].path)]  # not what was measured, nor what is damaged
@@ -322,23 +322,77 @@ def test_the_folder_where_downloads_go_stays(scene: Scene) -> None:
     dialog.accept()
 
 
-# --- recommended ------------------------------------------------------------------------------------
+# --- the catalogue ----------------------------------------------------------------------------------
 
 
-def test_recommendations_are_downloaded_by_a_click_and_then_loaded(scene: Scene, qtbot: QtBot) -> None:
-    rows = scene.page.recommendations.rows
-    assert [row.recommendation.role for row in rows] == ["fast", "balanced", "best"]
+def test_the_catalogue_is_listed_and_its_models_are_downloaded_by_a_click_and_then_loaded(
+    scene: Scene, qtbot: QtBot
+) -> None:
+    search = scene.page.search
+    assert [row.role for row in search.results.rows.rows] == ["balanced", "fast", "best"]  # type: ignore[union-attr]
     scene.downloads.calls.add_reference.assert_not_called()
-    rows[1].button.click()
-    reference = rows[1].recommendation.reference
-    assert scene.downloads.calls.add_reference.call_args.args[0] == reference
-    scene.downloads.show(replace(parts.download("one"), reference=reference))
-    assert not rows[1].button.isEnabled()
+    search.results.choose(1)
+    offer = search.offer.offer
+    assert offer is not None
+    search.offer.get.click()
+    assert scene.downloads.calls.add_reference.call_args.args[0] == offer.reference
+    scene.downloads.show(replace(parts.download("one"), reference=offer.reference))
+    assert not search.offer.get.isEnabled()
     scene.downloads.show()
-    scene.library.show(replace(parts.MODELS[1], source=f"{reference}@0123"))
+    scene.library.show(replace(parts.MODELS[1], source=f"{offer.reference}@0123"))
     with qtbot.waitSignal(scene.page.load_wanted) as wanted:
-        rows[1].button.click()
+        search.offer.get.click()
     assert wanted.args == [str(parts.MODELS[1].path)]
+    search.offer.files.click()
+    scene.hub.calls.open.assert_called_once_with(offer.reference.partition(":")[0])
+    assert search.offer.isHidden()
+    assert search.right.isVisible()
+
+
+def test_the_catalogue_is_filtered_by_words_size_ability_licence_and_fit(scene: Scene, qtbot: QtBot) -> None:
+    one = parts.RECOMMENDATIONS[0]
+    coder = replace(
+        one, role="", entry=replace(one.entry, name="Coder", abilities=("code",), licence="Own"), bytes=70 * parts.GB
+    )
+    large = replace(
+        one, role="", entry=replace(one.entry, name="Large"), speed=None, verdict="too-large", sentence="No."
+    )
+    scene.hub.offers = (*parts.RECOMMENDATIONS, coder, large)
+    scene.hub.looked.emit()
+    search = scene.page.search
+
+    def names() -> list[str]:
+        return [row.entry.name for row in search.results.rows.rows]  # type: ignore[union-attr]
+
+    assert names()[-2:] == ["Coder", "Large"]
+    qtbot.keyClicks(search.field, "CODE")
+    assert "Coder" in names()
+    assert "Large" not in names()
+    search.field.clear()
+    search.field.textEdited.emit("")
+    search.ability.setCurrentIndex(search.ability.findData("code"))
+    search.ability.activated.emit(0)
+    assert names() == ["Coder"]
+    search.is_free.click()
+    assert names() == []
+    assert "Enter" in search.hint.text()
+    search.is_free.click()
+    search.ability.setCurrentIndex(0)
+    search.ability.activated.emit(0)
+    search.sizes.setCurrentIndex(search.sizes.findData(8 * parts.GB))
+    search.sizes.activated.emit(0)
+    assert names() == ["LFM2.5-8B-A1B", "Large"]
+    search.runs_well.click()
+    assert names() == ["LFM2.5-8B-A1B"]
+
+
+def test_what_does_not_fit_says_why_and_has_no_button(scene: Scene) -> None:
+    large = replace(parts.RECOMMENDATIONS[0], speed=None, verdict="too-large", sentence="It needs 57 GB of RAM.")
+    scene.hub.offers = (large,)
+    scene.hub.looked.emit()
+    view = scene.page.search.offer
+    assert view.why.text() == "It needs 57 GB of RAM."
+    assert view.get.isHidden()
 
 
 # --- the hub ----------------------------------------------------------------------------------------
@@ -577,13 +631,13 @@ def test_a_failed_download_is_resumed_or_given_a_token(scene: Scene) -> None:
 
 
 def test_sizes_that_nobody_checked_are_marked(scene: Scene) -> None:
-    recommended = scene.page.recommendations
-    assert not recommended.unchecked.isHidden()
-    assert all("≈" in row.figures.text() and row.figures.toolTip() for row in recommended.rows)
-    checked = [replace(one, entry=replace(one.entry, unchecked=())) for one in parts.RECOMMENDATIONS]
-    recommended.show_recommendations(checked, None)
-    assert recommended.unchecked.isHidden()
-    assert not any("≈" in row.figures.text() for row in recommended.rows)
+    view = scene.page.search.offer
+    assert not view.unchecked.isHidden()
+    assert "≈" in view.figures.text()
+    scene.hub.offers = tuple(replace(one, entry=replace(one.entry, unchecked=())) for one in parts.RECOMMENDATIONS)
+    scene.hub.looked.emit()
+    assert view.unchecked.isHidden()
+    assert "≈" not in view.figures.text()
 
 
 def test_a_speed_limit_is_set_only_when_it_is_chosen(scene: Scene) -> None:
@@ -628,14 +682,15 @@ def test_tab_goes_through_the_page_from_top_to_bottom(scene: Scene, qtbot: QtBot
     scene.hub.show()
     page, search = scene.page, scene.page.search
     wanted: list[QWidget] = [
+        search.field,
         page.folders_button,
         page.downloads.list,
         page.downloads.limit,
         page.here.table,
         page.here.load,
         page.here.more,
-        *(row.button for row in page.recommendations.rows),
-        search.field,
+        search.runs_well,
+        search.sizes,
         search.results,
         search.fit.context,
         search.fit.table,

@@ -26,6 +26,7 @@ from app.services.api_server import ApiServer
 from app.services.data_folder import planned_change
 from app.services.endpoints import Endpoints
 from app.services.model_start import wanted_config
+from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
@@ -35,9 +36,13 @@ from app.widgets.wrapped_label import WrappedLabel
 from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
+from engine.common.config import EngineConfig
 from engine.common.paths import data_dir, models_dir
+from tests.app import tuning_results as made
 from tests.app.scripted_engine import ScriptedEngine
 from tests.app.wheel import turn_wheel, value_of
+
+PATIENCE_MS = 20_000
 
 
 @pytest.fixture
@@ -118,18 +123,68 @@ def test_a_default_model_that_is_gone_is_still_shown(
 
 
 def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settings: Settings, qtbot: QtBot) -> None:
-    spin = page.findChild(QSpinBox)
-    assert spin is not None
-    assert spin.text() == "Automatic"
-    reload = _button(page, "Reload model")
-    assert not reload.isEnabled()
-    spin.setValue(1)
+    card = page.computing
+    assert card.threads.accessibleDescription() == "Automatic"
+    assert not card.apply.isEnabled()
+    card.threads.setRange(1, 8)
+    card.threads.setValue(1)
     assert settings.threads == 1
     with qtbot.waitSignal(page.reload_wanted):
-        reload.click()
-    assert not reload.isEnabled()
-    spin.setValue(0)
+        card.apply.click()
+    assert not card.apply.isEnabled()
+    card.threads.setValue(8)
     assert settings.threads is None
+
+
+def test_budgets_precision_and_device_are_set_by_mouse_with_the_predicted_speed(
+    page: SettingsPage, settings: Settings, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot
+) -> None:
+    asked: list[PlanQuestion] = []
+    look = made.look(made.gpu())
+    monkeypatch.setattr("app.views.settings.computing.look_at_machine", lambda _device: look)
+    monkeypatch.setattr("app.services.planning.answer", lambda question: _planned(asked, question))
+    card = page.computing
+    page.hide()  # it has looked at the real machine
+    page.show()
+    qtbot.waitUntil(lambda: card.vram.isEnabled() and "tokens/s" in card.predicted.text(), timeout=PATIENCE_MS)
+    assert wanted_config(settings, "m") == EngineConfig("m")
+    card.vram.setValue(card.vram.maximum() // 2)
+    assert settings.vram_bytes == made.gpu().total_bytes // 2
+    card.ram.setValue(8)
+    card.precision.setCurrentIndex(card.precision.findData("int4"))
+    card.precision.activated.emit(0)
+    qtbot.waitUntil(lambda: asked[-1].config.precision == "int4", timeout=PATIENCE_MS)
+    config = asked[-1].config
+    assert (config.vram_bytes, config.ram_bytes) == (settings.vram_bytes, settings.ram_bytes)
+    assert config.ram_bytes == look.probe.ram_bytes // 4
+    card.device.setCurrentIndex(card.device.findData("cpu"))
+    card.device.activated.emit(0)
+    qtbot.waitUntil(lambda: asked[-1].config.device == "cpu", timeout=PATIENCE_MS)
+    card.vram.setValue(card.vram.maximum())
+    assert settings.vram_bytes is None
+    with qtbot.waitSignal(page.timing_wanted):
+        card.time.click()
+    card.show_timing()
+    assert not card.time.isEnabled()
+    card.show_timed(21.5, "")
+    assert "21.5 tokens/s" in card.predicted.text()
+    assert card.time.isEnabled()
+    card.show_timed(0.0, "There is no room for it.")
+    assert card.bottleneck.text() == "There is no room for it."
+
+
+def _planned(asked: list[PlanQuestion], question: PlanQuestion) -> PlanAnswer:
+    asked.append(question)
+    return PlanAnswer(question, made.plan(question.look))
+
+
+@pytest.mark.parametrize("value", [-1, 3, "many", None, [], {}, 1.5])
+def test_nonsense_in_the_settings_file_counts_as_nothing(value: object, settings: Settings) -> None:
+    for key in ("vram_bytes", "ram_bytes", "precision", "cache_policy", "idle_minutes", "serve_idle_minutes"):
+        settings._values[key] = value  # as by hand
+    assert wanted_config(settings, "m") == EngineConfig("m")
+    assert settings.idle_minutes >= 0
+    assert settings.others_idle_minutes >= 0
 
 
 def test_speculative_decoding_is_on_until_it_is_turned_off(page: SettingsPage, settings: Settings) -> None:

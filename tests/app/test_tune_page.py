@@ -129,7 +129,7 @@ def _planned(question: PlanQuestion) -> PlanAnswer:
         return PlanAnswer(question, None, "huge does not fit on this machine: nearest would be 96.0 GB of RAM in all.")
     plan = made.plan(question.look)
     if question.change is not None:
-        plan = replace(plan, speed=replace(plan.speed, decode_tokens_per_s=99.0))
+        plan = replace(plan, speed=replace(plan.speed, decode_tokens_per_s=240.0))
     return PlanAnswer(question, plan)
 
 
@@ -383,14 +383,14 @@ def test_what_if(scene: Scene) -> None:
         card.card.typed.setText(typed)
         card.card.typed.editingFinished.emit()
         assert card.card.currentText().endswith(meant)
-        scene.qtbot.waitUntil(lambda: "99" in card.result.text(), timeout=PATIENCE_MS)
+        scene.qtbot.waitUntil(lambda: "240" in card.result.text(), timeout=PATIENCE_MS)
     card.card.typed.setText("Voodoo 2")
     card.card.typed.editingFinished.emit()
     assert card.words.text().startswith("No graphics card called “Voodoo 2” is known")
     assert not card.result.isVisible()
     card.card.typed.setText("3080 20 gb")  # of another memory than the listed one
     card.card.typed.editingFinished.emit()
-    scene.qtbot.waitUntil(lambda: "99" in card.result.text(), timeout=PATIENCE_MS)
+    scene.qtbot.waitUntil(lambda: "240" in card.result.text(), timeout=PATIENCE_MS)
     card.reset.click()
     assert "Change something" in card.words.text()
     card.close_button.click()
@@ -411,7 +411,7 @@ def test_what_if_for_a_model_of_the_catalogue(scene: Scene) -> None:
     card = page.cards.what_if
     card.card.typed.setText("4090")
     card.card.typed.editingFinished.emit()
-    scene.qtbot.waitUntil(lambda: "99" in card.result.text(), timeout=PATIENCE_MS)
+    scene.qtbot.waitUntil(lambda: "240" in card.result.text(), timeout=PATIENCE_MS)
 
 
 def test_the_report_is_copied(scene: Scene) -> None:

@@ -344,7 +344,7 @@ class ModelPicker(Popover):
                 is_default=remote_name(endpoint, model) == self._settings.chat_model,
                 remote=remote_name(endpoint, model),
                 place=sent_text(endpoint),
-                heading="" if number else self.tr("Other servers"),
+                heading="" if number else self.tr("Remote servers"),
             )
             for number, (endpoint, model, context) in enumerate(self._endpoints.models())
         )

@@ -189,7 +189,7 @@ def not_taken_text(names: Sequence[str]) -> str:
         "top_k": translate("Chat", "top-k"),
         "min_p": translate("Chat", "min-p"),
         "repetition_penalty": translate("Chat", "the repetition penalty"),
-        "dry": translate("Chat", "DRY"),
+        "dry": translate("Chat", "loop guard"),
         "beams": translate("Chat", "beam search"),
         "thinking": translate("Chat", "how much to think"),
     }
@@ -203,7 +203,7 @@ def not_taken_text(names: Sequence[str]) -> str:
 def text_only_text(remote: RemoteModel | None) -> str:
     """Why no pictures can be sent."""
     if remote is None:
-        return translate("Chat", "Models on this PC read text only: choose one of another server to send pictures.")
+        return translate("Chat", "Models on this PC read text only: choose one of a remote server to send pictures.")
     return translate("Chat", "{0} of {1} reads text only: choose another model to send pictures.").format(
         remote.model or translate("Chat", "The model"), remote.endpoint.name
     )

@@ -172,10 +172,10 @@ class TitleBar(QFrame):
         shown = model is not None and state in (EngineState.READY, EngineState.BUSY)
         self._knows_device = shown
         if model is not None and shown:
-            note = model.device_note
-            said = self.tr("tuned") if model.is_tuned else note
+            warns = (model.is_hampered or model.card_is_back) and not model.is_tuned
+            said = self.tr("tuned") if model.is_tuned else model.device_note if warns else ""
             text = " · ".join(filter(None, (device_text(model), said)))
-            self.device_chip.show_text(text, warns=bool(note) and not model.is_tuned, tip=note)
+            self.device_chip.show_text(text, warns=warns, tip=model.device_note)
         self._fit()
 
     def _show_remote(self) -> None:

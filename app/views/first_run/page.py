@@ -182,7 +182,7 @@ class FirstRunPage(Page):
         ways = (
             (self.tr("Open a model file…"), self.file_wanted.emit),
             (self.tr("Search for others…"), lambda: self.page_wanted.emit(MODELS)),
-            (self.tr("Use another server…"), lambda: self.page_wanted.emit(SETTINGS)),
+            (self.tr("Use a remote server…"), lambda: self.page_wanted.emit(SETTINGS)),
             (self.tr("Go to the chats"), lambda: self.page_wanted.emit(CHAT)),
         )
         self.ways = [self._way(text, do) for text, do in ways]

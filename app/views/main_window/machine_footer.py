@@ -112,7 +112,11 @@ class MachineFooter(QWidget):
         in_ram = (0 if on_gpu else held.weights_bytes, held.experts_bytes, 0 if on_gpu else held.kv_bytes)
         ours = sample.ram_ours or 0
         parts = self._parts(*in_ram, ours - sum(in_ram), sample.ram_used - max(ours, sum(in_ram)))
-        tip = self.tr("RAM in use and total: from the operating system. Weights, experts, KV: from the engine.")
+        tip = self.tr(
+            "Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat "
+            "memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are "
+            "the operating system's."
+        )
         self._ram_bar.show_parts(parts, sample.ram_used, sample.ram_total, source=tip)
         self._legend.show_parts(parts)
         self._legend.setToolTip(tip)
@@ -145,9 +149,9 @@ class MachineFooter(QWidget):
 
     def _parts(self, weights: int, experts: int, kv: int, program: int, other: int) -> tuple[BarPart, ...]:
         return (
-            BarPart(self.tr("Weights"), weights, "gpu"),
-            BarPart(self.tr("Experts"), experts, "hit"),
-            BarPart(self.tr("KV"), kv, "disk"),
+            BarPart(self.tr("Model"), weights, "gpu"),
+            BarPart(self.tr("Its experts"), experts, "hit"),
+            BarPart(self.tr("Chat memory"), kv, "disk"),
             BarPart(self.tr("Switchyard"), max(0, program), "faint"),
             BarPart(self.tr("Other programs"), max(0, other), "idle", hatched=True),
         )

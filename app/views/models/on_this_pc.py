@@ -19,14 +19,14 @@ from PySide6.QtWidgets import (
 
 from app.models.library import ROW_ROLE, Column, LibraryTable, ModelRow
 from app.services.library import Work
-from app.theme import ColourName, themed, use_tabular_figures
+from app.theme import themed, use_tabular_figures
 from app.views.models.phrases import also_words, cell_words, marks, model_facts, model_text, speed_sentence, work_words
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, file_size
 from app.widgets.shortcuts import native, note_keys
-from app.widgets.small_font import small_font
+from app.widgets.small_font import draw_pills, pills_width, small_font
 from app.widgets.text_table import TextTable
 from engine.checkpoint.library import LibraryEntry
 
@@ -256,35 +256,20 @@ class NameDelegate(QStyledItemDelegate):
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
         area = QRectF(option.rect).adjusted(8, 0, -6, 0)
-        small = small_font(option.font, 11.5)
-        metrics, pills = QFontMetricsF(small), marks(row)
-        wide = [metrics.horizontalAdvance(text) + 14 for text in pills]
-        room = area.width() - sum(wide) - 6 * len(wide)
-        name = QFont(option.font)
-        shown = QFontMetricsF(name).elidedText(row.entry.name, Qt.TextElideMode.ElideMiddle, room)
+        small, name, pills = small_font(option.font, 11.5), QFont(option.font), marks(row)
+        metrics = QFontMetricsF(name)
+        shown = metrics.elidedText(
+            row.entry.name, Qt.TextElideMode.ElideMiddle, area.width() - pills_width(pills, small)
+        )
         painter.setFont(name)
         painter.setPen(themed("danger" if row.entry.problem else "text"))
         painter.drawText(area, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, shown)
-        left = area.left() + QFontMetricsF(name).horizontalAdvance(shown) + 8
-        high = metrics.height() + 4
-        for text, width in zip(pills, wide, strict=True):
-            pill = QRectF(left, area.center().y() - high / 2, width, high)
-            loaded = row.is_loaded and text == pills[0]
-            _pill(painter, pill, text, small, "pcie" if loaded else "border")
-            left += width + 6
+        left = area.left() + metrics.horizontalAdvance(shown) + 8
+        draw_pills(painter, left, area.center().y(), pills, small, "pcie" if row.is_loaded else "border")
         painter.restore()
 
     def sizeHint(self, option: QStyleOptionViewItem, index: _Index) -> QSize:
         return super().sizeHint(option, index)
-
-
-def _pill(painter: QPainter, area: QRectF, text: str, font: QFont, edge: ColourName) -> None:
-    painter.setPen(themed(edge))
-    painter.setBrush(themed("surface"))
-    painter.drawRoundedRect(area, area.height() / 2, area.height() / 2)
-    painter.setFont(font)
-    painter.setPen(themed("muted"))
-    painter.drawText(area, Qt.AlignmentFlag.AlignCenter, text)
 
 
 class WorkLine(QWidget):

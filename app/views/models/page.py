@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -13,10 +12,9 @@ from PySide6.QtGui import (
     QDropEvent,
     QHideEvent,
     QKeySequence,
-    QResizeEvent,
     QShowEvent,
 )
-from PySide6.QtWidgets import QFileDialog, QFrame, QGridLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFileDialog, QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
@@ -24,14 +22,12 @@ from app.services.hub import Hub, RepositoryAnswer, Trouble
 from app.services.library import Library, Work
 from app.services.model_speeds import ModelSpeeds
 from app.services.settings import STARTER, Settings
-from app.theme import body_px
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
-from app.views.models.search_card import SearchCard, page_of
+from app.views.models.search_card import SearchCard, SearchLine, page_of
 from app.widgets.asking import ask
 from app.widgets.banner import Banner
-from app.widgets.card import Card, muted_label, set_message
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.dropped_model import dropped_model
 from app.widgets.fit_words import Presence
@@ -40,7 +36,6 @@ from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
 from app.widgets.page_header import PageHeader
 from app.widgets.quantities import file_size
-from app.widgets.recommendations import RecommendationList
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.toast import Toast
@@ -51,7 +46,7 @@ from engine.checkpoint.hub import Candidate
 from engine.checkpoint.library import LibraryEntry
 from engine.tuning.fit import FitCard, FitRow, Recommendation
 
-WIDE_PX = 900
+LEAST_SEARCH_PX = 240
 
 
 class ModelsPage(Page):
@@ -85,24 +80,21 @@ class ModelsPage(Page):
         self.setAccessibleName(self.tr("Models"))
         # In the order in which Tab goes through them.
         self.header = PageHeader(self.tr("Models"), self)
-        self.folder = FolderChoice(settings, self)
+        self.search_line = SearchLine(self)
         self.folders_button = QPushButton(self.tr("Folders…"), self)
         self.import_button = QPushButton(self.tr("Import…"), self)
         self.trouble = Banner("warning", self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.downloads = DownloadsCard(self)
         self.here = OnThisPcCard(self)
-        self.recommended = Card("", self)
-        self.recommended.set_heading(self.tr("Recommended for this PC"))
-        self.recommendations = RecommendationList(self)
-        self._no_recommendation = muted_label(self)
-        self.search = SearchCard(self)
+        self.search = SearchCard(self.search_line, self)
+        self.folder = FolderChoice(settings, self)
         self.toast = Toast(self)
         self._lay_out()
         self._connect()
         self._show_models()
         self._show_downloads()
-        self._show_recommendations()
+        self._show_offers()
 
     def add_starter(self, offer: StarterOffer) -> None:
         """Below the models on this PC."""
@@ -129,7 +121,6 @@ class ModelsPage(Page):
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
-        self._arrange()
         self._library.look()
         self.folder.look()
         self._downloads.watch(on=True)
@@ -138,10 +129,6 @@ class ModelsPage(Page):
     def hideEvent(self, event: QHideEvent) -> None:
         super().hideEvent(event)
         self._downloads.watch(on=False)
-
-    def resizeEvent(self, event: QResizeEvent) -> None:
-        super().resizeEvent(event)
-        self._arrange()
 
     def _show_models(self) -> None:
         model = self._client.model
@@ -160,7 +147,7 @@ class ModelsPage(Page):
         self._choose_next = ""
         unknown = [one for one in self._library.entries if not one.problem and not one.measured_tokens_per_s]
         self._speeds.ask(str(one.path) for one in unknown)
-        self._show_recommendations()
+        self._show_presence()
 
     def _on_speed(self, path: str, tokens_per_s: float, _is_measured: bool) -> None:
         self._predicted[path] = tokens_per_s
@@ -168,20 +155,17 @@ class ModelsPage(Page):
 
     def _show_downloads(self) -> None:
         self.downloads.show_downloads(self._downloads.entries, self._downloads.limit)
-        self._show_recommendations()
+        self._show_presence()
 
-    def _show_recommendations(self) -> None:
-        found = self._hub.recommendations
-        presence = self._presence(one.reference for one in found)
-        self.recommendations.show_recommendations(found, line_speed(), presence)
-        self.search.fit.show_presence(self._presence(row.candidate.reference for row in self.search.fit.rows))
-        keys = [self.here.more, *(row.button for row in self.recommendations.rows), self.search.field]
-        for before, after in itertools.pairwise(keys):
-            self.setTabOrder(before, after)
-        words = self.tr("Looking at this machine…") if self._hub.look is None else ""
-        if self._hub.look is not None and not found:
-            words = self.tr("No model of the catalogue fits this machine: search for a smaller one.")
-        set_message(self._no_recommendation, words)
+    def _show_offers(self) -> None:
+        self.search.show_offers(self._hub.offers if self._hub.look is not None else None, line_speed())
+        self._show_presence()
+
+    def _show_presence(self) -> None:
+        offered = [one.reference for one in self._hub.offers]
+        self.search.show_presence(
+            self._presence([*offered, *(row.candidate.reference for row in self.search.fit.rows)])
+        )
 
     def _presence(self, references: Iterable[str]) -> dict[str, Presence]:
         """What of this is on this PC, or on its way."""
@@ -261,7 +245,7 @@ class ModelsPage(Page):
     def _on_judged(self, card: FitCard) -> None:
         is_first = not self.search.fit.rows
         self.search.fit.show_card(card)
-        self.search.fit.show_presence(self._presence(row.candidate.reference for row in card.rows))
+        self._show_presence()
         if is_first:
             self._scroll_to_search()
 
@@ -272,7 +256,7 @@ class ModelsPage(Page):
     def _on_looked(self) -> None:
         if self._hub.look is not None:
             self.search.fit.show_machine(self._hub.look)
-        self._show_recommendations()
+        self._show_offers()
         self._judge()
 
     def _download(self, row: FitRow) -> None:
@@ -415,7 +399,8 @@ class ModelsPage(Page):
         self.search.fit.limits_changed.connect(self._judge)
         self.search.fit.download_wanted.connect(self._download)
         self.search.fit.anyway_wanted.connect(self._ask_anyway)
-        self.recommendations.wanted.connect(self._take)
+        self.search.offer.wanted.connect(self._take)
+        self.search.used.connect(self._scroll_to_search)
         self.import_button.clicked.connect(lambda: ask_model(self, library.bring_in))
         self.folders_button.clicked.connect(self.open_folders)
         add_shortcut(self, QKeySequence.StandardKey.Find, self.tr("Search the hub"), self._focus_search)
@@ -426,23 +411,21 @@ class ModelsPage(Page):
         QTimer.singleShot(0, self, lambda: self.scrolling.verticalScrollBar().setValue(self.search.y() - 8))
 
     def _focus_search(self) -> None:
-        self.scrolling.ensureWidgetVisible(self.search.field)
         self.search.field.setFocus()
         self.search.field.selectAll()
 
     def _lay_out(self) -> None:
-        self.header.set_middle(self.folder)
+        self.header.set_middle(self.search_line, least_px=LEAST_SEARCH_PX, stretch=1)
         for button in (self.folders_button, self.import_button):
             self.header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
-        self.recommended.body.addWidget(self._no_recommendation)
-        self.recommended.body.addWidget(self.recommendations)
-        self.recommended.body.addStretch(1)
-        self.recommended.body.setSpacing(2)
+        self.search.head.addWidget(self.folder)
         content = QWidget(self)
-        self._grid = QGridLayout(content)
-        self._grid.setContentsMargins(20, 16, 20, 18)
-        self._grid.setSpacing(14)
-        self._wide: bool | None = None
+        column = QVBoxLayout(content)
+        column.setContentsMargins(20, 16, 20, 18)
+        column.setSpacing(14)
+        for card in (self.downloads, self.here, self.search):
+            column.addWidget(card)
+        column.addStretch(1)
         self.scrolling = QScrollArea(self)
         self.scrolling.setWidgetResizable(True)
         self.scrolling.setFrameShape(QFrame.Shape.NoFrame)
@@ -456,20 +439,3 @@ class ModelsPage(Page):
         whole.addWidget(self.trouble)
         whole.addWidget(self.scrolling, 1)
         whole.addWidget(self.toast)
-        self._arrange()
-
-    def _arrange(self) -> None:
-        """Models and recommendations beside each other where there is room, else one above the other."""
-        wide = self.width() >= WIDE_PX * body_px() / 14
-        if wide == self._wide:
-            return
-        self._wide = wide
-        cards = (self.downloads, self.here, self.recommended, self.search)
-        for card in cards:
-            self._grid.removeWidget(card)
-        self._grid.setColumnStretch(0, 3 if wide else 1)
-        self._grid.setColumnStretch(1, 2 if wide else 0)
-        places = ((0, 0, 2), (1, 0, 1), (1, 1, 1), (2, 0, 2)) if wide else tuple((row, 0, 1) for row in range(4))
-        for card, (row, column, span) in zip(cards, places, strict=True):
-            self._grid.addWidget(card, row, column, 1, span)
-        self._grid.setRowStretch(4, 1)

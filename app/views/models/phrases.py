@@ -8,10 +8,13 @@ from PySide6.QtCore import QCoreApplication, QDateTime, QLocale
 
 from app.models.library import Column, ModelRow
 from app.services.library import Work
-from app.widgets.quantities import SEPARATOR, count, figures, file_size, number
+from app.widgets.fit_words import speed_words, verdict_words
+from app.widgets.quantities import SEPARATOR, count, figures, file_size, number, rough
+from app.widgets.recommendations import role_words
 from engine.checkpoint.hub import Found
 from engine.checkpoint.library import LibraryEntry, Verification
 from engine.checkpoint.removing import Removed
+from engine.tuning.fit import Recommendation
 
 translate = QCoreApplication.translate
 
@@ -57,7 +60,7 @@ def _speed(row: ModelRow) -> str:
     measured = row.entry.measured_tokens_per_s
     if measured:
         return figures(measured)
-    return f"≈ {figures(row.predicted)}" if row.predicted else "–"
+    return f"≈ {rough(row.predicted)}" if row.predicted else "–"
 
 
 def speed_sentence(row: ModelRow) -> str:
@@ -65,7 +68,7 @@ def speed_sentence(row: ModelRow) -> str:
     measured = row.entry.measured_tokens_per_s
     if measured:
         return translate("Models", "{0} tokens/s measured").format(figures(measured))
-    return translate("Models", "about {0} tokens/s predicted").format(figures(row.predicted)) if row.predicted else ""
+    return translate("Models", "about {0} tokens/s predicted").format(rough(row.predicted)) if row.predicted else ""
 
 
 def used_words(last_used: float | None, now: float | None = None) -> str:
@@ -166,6 +169,57 @@ def _verified(found: Verification) -> str:
     if found.checked == "sha256":
         return translate("Models", "{0} is intact: every file has its checksum.").format(found.name)
     return translate("Models", "{0} is complete; there are no checksums to compare with.").format(found.name)
+
+
+# --- the catalogue ----------------------------------------------------------------------------------
+
+
+def ability_words(ability: str) -> str:
+    """What a model is especially good at."""
+    return {
+        "reasoning": translate("Models", "Thinks first"),
+        "code": translate("Models", "Code"),
+        "tools": translate("Models", "Tools"),
+        "documents": translate("Models", "Long documents"),
+        "languages": translate("Models", "Many languages"),
+    }[ability]
+
+
+def badges(offer: Recommendation) -> list[str]:
+    """An offer's labels: what it is the best of, then what it is good at."""
+    role = [role_words(offer.role)] if offer.role else []
+    return role + [ability_words(ability) for ability in offer.entry.abilities]
+
+
+def offer_line(offer: Recommendation) -> str:
+    """Speed, size and licence in one line."""
+    size = f"≈ {file_size(offer.bytes)}" if "bytes" in offer.entry.unchecked else file_size(offer.bytes)
+    speed = speed_words(offer.speed) if offer.speed is not None else verdict_words(offer.verdict)
+    return SEPARATOR.join((speed, size, offer.entry.licence))
+
+
+def offer_facts(offer: Recommendation) -> str:
+    """What a model is, in one line."""
+    entry = offer.entry
+    billions = figures(entry.parameters / 1e9)
+    size = (
+        translate("Models", "{0} B parameters, {1} B for each token").format(billions, figures(entry.active / 1e9))
+        if entry.kind == "moe"
+        else translate("Models", "{0} B parameters").format(billions)
+    )
+    context = translate("Models", "context {0}").format(count(entry.context))
+    return SEPARATOR.join((entry.licence, size, context, entry.languages))
+
+
+def offer_text(offer: Recommendation) -> str:
+    """An offer for screen readers and tooltips."""
+    return "\n".join(
+        (
+            ", ".join((offer.entry.name, *badges(offer))),
+            f"{verdict_words(offer.verdict)}: {offer_line(offer)}",
+            offer.sentence,
+        )
+    )
 
 
 # --- the hub ----------------------------------------------------------------------------------------

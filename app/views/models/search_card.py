@@ -1,51 +1,51 @@
-"""Search the hub: words in, repositories out, and the chosen one judged on this machine."""
+"""Get a model: the catalogue, filtered while words are typed, and the hub, searched by them; the chosen one judged on
+this machine."""
 
 from __future__ import annotations
 
-from PySide6.QtCore import (
-    QAbstractListModel,
-    QEvent,
-    QModelIndex,
-    QPersistentModelIndex,
-    QPointF,
-    QRectF,
-    QSize,
-    Qt,
-    QUrl,
-    Signal,
-)
-from PySide6.QtGui import QDesktopServices, QFont, QFontMetricsF, QPainter, QPen
-from PySide6.QtWidgets import (
-    QAbstractItemView,
-    QBoxLayout,
-    QHBoxLayout,
-    QLineEdit,
-    QListView,
-    QPushButton,
-    QSizePolicy,
-    QStyle,
-    QStyledItemDelegate,
-    QStyleOptionViewItem,
-    QVBoxLayout,
-    QWidget,
-)
+from collections.abc import Mapping
 
+from PySide6.QtCore import QEvent, Qt, QUrl, Signal
+from PySide6.QtGui import QDesktopServices
+from PySide6.QtWidgets import QBoxLayout, QHBoxLayout, QLineEdit, QPushButton, QVBoxLayout, QWidget
+
+from app.models.offers import OfferFilter, offered
 from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
-from app.theme import ColourName, scaled, themed
-from app.views.models.phrases import found_text, found_words
+from app.views.models.found_list import FoundList, Row
+from app.views.models.offer_view import OfferView
+from app.views.models.phrases import ability_words
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
+from app.widgets.fields import ComboBox
 from app.widgets.fit_card import FitCardView
+from app.widgets.fit_words import Presence
+from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR
-from app.widgets.small_font import draw_elided, small_font
+from engine.checkpoint.catalogue import ABILITIES
 from engine.checkpoint.hub import Found, Repository, is_reference
 from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, parse_reference
+from engine.tuning.fit import Recommendation
 
-FOUND_ROLE = Qt.ItemDataRole.UserRole + 1
 WIDE_EM = 92
-_LIST_PX, _ROWS = 260, 9
+_SIZES_GB = (8, 16, 32, 64)
 
-_Index = QModelIndex | QPersistentModelIndex
+
+class SearchLine(QWidget):
+    """The field and its button, for the top of the page."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.field = QLineEdit(self)
+        self.field.setPlaceholderText(self.tr("Filter the catalogue; Enter searches the hub"))
+        self.field.setToolTip(self.tr("Name of a model, ORG/NAME or a pasted link"))
+        self.field.setAccessibleName(self.tr("Search for a model"))
+        self.field.setClearButtonEnabled(True)
+        self.button = QPushButton(self.tr("Search"), self)
+        row = QHBoxLayout(self)
+        row.setContentsMargins(0, 0, 0, 0)
+        row.setSpacing(8)
+        row.addWidget(self.field, 1)
+        row.addWidget(self.button)
 
 
 class SearchCard(Card):
@@ -53,25 +53,38 @@ class SearchCard(Card):
     search_wanted(str): words to look for.
     repository_wanted(str): a repository was chosen, or named outright.
     token_wanted(Trouble): the repository is not open to everybody.
+    used: somebody searches.
     """
 
     search_wanted = Signal(str)
     repository_wanted = Signal(str)
     token_wanted = Signal(object)
+    used = Signal()
 
-    def __init__(self, parent: QWidget | None = None) -> None:
+    def __init__(self, line: SearchLine, parent: QWidget | None = None) -> None:
+        """`line` stands at the top of the page."""
         super().__init__("", parent)
-        self.set_heading(self.tr("Search the hub"))
+        self.set_heading(self.tr("Get a model"))
         self._reference = ""
         self._page = ""
-        self.field = QLineEdit(self)
-        self.field.setPlaceholderText(self.tr("Name of a model, ORG/NAME or a pasted link"))
-        self.field.setAccessibleName(self.tr("Search the hub"))
-        self.field.setClearButtonEnabled(True)
-        self.button = QPushButton(self.tr("Search"), self)
+        self._offers: tuple[Recommendation, ...] = ()
+        self._found: tuple[Found, ...] = ()
+        self._bytes_per_s: float | None = None
+        self._presence: Mapping[str, Presence] = {}
+        self._is_looking, self._outcome = True, ""
+        self.field, self.button = line.field, line.button
+        self.runs_well = self._chip(self.tr("Runs well here"))
+        self.is_free = self._chip(self.tr("Apache or MIT licence"))
+        self.sizes = self._choice(self.tr("Size"), [(self.tr("Any size"), 0)])
+        for gb in _SIZES_GB:
+            self.sizes.addItem(self.tr("Up to {0} GB").format(gb), gb * 10**9)
+        self.ability = self._choice(self.tr("Good at"), [(self.tr("Good at anything"), "")])
+        for ability in ABILITIES:
+            self.ability.addItem(ability_words(ability), ability)
         self.hint = muted_label(self)
         self.trouble = warning_label(self)
-        self.results = ResultsView(self)
+        self.results = FoundList(self)
+        self.offer = OfferView(self)
         self.name = ElidedLabel(self)
         self.name.setProperty("role", "heading")
         self.facts = ElidedLabel(self)
@@ -82,30 +95,87 @@ class SearchCard(Card):
         self._trouble: Trouble | None = None
         self.fit = FitCardView(self)
         self._lay_out()
+        self.field.textEdited.connect(self._on_edited)
         self.field.returnPressed.connect(self._search)
         self.button.clicked.connect(self._search)
         self.results.chosen.connect(self._choose)
+        self.offer.files_wanted.connect(self._open)
         self.open_page.clicked.connect(lambda: QDesktopServices.openUrl(QUrl(self._page)))
         self.token.clicked.connect(lambda: self.token_wanted.emit(self._trouble))
-        self._show_hint()
+        self.offer.hide()
+        self.right.hide()
+        self._show_rows()
 
     @property
     def reference(self) -> str:
         """The repository that is shown; empty for none."""
         return self._reference
 
+    # --- the catalogue --------------------------------------------------------------------------------
+
+    def show_offers(self, offers: tuple[Recommendation, ...] | None, bytes_per_s: float | None) -> None:
+        """The catalogue on this machine; None while that is being looked at."""
+        self._offers, self._bytes_per_s, self._is_looking = offers or (), bytes_per_s, offers is None
+        self._show_rows()
+
+    def show_presence(self, presence: Mapping[str, Presence]) -> None:
+        """What of all this is on this PC, or on its way, by references."""
+        self._presence = presence
+        self.fit.show_presence(presence)
+        if (offer := self.offer.offer) is not None:
+            self._show_offer(offer)
+
+    @property
+    def filter(self) -> OfferFilter:
+        """What is wanted of the catalogue."""
+        return OfferFilter(
+            self.field.text().strip(),
+            self.sizes.currentData(),
+            self.ability.currentData(),
+            self.is_free.isChecked(),
+            self.runs_well.isChecked(),
+        )
+
+    def _show_rows(self) -> None:
+        rows: tuple[Row, ...] = (*offered(self._offers, self.filter), *self._found)
+        before = self.results.row
+        self.results.show_rows(rows)
+        if before is None or before not in rows:
+            if rows and isinstance(rows[0], Recommendation):
+                self.results.choose(0)
+        elif self.results.row != before:
+            self.results.choose(rows.index(before))
+        words = self._outcome
+        if not words and self._is_looking:
+            words = self.tr("Looking at this machine…")
+        elif not words and not rows:
+            words = self.tr("Nothing in the catalogue is like that: press Enter to search the hub, or filter less.")
+        set_message(self.hint, words)
+
+    def _on_edited(self) -> None:
+        self._found, self._outcome = (), ""
+        set_message(self.trouble, "")
+        self._show_rows()
+        self.used.emit()
+
+    def _show_offer(self, offer: Recommendation) -> None:
+        self.offer.show_offer(offer, self._bytes_per_s, self._presence.get(offer.reference))
+
+    # --- the hub --------------------------------------------------------------------------------------
+
     def show_found(self, answer: SearchAnswer) -> None:
         """The results of a search, or why there are none."""
         self.button.setEnabled(True)
-        self.results.show_found(answer.results)
-        self.results.setVisible(bool(answer.results))
-        set_message(self.hint, "")
-        if answer.trouble is not None:
-            set_message(self.hint if answer.trouble.is_network else self.trouble, answer.trouble.sentence)
+        self._found, self._outcome = answer.results, ""
+        if answer.trouble is not None and not answer.trouble.is_network:
+            set_message(self.trouble, answer.trouble.sentence)
+        elif answer.trouble is not None:
+            self._outcome = answer.trouble.sentence
         elif not answer.results:
-            set_message(self.hint, self.tr("Nothing was found for “{0}”: try fewer words.").format(answer.text))
+            self._outcome = self.tr("The hub has nothing for “{0}”: try fewer words.").format(answer.text)
+        self._show_rows()
         if answer.results:
-            self.results.setCurrentIndex(self.results.rows.index(0))
+            self.results.choose(self.results.rows.rowCount() - len(answer.results))
 
     def show_repository(self, answer: RepositoryAnswer) -> None:
         """What a repository holds, as far as it has been read."""
@@ -136,23 +206,29 @@ class SearchCard(Card):
         if not text:
             return
         set_message(self.trouble, "")
+        self.used.emit()
         if is_reference(text):
-            self.results.show_found(())
-            self.results.hide()
-            set_message(self.hint, "")
             self._open(text)
             self.fit.ask_for(parse_reference(text).what)
             return
         self.button.setEnabled(False)
-        set_message(self.hint, self.tr("Searching…"))
+        self._outcome = self.tr("Searching…")
+        self._show_rows()
         self.search_wanted.emit(text)
 
-    def _choose(self, found: Found) -> None:
-        self._open(found.id if found.hub == HUGGINGFACE else f"{found.hub}:{found.id}")
+    def _choose(self, row: Row) -> None:
+        if isinstance(row, Recommendation):
+            self._show_offer(row)
+            self.offer.show()
+            self.right.hide()
+        else:
+            self._open(row.id if row.hub == HUGGINGFACE else f"{row.hub}:{row.id}")
 
     def _open(self, reference: str) -> None:
         if reference != self._reference or not self.fit.trouble.isHidden():
             self.read_again(reference)
+        self.offer.hide()
+        self.right.show()
 
     def read_again(self, reference: str) -> None:
         """Reads a repository, also if it is shown already: a token may have opened it."""
@@ -161,18 +237,9 @@ class SearchCard(Card):
         self.facts.hide()
         self.open_page.hide()
         self.token.hide()
-        self.right.show()
         self.fit.clear()
         self.fit.show_reading(0, 0)
         self.repository_wanted.emit(reference)
-
-    def _show_hint(self) -> None:
-        set_message(
-            self.hint,
-            self.tr("Before anything is downloaded you see how each file would run on this machine, and how fast."),
-        )
-        self.results.hide()
-        self.right.hide()
 
     def resizeEvent(self, event: object) -> None:
         super().resizeEvent(event)  # type: ignore[arg-type]
@@ -190,11 +257,23 @@ class SearchCard(Card):
             self._both.setDirection(direction)
         self.results.fit(wide=wide)
 
+    def _chip(self, words: str) -> QPushButton:
+        chip = QPushButton(words, self)
+        chip.setProperty("kind", "chip")
+        chip.setCheckable(True)
+        chip.toggled.connect(lambda _on: self._show_rows())
+        return chip
+
+    def _choice(self, name: str, items: list[tuple[str, object]]) -> ComboBox:
+        box = ComboBox(self)
+        box.setAccessibleName(name)
+        for words, data in items:
+            box.addItem(words, data)
+        box.activated.connect(lambda _at: self._show_rows())
+        return box
+
     def _lay_out(self) -> None:
-        line = QHBoxLayout()
-        line.setSpacing(8)
-        line.addWidget(self.field, 1)
-        line.addWidget(self.button)
+        self.filters = Flow(self.runs_well, self.is_free, self.sizes, self.ability, parent=self)
         head = QHBoxLayout()
         head.setSpacing(8)
         titles = QVBoxLayout()
@@ -214,10 +293,10 @@ class SearchCard(Card):
         self._both = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._both.setSpacing(16)
         self._both.addWidget(self.results, 0, Qt.AlignmentFlag.AlignTop)
+        self._both.addWidget(self.offer, 1)
         self._both.addWidget(self.right, 1)
-        self.body.addLayout(line)
-        self.body.addWidget(self.hint)
-        self.body.addWidget(self.trouble)
+        for widget in (self.filters, self.hint, self.trouble):
+            self.body.addWidget(widget)
         self.body.addLayout(self._both)
 
 
@@ -231,118 +310,3 @@ def page_at(endpoint: str, hub: str, name: str) -> str:
     if not endpoint.startswith(("https://", "http://")):
         return ""
     return f"{endpoint.rstrip('/')}/{'models/' if hub == MODELSCOPE else ''}{name}"
-
-
-class ResultList(QAbstractListModel):
-    """What a search found; `FOUND_ROLE` gives a `Found`."""
-
-    def __init__(self, parent: QWidget) -> None:
-        super().__init__(parent)
-        self._rows: tuple[Found, ...] = ()
-
-    def show(self, found: tuple[Found, ...]) -> None:
-        self.beginResetModel()
-        self._rows = found
-        self.endResetModel()
-
-    def rowCount(self, parent: _Index | None = None) -> int:
-        return 0 if parent is not None and parent.isValid() else len(self._rows)
-
-    def data(self, index: _Index, role: int = Qt.ItemDataRole.DisplayRole) -> object:
-        if not index.isValid():
-            return None
-        found = self._rows[index.row()]
-        if role == FOUND_ROLE:
-            return found
-        if role == Qt.ItemDataRole.DisplayRole:
-            return found.id
-        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
-            return found_text(found)
-        return None
-
-
-class ResultsView(QListView):
-    """Signals: `chosen(Found)`, when another became current."""
-
-    chosen = Signal(object)
-
-    def __init__(self, parent: QWidget) -> None:
-        super().__init__(parent)
-        self.rows = ResultList(self)
-        self.setModel(self.rows)
-        self.setItemDelegate(ResultDelegate(self))
-        self.setAccessibleName(self.tr("Found on the hub"))
-        self.setEditTriggers(QAbstractItemView.EditTrigger.NoEditTriggers)
-        self.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setMouseTracking(True)
-        self.selectionModel().currentChanged.connect(self._on_current)
-
-    def show_found(self, found: tuple[Found, ...]) -> None:
-        """Shows these, with none chosen."""
-        self.rows.show(found)
-        self._fit_height()
-
-    def fit(self, *, wide: bool) -> None:
-        """Beside the card, or above it."""
-        if wide:
-            self.setFixedWidth(scaled(_LIST_PX))
-        else:
-            self.setMinimumWidth(0)
-            self.setMaximumWidth(16_777_215)
-            self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
-        self._most = _ROWS if wide else 4
-        self._fit_height()
-
-    def _fit_height(self) -> None:
-        height = self.itemDelegate().sizeHint(QStyleOptionViewItem(), QModelIndex()).height()
-        self.setFixedHeight(height * max(1, min(getattr(self, "_most", _ROWS), self.rows.rowCount())))
-
-    def _on_current(self, index: QModelIndex) -> None:
-        found = index.data(FOUND_ROLE)
-        if isinstance(found, Found):
-            self.chosen.emit(found)
-
-
-class ResultDelegate(QStyledItemDelegate):
-    """The name without its maker, and below it the maker and the facts."""
-
-    def __init__(self, view: ResultsView) -> None:
-        super().__init__(view)
-        self._view = view
-
-    def sizeHint(self, _option: QStyleOptionViewItem, _index: _Index) -> QSize:
-        upper, lower = self._fonts()
-        return QSize(80, round(QFontMetricsF(upper).lineSpacing() + 2 * QFontMetricsF(lower).lineSpacing() + 14))
-
-    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
-        found: Found = index.data(FOUND_ROLE)
-        area = QRectF(option.rect)
-        painter.save()
-        painter.setRenderHint(QPainter.RenderHint.Antialiasing)
-        if option.state & QStyle.StateFlag.State_Selected:
-            painter.setPen(Qt.PenStyle.NoPen)
-            painter.setBrush(themed("accent_background"))
-            painter.drawRoundedRect(area.adjusted(0, 1, 0, -1), 8, 8)
-        else:
-            painter.setPen(QPen(themed("border"), 1))
-            painter.drawLine(area.bottomLeft() + QPointF(8, -0.5), area.bottomRight() + QPointF(-8, -0.5))
-        upper, lower = self._fonts()
-        maker, _, name = found.id.rpartition("/")
-        top = area.top() + 6
-        lines: tuple[tuple[str, QFont, ColourName], ...] = (
-            (name, upper, "muted" if found.problem else "text"),
-            (maker, lower, "muted"),
-            (found.problem or found_words(found), lower, "muted"),
-        )
-        for text, font, colour in lines:
-            high = QFontMetricsF(font).lineSpacing()
-            place = QRectF(area.left() + 8, top, area.width() - 16, high)
-            draw_elided(painter, place, text, font, colour, Qt.TextElideMode.ElideMiddle)
-            top += high
-        painter.restore()
-
-    def _fonts(self) -> tuple[QFont, QFont]:
-        upper = small_font(self._view.font(), 13.5)
-        upper.setWeight(QFont.Weight.Medium)
-        return upper, small_font(self._view.font(), 12)

@@ -6,6 +6,20 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QCheckBox, QFrame, QHBoxLayout, QLabel, QVBoxLayout, QWidget
 
 from app.widgets.card import muted_label
+from app.widgets.fields import ComboBox
+from app.widgets.quantities import duration
+
+COMBO_WIDTH_PX = 240
+
+
+def minutes_choice(choices: tuple[int, ...], chosen: int, never: str, parent: QWidget) -> ComboBox:
+    """After how many minutes; 0 is never."""
+    box = ComboBox(parent)
+    box.setFixedWidth(COMBO_WIDTH_PX)
+    for minutes in sorted({*choices, chosen}, key=lambda each: (each == 0, each)):
+        box.addItem(duration(60 * minutes) if minutes else never, minutes)
+    box.setCurrentIndex(box.findData(chosen))
+    return box
 
 
 class SettingsCard(QFrame):

@@ -1,8 +1,7 @@
-"""The model loaded at the start, its CPU threads, speculative decoding, and how it holds conversations."""
+"""The model loaded at the start, speculative decoding, and how it holds conversations."""
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Signal
@@ -11,22 +10,21 @@ from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
 
 from app.services.background import LatestTask
 from app.services.settings import MOST_JOBS_AT_ONCE, STARTER, Settings
-from app.views.settings.card import SettingsCard
+from app.views.settings.card import COMBO_WIDTH_PX, SettingsCard, minutes_choice
 from app.widgets.fields import ComboBox, SpinBox
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
     from engine.common.config import KvPrecision
 
-COMBO_WIDTH_PX = 240
 _KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "int8")
 """Those that are offered here."""
 
 
 class ModelCard(SettingsCard):
-    """Signals: `reload_wanted`, to apply the default model or its threads now; `tune_wanted`."""
+    """Signals: `changed`: something that holds when the model is loaded the next time; `tune_wanted`."""
 
-    reload_wanted = Signal()
+    changed = Signal()
     tune_wanted = Signal()
 
     def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
@@ -39,18 +37,6 @@ class ModelCard(SettingsCard):
         self._show(())
         self._model.activated.connect(self._choose)
         self.add_row(self.tr("Default model"), self.tr("Loaded when Switchyard starts."), self._model)
-        self._threads = SpinBox(self)
-        self._threads.setRange(0, os.cpu_count() or 1)
-        self._threads.setSpecialValueText(self.tr("Automatic"))
-        self._threads.setFixedWidth(140)
-        self._threads.lineEdit().setTextMargins(8, 0, 0, 0)
-        self._threads.setValue(settings.threads or 0)
-        self._threads.valueChanged.connect(self._set_threads)
-        self.add_row(
-            self.tr("CPU threads"),
-            self.tr("Automatic uses one per core. Fewer leave room for other programs."),
-            self._threads,
-        )
         self.guesses = QCheckBox(self)
         self.guesses.setChecked(settings.speculation)
         self.guesses.toggled.connect(self._set_guesses)
@@ -76,11 +62,13 @@ class ModelCard(SettingsCard):
             ),
             self._kv,
         )
-        self._apply = QPushButton(self.tr("Reload model"), self)
-        self._apply.clicked.connect(self._reload)
-        self._apply.setEnabled(False)
-        self.add_row("", self.tr("Changes apply at the next start, or now with this button."), self._apply)
-
+        self.idle = minutes_choice((10, 30, 120, 0), settings.idle_minutes, self.tr("Never"), self)
+        self.idle.activated.connect(self._set_idle)
+        self.add_row(
+            self.tr("Free the memory after"),
+            self.tr("If nobody uses the model for so long; the next question loads it again."),
+            self.idle,
+        )
         self.jobs = SpinBox(self)
         self.jobs.setRange(1, MOST_JOBS_AT_ONCE)
         self.jobs.setFixedWidth(140)
@@ -119,15 +107,14 @@ class ModelCard(SettingsCard):
         name = self._model.currentData()
         if name != self._settings.default_model:
             self._settings.default_model = name
-            self._apply.setEnabled(True)
-
-    def _set_threads(self, count: int) -> None:
-        self._settings.threads = count or None
-        self._apply.setEnabled(True)
+            self.changed.emit()
 
     def _set_guesses(self, on: bool) -> None:
         self._settings.speculation = on
-        self._apply.setEnabled(True)
+        self.changed.emit()
+
+    def _set_idle(self) -> None:
+        self._settings.idle_minutes = self.idle.currentData()
 
     def _set_jobs(self, count: int) -> None:
         self._settings.jobs_at_once = count
@@ -136,11 +123,7 @@ class ModelCard(SettingsCard):
         chosen = self._kv.currentData()
         if chosen != self._settings.kv_precision:
             self._settings.kv_precision = chosen
-            self._apply.setEnabled(True)
-
-    def _reload(self) -> None:
-        self._apply.setEnabled(False)
-        self.reload_wanted.emit()
+            self.changed.emit()
 
 
 def _list_models() -> list[LibraryEntry]:

@@ -11,13 +11,12 @@ from app.models.served_requests import OUTCOME, PROGRAM, READ, SECONDS, TIME, WR
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import ServedTo, Settings
 from app.theme import use_tabular_figures
-from app.views.settings.card import SettingsCard
+from app.views.settings.card import COMBO_WIDTH_PX, SettingsCard, minutes_choice
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fields import ComboBox, SpinBox
 from app.widgets.flow_layout import FlowLayout
 from app.widgets.text_table import TextTable
 
-COMBO_WIDTH_PX = 240
 PORT_WIDTH_PX = 120
 KEY_WIDTH_PX = 240
 ROWS_SHOWN = 6
@@ -54,12 +53,12 @@ class OtherProgramsCard(SettingsCard):
 
     def __init__(self, settings: Settings, server: ApiServer, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self.set_heading(self.tr("Other programs"))
+        self.set_heading(self.tr("API server"))
         self._settings, self._server = settings, server
         self.switch = QCheckBox(self)
         self.switch.setChecked(settings.serves_others)
         self.switch.toggled.connect(server.set_on)
-        self._words = self.add_row(self.tr("Let other programs use the model"), " ", self.switch)
+        self._words = self.add_row(self.tr("Let apps use the models of this PC"), " ", self.switch)
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
         self.who = ComboBox(self)
@@ -104,6 +103,18 @@ class OtherProgramsCard(SettingsCard):
         self._key_words = muted_label(self._key_row)
         self._lay_out_key()
         self.details.add_wide(self._key_row)
+        self.free = QPushButton(self.tr("Free"), self.details)
+        self.free.clicked.connect(server.free_others)
+        self._beside_words = self.details.add_row(self.tr("Models asked for by name"), " ", self.free)
+        self.idle = minutes_choice((5, 10, 30, 120, 0), settings.others_idle_minutes, self.tr("Keep loaded"), self)
+        self.idle.activated.connect(self._set_idle)
+        words = self.tr("A model that a program asked for is freed once no program has used it for so long.")
+        self.details.add_row(self.tr("Free them after"), words, self.idle)
+        self.gives_way = QCheckBox(self.details)
+        self.gives_way.setChecked(settings.gives_way)
+        self.gives_way.toggled.connect(self._set_gives_way)
+        words = self.tr("Where both do not fit, yours is put aside, and loaded again for your next question.")
+        self.details.add_row(self.tr("My model makes room for them"), words, self.gives_way)
         self.language = ComboBox(self.details)
         for name, text in _EXAMPLES.items():
             self.language.addItem(name, text)
@@ -153,6 +164,12 @@ class OtherProgramsCard(SettingsCard):
         button.clicked.connect(lambda: QGuiApplication.clipboard().setText(text()))
         return button
 
+    def _set_idle(self) -> None:
+        self._settings.others_idle_minutes = self.idle.currentData()
+
+    def _set_gives_way(self, on: bool) -> None:
+        self._settings.gives_way = on
+
     def _show_key(self, shown: bool) -> None:
         self.key.setEchoMode(QLineEdit.EchoMode.Normal if shown else QLineEdit.EchoMode.Password)
         self._show()
@@ -168,9 +185,9 @@ class OtherProgramsCard(SettingsCard):
         server, to = self._server, self._settings.serves
         state = server.state
         words = {
-            ServerState.OFF: self.tr("Off. Nothing listens, and no program can ask."),
+            ServerState.OFF: self.tr("Off. Nothing listens, and no editor, agent or other app can ask."),
             ServerState.STARTING: self.tr("Starting…"),
-            ServerState.ON: self.tr("On, with the model that is loaded here. Chats in this window come first."),
+            ServerState.ON: self.tr("On, for all models on this PC. Chats in this window come first."),
             ServerState.FAILED: self.tr("Off, because of a problem."),
         }[state]
         self._words.setText(words)
@@ -184,6 +201,16 @@ class OtherProgramsCard(SettingsCard):
         }[to]
         self._who_words.setText(who)
         self.who.setAccessibleDescription(who)
+        beside = server.beside
+        self._beside_words.setText(
+            self.tr("{0} is being loaded.").format(beside.model)
+            if beside.is_loading
+            else self.tr("{0} is loaded.").format(beside.model)
+            if beside.model
+            else self.tr("Any model on this PC: it is loaded beside yours, one at a time.")
+        )
+        self.free.setVisible(bool(beside.model))
+        self.free.setEnabled(not beside.is_loading)
         self._address.setText(server.url)
         self.copy_address.setAccessibleDescription(server.url)
         self._key_row.setVisible(to != "pc")

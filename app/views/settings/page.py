@@ -36,6 +36,7 @@ from app.services.updates import Updates
 from app.theme import ThemeController, use_tabular_figures
 from app.views.settings.about import AboutCard
 from app.views.settings.card import SettingsCard
+from app.views.settings.computing import ComputingCard
 from app.views.settings.hub import HubCard
 from app.views.settings.kept import KeptCard
 from app.views.settings.model import ModelCard
@@ -249,9 +250,11 @@ class AppearanceCard(SettingsCard):
 
 
 class SettingsPage(Page):
-    """Signals: `reload_wanted`, to load the default model now; `catalogue_changed`; `token_forgotten`."""
+    """Signals: `reload_wanted`, to load the default model now; `timing_wanted`, to time it besides;
+    `catalogue_changed`; `token_forgotten`."""
 
     reload_wanted = Signal()
+    timing_wanted = Signal()
     catalogue_changed = Signal()
     token_forgotten = Signal()
 
@@ -269,6 +272,7 @@ class SettingsPage(Page):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
         self.appearance = AppearanceCard(settings, theme, self)
         self.model = ModelCard(settings, self)
+        self.computing = ComputingCard(settings, self)
         self.kept = KeptCard(self)
         self.tray = TrayCard(settings, self)
         self.others = OtherProgramsCard(settings, server, self)
@@ -280,7 +284,9 @@ class SettingsPage(Page):
         self.about = AboutCard(self)
         self.hub.changed.connect(self.catalogue_changed)
         self.hub.token_forgotten.connect(self.token_forgotten)
-        self.model.reload_wanted.connect(self.reload_wanted)
+        self.computing.reload_wanted.connect(self.reload_wanted)
+        self.computing.timing_wanted.connect(self.timing_wanted)
+        self.model.changed.connect(lambda: self.computing.apply.setEnabled(True))
         self.model.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         cards = QWidget(self)
         cards.setMaximumWidth(COLUMN_WIDTH_PX)
@@ -290,6 +296,7 @@ class SettingsPage(Page):
         cards_in_order = (
             self.appearance,
             self.model,
+            self.computing,
             self.kept,
             self.tray,
             self.others,
@@ -323,6 +330,7 @@ class SettingsPage(Page):
     def close_down(self) -> None:
         """Waits for background work."""
         self.model.close_down()
+        self.computing.close_down()
         self.kept.close_down()
         self.hub.close_down()
         self.about.close_down()

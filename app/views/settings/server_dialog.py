@@ -14,6 +14,7 @@ from PySide6.QtWidgets import (
     QGridLayout,
     QHBoxLayout,
     QLabel,
+    QLayoutItem,
     QLineEdit,
     QMessageBox,
     QPushButton,
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
 
 WIDTH_PX = 560
 _MOST = 10**7
+_ALWAYS_SHOWN = 3
+"""Address, name and key are all that most servers need; the others are folded away."""
 
 
 class ServerDialog(QDialog):
@@ -66,6 +69,10 @@ class ServerDialog(QDialog):
         self.price_out = self._price(self.tr("Price of a million tokens written"))
         self.currency = self._line(self.tr("Currency"), "€")
         self.currency.setFixedWidth(scaled(70))
+        self.more = QPushButton(self)
+        self.more.setProperty("kind", "fold")
+        self.more.setCheckable(True)
+        self._folded: list[QWidget] = []
         self.said = muted_label(self)
         self.trouble = warning_label(self)
         self.trust = QPushButton(self.tr("Trust its certificate…"), self)
@@ -78,6 +85,7 @@ class ServerDialog(QDialog):
         self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
         self._fill(endpoint)
         self._lay_out()
+        self.more.toggled.connect(self._show_more)
         self.test.clicked.connect(self._test)
         self.buttons.accepted.connect(self._save)
         self.buttons.rejected.connect(self.reject)
@@ -128,6 +136,8 @@ class ServerDialog(QDialog):
         self.price_in.setValue(endpoint.price_in or 0.0)
         self.price_out.setValue(endpoint.price_out or 0.0)
         self.currency.setText(endpoint.currency)
+        plain = Endpoint(endpoint.name, endpoint.url, found=endpoint.found)
+        self.more.setChecked(endpoint != plain)
 
     def _offer(self, models: tuple[str, ...], chosen: str) -> None:
         """These models, of which one is chosen, or none."""
@@ -164,7 +174,8 @@ class ServerDialog(QDialog):
             (self.tr("Per million tokens read"), self.price_in, self.price_in),
             (self.tr("Per million tokens written"), prices, self.price_out),
         )
-        for row, (name, field, buddy) in enumerate(fields):
+        for at, (name, field, buddy) in enumerate(fields):
+            row = at + (at >= _ALWAYS_SHOWN)  # the fold's button stands before those that it shows
             label = QLabel(name, self)
             label.setBuddy(buddy)
             form.addWidget(label, row, 0)
@@ -172,7 +183,11 @@ class ServerDialog(QDialog):
                 form.addWidget(field, row, 1)
             else:
                 form.addLayout(field, row, 1)
-        form.setRowStretch(len(fields), 1)
+            if at >= _ALWAYS_SHOWN:
+                inner = [field] if isinstance(field, QWidget) else [item.widget() for item in _items(field)]
+                self._folded += [label, *inner]
+        form.addWidget(self.more, _ALWAYS_SHOWN, 0, 1, 2, Qt.AlignmentFlag.AlignLeft)
+        form.setRowStretch(len(fields) + 1, 1)
         self._area = QScrollArea(self)
         self._area.setWidgetResizable(True)
         self._area.setFrameShape(QFrame.Shape.NoFrame)
@@ -190,6 +205,12 @@ class ServerDialog(QDialog):
         column.addWidget(self._area, 1)
         column.addLayout(below)
         set_message(self.trouble, "")
+        self._show_more(self.more.isChecked())
+
+    def _show_more(self, shown: bool) -> None:
+        for widget in self._folded:
+            widget.setVisible(shown)
+        self.more.setText(self.tr("Less") if shown else self.tr("More: certificate, model, limits and prices"))
         self._fit()
 
     def changeEvent(self, event: QEvent) -> None:
@@ -198,11 +219,12 @@ class ServerDialog(QDialog):
             self._fit()
 
     def _fit(self) -> None:
-        """As high as its words need at its width."""
+        """As high as its words need at its width, but no higher than the window: the form scrolls."""
         width = scaled(WIDTH_PX)
         self._area.setMinimumWidth(self._form.minimumSizeHint().width())
         below = max(self._below.totalHeightForWidth(width), self._below.totalSizeHint().height())
-        self.resize(width, self._form.sizeHint().height() + below + scaled(24))
+        high = self._form.sizeHint().height() + below + scaled(24)
+        self.resize(width, min(high, max(scaled(360), self.parentWidget().window().height() - scaled(20))))
 
     # --- what was entered ---
 
@@ -355,3 +377,7 @@ class ServerDialog(QDialog):
         self._endpoints.stop_testing()
         self.key.clear()
         self.deleteLater()
+
+
+def _items(layout: QHBoxLayout) -> list[QLayoutItem]:
+    return [item for at in range(layout.count()) if (item := layout.itemAt(at)) is not None]

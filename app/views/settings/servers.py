@@ -27,7 +27,7 @@ class ServersCard(SettingsCard):
 
     def __init__(self, endpoints: Endpoints, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self.set_heading(self.tr("Other servers"))
+        self.set_heading(self.tr("Remote servers"))
         self._endpoints = endpoints
         self.add = QPushButton(self.tr("Add…"), self)
         self.add.setAccessibleName(self.tr("Add a server"))

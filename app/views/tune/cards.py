@@ -17,7 +17,7 @@ from app.views.tune.what_if_card import WhatIfCard
 from app.widgets.card import Card, muted_label
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
-from app.widgets.quantities import figures
+from app.widgets.quantities import rough
 from app.widgets.roofline_plot import RooflinePlot
 from engine.planner.plan_parts import Plan
 from engine.tuning.machine_look import MachineLook
@@ -70,7 +70,7 @@ class PlanCard(Card):
         if here:
             said = ", ".join(
                 self.tr("{0} {1}: {2}").format(
-                    plan.words(one.precision), one.policy, figures(one.speed.decode_tokens_per_s)
+                    plan.words(one.precision), one.policy, rough(one.speed.decode_tokens_per_s)
                 )
                 for one in here
             )

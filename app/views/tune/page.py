@@ -116,7 +116,7 @@ class TunePage(Page):
 
     def recall(self) -> None:
         """Shows the model's latest saved result; a new, unsaved one stays visible."""
-        if not self.tuning.is_running and not self.following.has_unsaved:
+        if not self.tuning.is_running and not self.following.has_unsaved and self.cards.run.is_on_this_pc:
             self.tuning.recall(self.cards.run.model)
 
     def add_starter(self, offer: StarterOffer) -> None:
@@ -246,7 +246,8 @@ class TunePage(Page):
         cards.run.show_notes()
         cards.run.set_primary(primary=True)
         self.following.forget_unsaved()
-        self.tuning.recall(cards.run.model)
+        if cards.run.is_on_this_pc:
+            self.tuning.recall(cards.run.model)
         cards.plan.show_busy(self._model_name())
         self._ask_for_plan()
         if self._step == TIMED:

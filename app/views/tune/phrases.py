@@ -5,7 +5,7 @@ from __future__ import annotations
 from PySide6.QtCore import QCoreApplication
 
 from app.widgets.memory_bar import BarPart, TierBar, memory_parts
-from app.widgets.quantities import arithmetic, figures, memory, number, rate
+from app.widgets.quantities import arithmetic, figures, memory, number, rate, rough
 from engine.planner.plan_parts import Plan, Speed
 from engine.tuning.keeping import day
 from engine.tuning.machine_look import MachineLook
@@ -59,8 +59,11 @@ def number_words(number: TuningNumber) -> str:
 
 
 def speed_headline(plan: Plan) -> str:
-    """`19.7 tokens/s`."""
-    return translate("Tune", "{0} tokens/s").format(figures(plan.speed.decode_tokens_per_s))
+    """`19.7 tokens/s` if that was measured, else `About 20 tokens/s`."""
+    speed = plan.speed
+    if speed.timed_at:
+        return translate("Tune", "{0} tokens/s").format(figures(speed.decode_tokens_per_s))
+    return translate("Tune", "About {0} tokens/s").format(rough(speed.decode_tokens_per_s))
 
 
 def speed_range(plan: Plan) -> str:
@@ -68,8 +71,8 @@ def speed_range(plan: Plan) -> str:
     speed = plan.speed
     if speed.timed_at:
         return _timed_words(speed)
-    return translate("Tune", "predicted, between {0} and {1} on an idle machine; first token after {2} s").format(
-        figures(speed.low), figures(speed.high), figures(speed.ttft_s)
+    return translate("Tune", "predicted, {0} to {1} on an idle machine; first token after about {2} s").format(
+        rough(speed.low), rough(speed.high), rough(speed.ttft_s)
     )
 
 

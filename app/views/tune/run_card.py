@@ -100,6 +100,11 @@ class RunCard(Card):
         return self._model
 
     @property
+    def is_on_this_pc(self) -> bool:
+        """Whether it is meant to be one that can be timed here, and not only planned for."""
+        return self._in_library
+
+    @property
     def kind(self) -> TuningKind:
         return "thorough" if self.thorough.isChecked() else "quick"
 

@@ -11,7 +11,7 @@ from app.views.tune.phrases import plan_summary, tier_bars
 from app.widgets.card import Card, muted_label
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.plan_bars import PlanBars
-from app.widgets.quantities import figures
+from app.widgets.quantities import figures, rough
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.hardware.card_choices import card_choices, find_card
@@ -20,6 +20,8 @@ from engine.planner.what_helps import Change
 from engine.tuning.machine_look import MachineLook
 
 _GIB = 2**30
+_ALIKE = 0.08
+"""A prediction that differs by less says that nothing changes."""
 
 
 class WhatIfCard(Card):
@@ -155,19 +157,20 @@ class WhatIfCard(Card):
             self._show("", answer.problem)
             return
         after = answer.plan
-        rate = figures(after.speed.decode_tokens_per_s)
+        rate = rough(after.speed.decode_tokens_per_s)
         if self._before is None:
             text = self.tr("It would fit, at about {0} tokens/s").format(rate)
         else:
             before = self._before.speed
             now = before.decode_tokens_per_s
             times = after.speed.decode_tokens_per_s / now if now else 0.0
-            words = (
-                self.tr("{0} tokens/s now, measured → about {1} predicted, {2} times")
-                if before.timed_at
-                else self.tr("Predicted: {0} → {1} tokens/s, {2} times")
-            )
-            text = words.format(figures(now), rate, figures(times))
+            if abs(times - 1) < _ALIKE:
+                words = self.tr("About {1} tokens/s: as fast as now")
+            elif before.timed_at:
+                words = self.tr("{0} tokens/s now, measured → about {1} predicted, {2} times as fast")
+            else:
+                words = self.tr("About {0} → about {1} tokens/s, {2} times as fast")
+            text = words.format(figures(now) if before.timed_at else rough(now), rate, rough(times))
         self._show(text, f"{plan_summary(after)}\n{after.bottleneck}")
         self.bars.show_tiers(tier_bars(after, None))
         self.bars.show()

@@ -254,9 +254,15 @@ def _hand_over(
         kv_bytes = narrow_token_bytes(model, kv_bytes, kv_type)
     wanted = plan.context_tokens
     context = devices.context_room(wanted, FEWEST_KV_TOKENS, plan.activations)
-    notes = [
+    lacks_kernels = plan.uses_cpu and parts.kernels is None and format_of(plan.precision).native is not None
+    faults = [
         note,
         *map(placement_note, placement.notes),
+        missing_note() if lacks_kernels else "",
+        next(filter(None, (card_note(device.torch_device) for device in plan.devices)), ""),
+    ]
+    notes = [
+        *faults,
         f"There is room for a context of {context:,} tokens, not {wanted:,}." if context < wanted else "",
         *context_notes(model, profile.trained_tokens, context),
         devices_note(devices, sum(site.nbytes for site in plan.sites), all_experts=placement.all_experts),
@@ -264,10 +270,6 @@ def _hand_over(
         tables_note(placement.tables.on_disk) if plan.tables else "",
         file.left_out,
         f"Switchyard gives this model text only, no {file.unread.replace(' and ', ' or ')}." if file.unread else "",
-        missing_note()
-        if plan.uses_cpu and parts.kernels is None and format_of(plan.precision).native is not None
-        else "",
-        next(filter(None, (card_note(device.torch_device) for device in plan.devices)), ""),
         kv_note,
         stored_note(file.plan) if plan.precision == STORED and not plan.in_place else "",
         head_note(model, wanted=plan.wants_head, on_card=bool(plan.devices)),
@@ -289,6 +291,7 @@ def _hand_over(
         experts_bytes=sum(each.nbytes for each in held if each is not None),
         kv_bytes_per_token=kv_bytes,
         device_note=_joined(*notes),
+        is_hampered=any(faults),
         template_note=template_note(tokenizer),
         thinking=thinking_choices(template_text(tokenizer)),
         thinks=may_think(template_text(tokenizer), profile.family),

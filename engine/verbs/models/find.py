@@ -126,7 +126,7 @@ def _document(one: Recommendation, line: float) -> dict[str, Any]:
         "licence": entry.licence,
         "licence_link": entry.licence_link,
         "verdict": one.verdict,
-        "speed": asdict(one.speed),
+        "speed": asdict(one.speed) if one.speed is not None else None,
         "seconds_to_first_answer": one.seconds_to_first_answer(line),
         "sentence": one.sentence,
         "unchecked": entry.unchecked,

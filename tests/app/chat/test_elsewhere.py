@@ -55,7 +55,7 @@ def test_they_stand_in_the_picker_under_their_own_heading(page: ChatView, qtbot:
     rows = [page.picker.rows.index(at, 0).data(ROW_ROLE) for at in range(page.picker.rows.rowCount())]
     there = [row for row in rows if row.remote]
     assert [row.entry.name for row in there] == ["m", "org/big", "org/small"]
-    assert [row.heading for row in there] == ["Other servers", "", ""]
+    assert [row.heading for row in there] == ["Remote servers", "", ""]
     assert there[1].place == "Sent to Rack (10.0.0.5:8000)"
     page.picker.filter.setText("rack big")
     assert page.picker.rows.rowCount() == 1

@@ -168,7 +168,7 @@ def test_how_much_to_think_is_chosen_where_the_model_knows_it(
     ]  # fmt: skip
     popover.thinking.setFocus()
     qtbot.keyClick(popover.thinking, Qt.Key.Key_End)
-    assert page.composer.sampling_button.text() == "Model's own"
+    assert page.composer.sampling_button.text() == "Recommended"
     assert page.composer.sampling_button.toolTip().endswith("thinking high")
     type_and_send(qtbot, page, "Where?")
     asked = engine.requests[-1].command.sampling

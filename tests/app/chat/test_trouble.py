@@ -44,10 +44,16 @@ def test_a_message_sent_while_the_model_loads_waits_in_sight(
 
 
 def test_a_device_that_was_not_asked_for_is_told(open_page: Callable[[], ChatView], engine: ScriptedEngine) -> None:
-    engine.model = replace(STARTER, device_note="CUDA was asked for, but there is no driver")
+    engine.model = replace(STARTER, device_note="CUDA was asked for, but there is no driver", is_hampered=True)
     page = open_page()
-    assert "no driver" in page.title_bar.device_chip.text
-    assert page.title_bar.device_chip.toolTip() == engine.model.device_note
+    chip = page.title_bar.device_chip
+    assert "no driver" in chip.text
+    assert chip.toolTip() == engine.model.device_note
+    # What is usual is no warning: it can be read up.
+    engine.model = replace(STARTER, device_note="There is room for a context of 8,192 tokens, not 131,072.")
+    engine.model_loaded.emit(engine.model)
+    assert chip.text == "CPU · 2 threads"
+    assert chip.toolTip() == engine.model.device_note
 
 
 def test_the_engine_dies_is_restarted_and_the_chat_goes_on(
