@@ -10,12 +10,14 @@ import pytest
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
+from app.services import speed_test
 from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
+from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.paths import models_dir
-from engine.protocol import Failed
+from engine.protocol import ChatMessage, Failed
 from tests.app.scripted_engine import ScriptedEngine
 from tests.tiny_checkpoint import write_tiny_checkpoint
 
@@ -138,3 +140,70 @@ def test_loading_is_cancelled_and_a_model_unloaded(
     service.unload()
     qtbot.waitUntil(lambda: client.model is None, timeout=20_000)
     assert client.state is EngineState.READY
+
+
+def test_an_unused_model_is_put_aside_and_comes_back_when_it_is_needed(
+    start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot
+) -> None:
+    service, client = start
+    settings.idle_minutes = 10
+    write_tiny_checkpoint(models_dir() / "good")
+    settings.default_model = "good"
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
+        service.begin()
+    assert service._unused.isActive()
+    answer = client.generate([ChatMessage("user", "count 30")], SamplingParams())
+    service._unused.timeout.emit()  # an answer is under way: it is not unused
+    with qtbot.waitSignal(answer.finished, timeout=20_000):
+        assert client.model is not None
+    with qtbot.waitSignal(service.aside_changed, timeout=20_000):
+        service._unused.timeout.emit()
+    qtbot.waitUntil(lambda: client.model is None, timeout=20_000)
+    assert service.is_aside
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
+        service.need()
+    assert not service.is_aside
+    settings.idle_minutes = 0
+    assert not service._unused.isActive()
+
+
+def test_a_model_gives_way_once_its_answer_has_ended_and_is_not_put_aside_by_unloading(
+    start: tuple[ModelStart, EngineClient], settings: Settings, qtbot: QtBot
+) -> None:
+    service, client = start
+    path = write_tiny_checkpoint(models_dir() / "good")
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
+        client.start()
+        service.open(str(path))
+    answer = client.generate([ChatMessage("user", "count 30")], SamplingParams())
+    with qtbot.waitSignal(answer.finished, timeout=20_000):
+        service.give_way()
+        assert not service.is_aside
+    qtbot.waitUntil(lambda: service.aside == str(path) and client.model is None, timeout=20_000)
+    with qtbot.waitSignal(client.model_loaded, timeout=20_000):
+        service.need()
+    service.unload()
+    qtbot.waitUntil(lambda: client.model is None, timeout=20_000)
+    assert not service.is_aside  # its user wants none
+
+
+@pytest.mark.parametrize("model", ["good", "elsewhere"])
+def test_the_model_is_timed_as_it_is_set(
+    start: tuple[ModelStart, EngineClient],
+    settings: Settings,
+    qtbot: QtBot,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+) -> None:
+    service, client = start
+    monkeypatch.setattr(speed_test, "_PROMPT", "count 20")
+    write_tiny_checkpoint(models_dir() / "good")
+    settings.default_model = model
+    timing = speed_test.SpeedTest(client, service)
+    with qtbot.waitSignal(timing.ended, timeout=20_000) as ended:
+        timing.start()
+        timing.start()  # without effect: it is being timed
+    rate, problem = ended.args
+    assert (rate > 0, "elsewhere" in problem) == ((True, False) if model == "good" else (False, True))
+    assert not timing.is_running
+    timing.deleteLater()
