@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from PySide6.QtCore import QCoreApplication, QObject, Signal
 
@@ -20,6 +21,7 @@ translate = QCoreApplication.translate
 ThemeChoice = Literal["system", "light", "dark"]
 ServedTo = Literal["pc", "key", "network"]
 
+V = TypeVar("V")
 T = TypeVar("T", bool, int, float, str, list[Any], dict[str, Any])
 
 STARTER = "starter"
@@ -31,6 +33,46 @@ LEAST_CONTEXT = 512
 """Tokens: less holds no conversation."""
 LEAST_BUDGET = 2**28
 """Bytes: less holds no model, and was not meant."""
+
+
+class Kept(Generic[V]):
+    """A setting: its key in the file, what holds without it, and what is made of a value there: None if it makes no
+    sense."""
+
+    def __init__(self, key: str, default: V, valid: Callable[[V], V | None] = lambda value: value) -> None:
+        self._key, self._default, self._valid = key, default, valid
+
+    def __get__(self, settings: Settings, _owner: type) -> V:
+        value = settings.get(self._key, self._default)  # type: ignore[type-var]
+        found = self._valid(value)
+        return self._default if found is None else found
+
+    def __set__(self, settings: Settings, value: V) -> None:
+        settings.set(self._key, value)  # type: ignore[arg-type]
+
+
+class KeptNumber:
+    """A whole number that may be left to the engine, which is None; in the file it is less than `least` then."""
+
+    def __init__(self, key: str, least: int) -> None:
+        self._key, self._least = key, least
+
+    def __get__(self, settings: Settings, _owner: type) -> int | None:
+        value = settings.get(self._key, 0)
+        return value if value >= self._least else None
+
+    def __set__(self, settings: Settings, value: int | None) -> None:
+        settings.set(self._key, value or 0)
+
+
+def _one_of(*values: V) -> Callable[[V], V | None]:
+    return lambda value: value if value in values else None
+
+
+def _as_precision(value: str) -> str | None:
+    from engine.formats import PRECISIONS  # imported late: the window opens without it
+
+    return value if value in PRECISIONS else None
 
 
 class Settings(QObject):
@@ -60,43 +102,46 @@ class Settings(QObject):
     def path(self) -> Path:
         return self._path
 
-    # --- typed settings ---------------------------------------------------------------------------
+    # --- the settings -----------------------------------------------------------------------------
 
-    @property
-    def theme(self) -> ThemeChoice:
-        value = self._values.get("theme")
-        return cast(ThemeChoice, value) if value in ("system", "light", "dark") else "system"
+    theme = Kept[ThemeChoice]("theme", "system", _one_of("system", "light", "dark"))
+    font_px = Kept[int]("font_px", DEFAULT_FONT_PX, lambda px: max(11, min(24, px)))
+    """Size of body text in device-independent pixels."""
+    default_model = Kept[str]("default_model", STARTER, lambda model: model or STARTER)
+    """Loaded at start: `starter`, a library name or a checkpoint directory."""
+    chat_model = Kept[str]("chat_model", "")
+    """What answers new chats, where that is a server elsewhere (`endpoint:NAME/MODEL`); empty: the model here."""
+    tray = Kept[bool]("tray", default=False)
+    """Whether there is an icon in the desktop's tray."""
+    stays_in_tray = Kept[bool]("stays_in_tray", default=False)
+    """Whether the program goes on there when its window is closed."""
+    window_geometry = Kept[str]("window_geometry", "")
+    """`QWidget.saveGeometry()` in base64; empty before the first close."""
+    jobs_at_once = Kept[int]("jobs_at_once", DEFAULT_JOBS_AT_ONCE, lambda jobs: max(1, min(MOST_JOBS_AT_ONCE, jobs)))
+    """How many batch jobs share the engine; others wait for their turn."""
 
-    @theme.setter
-    def theme(self, value: ThemeChoice) -> None:
-        self.set("theme", value)
+    # How models run, as the fields of `EngineConfig`.
+    device = Kept[str]("device", "auto", lambda device: device or "auto")
+    precision = Kept[str]("precision", "auto", _as_precision)
+    threads = KeptNumber("threads", 1)
+    vram_bytes = KeptNumber("vram_bytes", LEAST_BUDGET)
+    ram_bytes = KeptNumber("ram_bytes", LEAST_BUDGET)
+    cache_policy = Kept[CachePolicy]("cache_policy", "auto", _one_of(*CACHE_POLICIES))
+    kv_precision = Kept[KvPrecision]("kv_precision", "auto", _one_of(*KV_PRECISIONS))
+    speculation = Kept[bool]("speculation", default=True)
+    """Whether the engine may guess coming tokens; answers stay the same."""
+    idle_minutes = Kept[int]("idle_minutes", 0, lambda minutes: max(0, minutes))
+    """The window's model is put aside once it is unused for so long; 0 keeps it."""
 
-    @property
-    def font_px(self) -> int:
-        """Size of body text in device-independent pixels."""
-        return max(11, min(24, self.get("font_px", DEFAULT_FONT_PX)))
-
-    @font_px.setter
-    def font_px(self, value: int) -> None:
-        self.set("font_px", value)
-
-    @property
-    def default_model(self) -> str:
-        """Loaded at start: `starter`, a library name or a checkpoint directory."""
-        return self.get("default_model", STARTER) or STARTER
-
-    @default_model.setter
-    def default_model(self, value: str) -> None:
-        self.set("default_model", value)
-
-    @property
-    def chat_model(self) -> str:
-        """What answers new chats, where that is a server elsewhere (`endpoint:NAME/MODEL`); empty: the model here."""
-        return self.get("chat_model", "")
-
-    @chat_model.setter
-    def chat_model(self, value: str) -> None:
-        self.set("chat_model", value)
+    # What other programs may use.
+    serves_others = Kept[bool]("serve_others", default=False)
+    serves = Kept[ServedTo]("serve_to", "pc", _one_of(*get_args(ServedTo)))
+    """Which programs may: those of this PC, those that know the key, or those of other PCs that know it."""
+    server_port = Kept[int]("serve_port", DEFAULT_SERVER_PORT, lambda port: port if 1024 <= port < 65536 else None)
+    others_idle_minutes = Kept[int]("serve_idle_minutes", 10, lambda minutes: max(0, minutes))
+    """As `idle_minutes`, for a model that a program asked for by name."""
+    gives_way = Kept[bool]("serve_gives_way", default=False)
+    """Whether the window's model makes room for one that a program asks for, where both do not fit."""
 
     @property
     def last_model(self) -> str:
@@ -118,53 +163,6 @@ class Settings(QObject):
     def default_sampling(self, value: SamplingParams | None) -> None:
         self.set("default_sampling", {} if value is None else asdict(value))
 
-    @property
-    def tray(self) -> bool:
-        """Whether there is an icon in the desktop's tray."""
-        return self.get("tray", default=False)
-
-    @tray.setter
-    def tray(self, value: bool) -> None:
-        self.set("tray", value)
-
-    @property
-    def stays_in_tray(self) -> bool:
-        """Whether the program goes on there when its window is closed."""
-        return self.get("stays_in_tray", default=False)
-
-    @stays_in_tray.setter
-    def stays_in_tray(self, value: bool) -> None:
-        self.set("stays_in_tray", value)
-
-    @property
-    def threads(self) -> int | None:
-        """CPU threads for computing; None lets the engine decide."""
-        value = self.get("threads", 0)
-        return value if value > 0 else None
-
-    @threads.setter
-    def threads(self, value: int | None) -> None:
-        self.set("threads", value or 0)
-
-    @property
-    def speculation(self) -> bool:
-        """Whether the engine may guess coming tokens; answers stay the same."""
-        return self.get("speculation", default=True)
-
-    @speculation.setter
-    def speculation(self, value: bool) -> None:
-        self.set("speculation", value)
-
-    @property
-    def kv_precision(self) -> KvPrecision:
-        """How chats hold keys and values, as in `EngineConfig.kv_precision`."""
-        value = self.get("kv_precision", "auto")
-        return value if value in KV_PRECISIONS else "auto"
-
-    @kv_precision.setter
-    def kv_precision(self, value: KvPrecision) -> None:
-        self.set("kv_precision", value)
-
     def context_of(self, model: str) -> int | None:
         """The context that a model, given by its path, is loaded with, in tokens; None is its own limit."""
         value = self.get("context_tokens", {}).get(model)
@@ -174,133 +172,6 @@ class Settings(QObject):
         """Holds when the model is loaded the next time."""
         rest = {path: value for path, value in self.get("context_tokens", {}).items() if path != model}
         self.set("context_tokens", {**rest, model: tokens} if tokens is not None else rest)
-
-    @property
-    def jobs_at_once(self) -> int:
-        """How many batch jobs share the engine; others wait for their turn."""
-        return max(1, min(MOST_JOBS_AT_ONCE, self.get("jobs_at_once", DEFAULT_JOBS_AT_ONCE)))
-
-    @jobs_at_once.setter
-    def jobs_at_once(self, value: int) -> None:
-        self.set("jobs_at_once", value)
-
-    @property
-    def serves_others(self) -> bool:
-        """Whether other programs may use the model."""
-        return self.get("serve_others", default=False)
-
-    @serves_others.setter
-    def serves_others(self, value: bool) -> None:
-        self.set("serve_others", value)
-
-    @property
-    def serves(self) -> ServedTo:
-        """Which programs may: those of this PC, those that know the key, or those of other PCs that know it."""
-        value = self.get("serve_to", "")
-        return cast(ServedTo, value) if value in get_args(ServedTo) else "pc"
-
-    @serves.setter
-    def serves(self, value: ServedTo) -> None:
-        self.set("serve_to", value)
-
-    @property
-    def server_port(self) -> int:
-        """Where they find it."""
-        value = self.get("serve_port", DEFAULT_SERVER_PORT)
-        return value if 1024 <= value < 65536 else DEFAULT_SERVER_PORT
-
-    @server_port.setter
-    def server_port(self, value: int) -> None:
-        self.set("serve_port", value)
-
-    @property
-    def idle_minutes(self) -> int:
-        """The window's model is put aside once it is unused for so long; 0 keeps it."""
-        return max(0, self.get("idle_minutes", 0))
-
-    @idle_minutes.setter
-    def idle_minutes(self, value: int) -> None:
-        self.set("idle_minutes", value)
-
-    @property
-    def others_idle_minutes(self) -> int:
-        """As `idle_minutes`, for a model that a program asked for by name."""
-        return max(0, self.get("serve_idle_minutes", 10))
-
-    @others_idle_minutes.setter
-    def others_idle_minutes(self, value: int) -> None:
-        self.set("serve_idle_minutes", value)
-
-    @property
-    def gives_way(self) -> bool:
-        """Whether the window's model makes room for one that a program asks for, where both do not fit."""
-        return self.get("serve_gives_way", default=False)
-
-    @gives_way.setter
-    def gives_way(self, value: bool) -> None:
-        self.set("serve_gives_way", value)
-
-    @property
-    def device(self) -> str:
-        """Where models run, as in `EngineConfig.device`."""
-        return self.get("device", "auto") or "auto"
-
-    @device.setter
-    def device(self, value: str) -> None:
-        self.set("device", value)
-
-    @property
-    def precision(self) -> str:
-        """Of the weights in memory, as in `EngineConfig.precision`."""
-        from engine.formats import PRECISIONS  # imported late: the window opens without it
-
-        value = self.get("precision", "auto")
-        return value if value in PRECISIONS else "auto"
-
-    @precision.setter
-    def precision(self, value: str) -> None:
-        self.set("precision", value)
-
-    @property
-    def cache_policy(self) -> CachePolicy:
-        """Which experts stay on the card, as in `EngineConfig.cache_policy`."""
-        value = self.get("cache_policy", "auto")
-        return value if value in CACHE_POLICIES else "auto"
-
-    @cache_policy.setter
-    def cache_policy(self, value: CachePolicy) -> None:
-        self.set("cache_policy", value)
-
-    @property
-    def vram_bytes(self) -> int | None:
-        """The most of the card's memory that a model may take; None is all that is free."""
-        return self._budget("vram_bytes")
-
-    @vram_bytes.setter
-    def vram_bytes(self, value: int | None) -> None:
-        self.set("vram_bytes", value or 0)
-
-    @property
-    def ram_bytes(self) -> int | None:
-        """As `vram_bytes`, of the machine's."""
-        return self._budget("ram_bytes")
-
-    @ram_bytes.setter
-    def ram_bytes(self, value: int | None) -> None:
-        self.set("ram_bytes", value or 0)
-
-    def _budget(self, key: str) -> int | None:
-        value = self.get(key, 0)
-        return value if value >= LEAST_BUDGET else None
-
-    @property
-    def window_geometry(self) -> str:
-        """`QWidget.saveGeometry()` in base64; empty before the first close."""
-        return self.get("window_geometry", "")
-
-    @window_geometry.setter
-    def window_geometry(self, value: str) -> None:
-        self.set("window_geometry", value)
 
     # --- any setting ------------------------------------------------------------------------------
 

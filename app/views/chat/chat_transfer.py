@@ -138,7 +138,12 @@ class ChatTransfer(QObject):
     def _on_imported(self, report: ImportReport) -> None:
         self._listing.stop()
         self._list()
-        self._end(import_words(report))
+        unread = report.unread
+        if report.is_cancelled or unread.damaged or unread.is_cut_off or any(unread.left.values()) or unread.problems:
+            self._end(import_words(report))
+        else:  # nothing that anybody has to read
+            self.banner.hide()
+            self._toast.show_text(import_words(report))
         if report.first is not None and report.added + report.grown + report.known == 1:
             self._presenter.open(report.first.id)  # one of many would only take people away from what they do
 

@@ -127,7 +127,8 @@ def test_exporting_and_importing(page: ChatView, engine: ScriptedEngine, qtbot: 
     for suffix in ("json", "zip"):
         with qtbot.waitSignal(files.imported):
             page.transfer.import_files([tmp_path / f"chat.{suffix}"])
-        assert "1 was here already" in page.transfer.banner.text
+        assert "1 was here already" in page.toast.text
+        assert page.transfer.banner.isHidden()
     assert titles(page) == ["q"]
     (tmp_path / "bad.json").write_text("{", encoding="utf-8")
     with qtbot.waitSignal(files.imported):
