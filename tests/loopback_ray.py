@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from engine.bench.local_ray import LocalNode, LocalRay
+from benchmarks.local_ray import LocalNode, LocalRay
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 _PATIENCE_S = 60.0

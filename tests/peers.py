@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from engine.bench.peers.editions import EDITIONS, Edition
+from benchmarks.peers.editions import EDITIONS, Edition
 
 
 def _users_home(edition: Edition) -> Path:

@@ -21,8 +21,8 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from engine.bench.gguf_texts import texts_of
-from engine.bench.peers.editions import LLAMA_CPP
+from benchmarks.gguf import texts_of
+from benchmarks.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from tests.engine.test_serve_verb import served
 from tests.peers import users_home

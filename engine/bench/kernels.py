@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.bench.report import Report, row
+from engine.bench.report import Report, in_turn
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.experts.bank import BankLayer
 from engine.experts.quantised_layout import BlockLayout, QuantisedLayout
@@ -134,13 +134,9 @@ def _bench_shape(
                     kernel = NativeExperts(each, math, kernels, many_tokens=TorchExperts(each, math, kernels))
                     name = isa.name if each is layer else _peer_of(isa)
                     runs[name] = _With(best, isa, _Run(kernel, each, shape, tokens))
-    values: dict[str, list[float]] = {name: [] for name in runs}
     try:
-        for repeat in range(repeats + 1):
-            for name, measure in runs.items():
-                rate = measure()
-                if repeat:
-                    values[name].append(rate)
+        turns = {name: (lambda _repeat, run=run: run()) for name, run in runs.items()}
+        values = in_turn(turns, repeats, report, lambda _turn: None)
     finally:
         reader.close()
         for pool in pools:
@@ -152,15 +148,13 @@ def _bench_shape(
             # As many weights have fewer bytes in one than in the other.
             share = layer.layout.nbytes / other.layout.nbytes
             peer, peer_values = f"{beside}, as many weights", [rate * share for rate in values[_peer_of(isa)]]
-        report.rows.append(
-            row(
-                f"{shape.name} top-{shape.top_k} {weights.name} {isa.name}",
-                values[isa.name],
-                "GB/s",
-                peer=peer if peer_values else None,
-                peer_values=peer_values,
-                limit=statistics.median(limits),
-            )
+        report.add(
+            f"{shape.name} top-{shape.top_k} {weights.name} {isa.name}",
+            values[isa.name],
+            "GB/s",
+            peer=peer if peer_values else None,
+            peer_values=peer_values,
+            limit=statistics.median(limits),
         )
     return limits
 

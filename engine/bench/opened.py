@@ -8,18 +8,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from engine.bench.step_records import hybrid_layers
-from engine.checkpoint.profile import read_profile
 from engine.common import clock
-from engine.common.errors import EngineError, ErrorCode
-from engine.devices.opening import card_count
-from engine.hardware.profiles import EMULATED, emulated_cards
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.dispatcher import HybridExperts
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
@@ -106,9 +102,6 @@ def _never() -> bool:
     return False
 
 
-RESIDENT_SHARE = 0.25
-
-
 @contextmanager
 def opened(config: EngineConfig) -> Iterator[LoadedModel]:
     """The model of `config`, closed at the end.
@@ -123,45 +116,19 @@ def opened(config: EngineConfig) -> Iterator[LoadedModel]:
         loaded.close()
 
 
-@contextmanager
-def opened_with_cache(config: EngineConfig) -> Iterator[LoadedModel]:
-    """The same, for a model whose experts a device and the CPU share.
-
-    Raises:
-        EngineError: also `INVALID_REQUEST` if there are none.
-    """
-    with opened(config) as loaded:
-        if not hybrid_layers(loaded.model):
-            raise EngineError(
-                ErrorCode.INVALID_REQUEST,
-                f"{loaded.info.name} on {loaded.info.device} has no experts that a device and the CPU share: choose "
-                "--device cuda or emulated:NAME, and less --vram than all experts need.",
-            )
-        yield loaded
+def hybrid_layers(model: Any) -> list[tuple[Any, HybridExperts]]:
+    """The experts modules of a loaded model that compute on a device and the CPU, in the order of its layers."""
+    found = []
+    for module in model.modules():
+        bound = module.__dict__.get(BANK_LAYER)
+        if bound is not None and isinstance(bound[1], HybridExperts):
+            found.append((module, bound[1]))
+    return found
 
 
-def with_quarter_resident(config: EngineConfig) -> EngineConfig:
-    """A cache for a quarter of the experts, unless `config` sets it; with one CPU thread on an emulated device, which
-    computes on the other core.
-    """
-    if config.cache_slots is None:
-        profile = read_profile(Path(config.model))
-        share = RESIDENT_SHARE / _device_count(config.device)
-        config = replace(config, cache_slots=max(1, round(share * profile.layers * profile.experts)))
-    if config.threads is None and config.device.startswith("emulated:"):
-        config = replace(config, threads=1)
-    return config
-
-
-def _device_count(spec: str) -> int:
-    if spec.startswith(EMULATED):
-        return max(1, emulated_cards(spec)[1])
-    return card_count(spec)
-
-
-def without_cache(config: EngineConfig) -> EngineConfig:
-    """The configuration without an expert cache."""
-    return replace(config, cache_slots=0)
+def vocabulary_of(loaded: LoadedModel) -> int:
+    """Size of its vocabulary."""
+    return int(loaded.model.config.get_text_config().vocab_size)
 
 
 def caches_of(loaded: LoadedModel) -> list[VramCache]:

@@ -1,14 +1,15 @@
-"""The report of a benchmark: the machine, rows of figures, and peers that could not run, with reasons."""
+"""How benchmarks measure and report: contestants in turn, figures in pairs, and who could not run, with reasons."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
-from typing import Any
+from typing import Any, TypeVar
 
 _CONFIDENCE = 0.95
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,17 @@ class Report:
     rows: list[ReportRow] = field(default_factory=list)
     peers_not_run: list[dict[str, str]] = field(default_factory=list)
 
+    def add(self, name: str, values: list[float], unit: str, **options: Any) -> ReportRow:
+        """Adds a figure; see `row`."""
+        self.rows.append(row(name, values, unit, **options))
+        return self.rows[-1]
+
+    def add_against(self, name: str, ours: list[float], unit: str, others: Mapping[str, list[float]]) -> None:
+        """Adds ours, and ours against each of the others."""
+        self.add(name, ours, unit)
+        for peer, theirs in others.items():
+            self.add(name, ours, unit, peer=peer, peer_values=theirs)
+
     def skip_peer(self, peer: str, reason: str) -> None:
         """Reports a peer that could not run, and why, instead of omitting it silently."""
         self.peers_not_run.append({"peer": peer, "reason": reason})
@@ -119,6 +131,43 @@ class Report:
             lines.append(line.rstrip() + _spread(entry))
         lines += [f"not run: {skipped['peer']} ({skipped['reason']})" for skipped in self.peers_not_run]
         return "\n".join(lines)
+
+
+class PeerError(Exception):
+    """A contestant cannot run, or cannot go on; the message is one sentence."""
+
+
+def in_turn(
+    contestants: Mapping[str, Callable[[int], _T]],
+    repeats: int,
+    report: Report,
+    say: Callable[[str], None],
+    *,
+    warm_up: bool = True,
+    what: str = "",
+) -> dict[str, list[_T]]:
+    """What each contestant gave in each repeat: one after the other, so that noise affects all alike.
+
+    One that raises `PeerError` is reported, and left out from then on.
+
+    Args:
+        contestants: called with the number of the repeat; 0 is the warm-up, which does not count.
+        what: for people, what is measured.
+    """
+    found: dict[str, list[_T]] = {name: [] for name in contestants}
+    for repeat in range(0 if warm_up else 1, repeats + 1):
+        for name in list(found):
+            turn = f"repeat {repeat} of {repeats}" if repeat else "warm-up"
+            say(f"{what}{', ' if what else ''}{turn}: {name}")
+            try:
+                value = contestants[name](repeat)
+            except PeerError as failure:
+                report.skip_peer(name, str(failure))
+                del found[name]
+                continue
+            if repeat:
+                found[name].append(value)
+    return found
 
 
 def _label(entry: ReportRow) -> str:

@@ -2,23 +2,30 @@
 
 The phases of the engine are told apart by its events, those of the window by its own report; what the imports of the
 engine take is told by Python itself, in a process of its own, as telling it takes time.
+
+With `--model`: a start that finds the model prepared, against reading the prepared files.  The first start prepares
+them, in a folder that is removed afterwards; each later one is an engine process of its own.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from engine.bench.report import Report, row
-from engine.bench.window import GUI_WAIT_LIMIT_MS, PATIENCE_S, as_installed, run_window
+from engine.bench.prepared_apart import prepared_apart
+from engine.bench.report import Report, in_turn
 from engine.checkpoint.library import resolve
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
+from engine.measure.disk import forget_cached, read_rate
 from engine.protocol import (
     ChatMessage,
     Failed,
@@ -34,10 +41,13 @@ from engine.protocol import (
     encode,
 )
 
+GUI_WAIT_LIMIT_MS = 50.0
+PATIENCE_S = 300.0
 WINDOW_LIMIT_S = 1.0
 UPDATE_LIMIT_MS = 16.0
 FIRST_TOKEN_LIMIT_S = 2.0
 _MOST_PACKAGES = 6
+_PIECE = 8 * 2**20
 _PHASES = (
     ("process", Ready),
     ("imports", Progress),
@@ -56,36 +66,63 @@ def bench_startup(repeats: int, report: Report, say: Callable[[str], None]) -> N
         EngineError: `MODEL_NOT_FOUND` without the starter; `INTERNAL` if the window or the engine did not start.
     """
     starter = resolve("starter")
-    windows: list[dict[str, float]] = []
-    engines: list[dict[str, float]] = []
-    packages: list[dict[str, float]] = []
-    for repeat in range(repeats + 1):
-        say(f"repeat {repeat} of {repeats}" if repeat else "warm-up")
-        window, engine, imports = _window_seconds(), _first_token_seconds(starter), _import_seconds()
-        if repeat:
-            windows.append(window)
-            engines.append(engine)
-            packages.append(imports)
-    _add(report, "window usable", windows, WINDOW_LIMIT_S)
-    _add(report, "first token of the starter, engine started cold", engines, FIRST_TOKEN_LIMIT_S)
+    found = in_turn(
+        {
+            "window": lambda _repeat: _window_seconds(),
+            "engine": lambda _repeat: _first_token_seconds(starter),
+            "imports": lambda _repeat: _import_seconds(),
+        },
+        repeats,
+        report,
+        say,
+    )
+    packages = found["imports"]
+    _add(report, "window usable", found["window"], limit=WINDOW_LIMIT_S)
+    _add(report, "first token of the starter, engine started cold", found["engine"], limit=FIRST_TOKEN_LIMIT_S)
     for name in sorted(packages[0], key=lambda name: -packages[0][name])[:_MOST_PACKAGES]:
         values = [imports.get(name, 0.0) for imports in packages]
-        report.rows.append(row(f"  of the imports, told by Python: {name}", values, "s", higher_is_better=False))
+        report.add(f"  of the imports, told by Python: {name}", values, "s", higher_is_better=False)
     say("streaming 512 tokens in the window")
     wait_ms, updates_ms = _streaming_ms(starter)
     name = "longest wait of a GUI event while 512 tokens stream"
-    report.rows.append(row(name, [wait_ms], "ms", limit=GUI_WAIT_LIMIT_MS, higher_is_better=False))
+    report.add(name, [wait_ms], "ms", limit=GUI_WAIT_LIMIT_MS, higher_is_better=False)
     name = "update of an answer of 4,000 tokens with formulas and code"
-    report.rows.append(row(name, updates_ms, "ms", limit=UPDATE_LIMIT_MS, higher_is_better=False))
-    report.rows.append(row("  the longest of them", [max(updates_ms)], "ms", higher_is_better=False))
+    report.add(name, updates_ms, "ms", limit=UPDATE_LIMIT_MS, higher_is_better=False)
+    report.add("  the longest of them", [max(updates_ms)], "ms", higher_is_better=False)
 
 
-def _add(report: Report, name: str, runs: list[dict[str, float]], limit: float) -> None:
+def _add(report: Report, name: str, runs: list[dict[str, float]], **options: Any) -> None:
     """A row for the whole, and one for each phase."""
-    totals = [sum(run.values()) for run in runs]
-    report.rows.append(row(name, totals, "s", limit=limit, higher_is_better=False))
+    report.add(name, [sum(run.values()) for run in runs], "s", higher_is_better=False, **options)
     for phase in runs[0]:
-        report.rows.append(row(f"  of that: {phase}", [run[phase] for run in runs], "s", higher_is_better=False))
+        report.add(f"  of that: {phase}", [run[phase] for run in runs], "s", higher_is_better=False)
+
+
+def as_installed() -> dict[str, str]:
+    """The environment of a process whose start is timed: Python may keep what it compiles, as where it is installed."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+def home_with(starter: Path, home: Path) -> Path:
+    """The folder, in which a window finds the starter."""
+    models = home / "data" / "models"
+    models.mkdir(parents=True)
+    (models / "starter").symlink_to(starter, target_is_directory=True)
+    return home
+
+
+def run_window(home: Path, report_variable: str, variables: dict[str, str]) -> dict[str, object]:
+    """Runs the real window in a separate home until it has written its report and closed itself."""
+    report = home / "report.json"
+    command, own = python_module("app")
+    environment = {**as_installed(), **own, **variables, "SWITCHYARD_HOME": str(home), report_variable: str(report)}
+    if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
+        environment.setdefault("QT_QPA_PLATFORM", "offscreen")
+    try:
+        subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE_S, check=False)
+        return dict(json.loads(report.read_text()))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise EngineError(ErrorCode.INTERNAL, f"The window did not report its start ({error}).") from error
 
 
 def _window_seconds() -> dict[str, float]:
@@ -102,10 +139,7 @@ def _window_seconds() -> dict[str, float]:
 def _streaming_ms(starter: Path) -> tuple[float, list[float]]:
     """The longest wait of a GUI event, and every update of a long answer."""
     with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as home:
-        models = Path(home) / "data" / "models"
-        models.mkdir(parents=True)
-        (models / "starter").symlink_to(starter, target_is_directory=True)
-        document = run_window(Path(home), "SWITCHYARD_STREAMING_REPORT", {})
+        document = run_window(home_with(starter, Path(home)), "SWITCHYARD_STREAMING_REPORT", {})
         if document["error"]:
             raise EngineError(ErrorCode.INTERNAL, f"No answer streamed in the window: {document['error']}")
         updates = document["updates_ms"]
@@ -174,3 +208,57 @@ def seconds_by_package(told: str) -> dict[str, float]:
             package = rest.rpartition("|")[2].strip().partition(".")[0]
             seconds[package] = seconds.get(package, 0.0) + int(own) / 1e6
     return seconds
+
+
+def bench_second_start(config: EngineConfig, repeats: int, report: Report, say: Callable[[str], None]) -> None:
+    """Adds rows: seconds until the model is there, with its prepared files on disk alone and in the page cache, and
+    where they go.
+
+    A reader of the same files takes turns with each: cold, the faster of one past the page cache with several reads in
+    flight and one through it; warm, one that copies them from there into memory that it uses again and again.
+
+    Raises:
+        EngineError: as `load_model`; `INVALID_REQUEST` if nothing of the model is prepared in this precision.
+    """
+    with prepared_apart() as folder:
+        say("first start: prepares the model, which takes a while")
+        phases_of(config)
+        files = sorted(folder.glob("*.gguf"))
+        nbytes = sum(file.stat().st_size for file in files)
+        if not files:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"Nothing of {Path(config.model).name} is kept for a second start: choose another --precision, such as "
+                "int4, or a larger model.",
+            )
+        cold: list[dict[str, float]] = []
+        warm: list[dict[str, float]] = []
+        past: list[float] = []
+        through: list[float] = []
+        cached: list[float] = []
+        for repeat in range(repeats):
+            say(f"repeat {repeat + 1} of {repeats}: reading the prepared files, and starting")
+            past.append(sum(file.stat().st_size / read_rate(file) for file in files))
+            forget_cached(files)
+            through.append(_copied(files))
+            forget_cached(files)
+            cold.append(phases_of(config))
+            cached.append(_copied(files))
+            warm.append(phases_of(config))
+    fastest = [min(pair) for pair in zip(past, through, strict=True)]
+    name = f"ready, {nbytes / 1e9:.1f} GB of prepared files on disk"
+    _add(report, name, cold, peer="reading them", peer_values=fastest)
+    _add(report, "ready, the same in the page cache", warm, peer="reading them from there", peer_values=cached)
+
+
+def _copied(files: Sequence[Path]) -> float:
+    """Seconds of reading files through the page cache, one after the other."""
+    buffer = bytearray(_PIECE)
+    begun_s = time.perf_counter()
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            while stream.readinto(buffer):
+                pass
+    return time.perf_counter() - begun_s

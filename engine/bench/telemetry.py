@@ -8,7 +8,6 @@ counted as if no token came meanwhile.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import threading
@@ -18,11 +17,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.bench.report import Report, row
+from engine.bench.opened import opened
+from engine.bench.report import Report
 from engine.common.config import EngineConfig, SamplingParams
 from engine.process.streams import EventWriter
 from engine.process.telemetry import TelemetryService
-from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
@@ -52,40 +51,29 @@ class TelemetryPlan:
 def bench_telemetry(config: EngineConfig, plan: TelemetryPlan, report: Report, say: Callable[[str], None]) -> None:
     """Adds rows to `report`: the decode rate with everything recorded, packed and written, against the rate without."""
     say("loading the model")
-    loaded = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
-    with ExitStack() as opened:
-        opened.callback(loaded.close)
+    with ExitStack() as held:
+        loaded = held.enter_context(opened(config))
         # Stands for the window: everything sent is written, as in the engine process.
         nowhere = Path(os.devnull).open("wb")  # noqa: SIM115 - closed by the stack
-        opened.callback(nowhere.close)
+        held.callback(nowhere.close)
         writer = EventWriter(nowhere.fileno(), on_broken=lambda: None)
         writer.start()
-        opened.callback(writer.close)
+        held.callback(writer.close)
         service = TelemetryService(writer.offer, writer.publish, writer.send)
-        opened.callback(service.close)
+        held.callback(service.close)
         service.model_is(ModelTelemetry(loaded))
-        opened.callback(service.model_is, None)
+        held.callback(service.model_is, None)
         answer = _Answer(loaded)
-        opened.callback(answer.close)
+        held.callback(answer.close)
         on, off = _rates(answer, service, plan, say)
         collecting = _collecting(answer, service, plan.tokens, say)
     on = [rate * (1 - collecting) for rate in on]
-    low, high = median_interval([with_it / without for with_it, without in zip(on, off, strict=True)])
+    added = report.add("decode, all telemetry on", on, "tokens/s", peer="telemetry off", peer_values=off)
+    sure = "too few" if added.likely is None else "95%: {:.4f} to {:.4f}".format(*added.likely)
     say(
-        f"95% confidence of the ratio, {plan.repeats} pairs of {plan.tokens} tokens: {low:.4f} to {high:.4f} "
-        f"(target: at least {TARGET}); {collecting:.2%} of it is for collecting"
+        f"the ratio, {plan.repeats} pairs of {plan.tokens} tokens, {sure} (target: at least {TARGET}); "
+        f"{collecting:.2%} of it is for collecting"
     )
-    report.rows.append(row("decode, all telemetry on", on, "tokens/s", peer="telemetry off", peer_values=off))
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """The two of the values, [n] with n at least 1, that bound the true median at about 95% confidence.
-
-    By order statistics, without assumptions on the distribution.  Few values give the whole range.
-    """
-    ordered, count = sorted(values), len(values)
-    out = max(0, math.floor((count - 1.96 * math.sqrt(count)) / 2))
-    return ordered[out], ordered[count - 1 - out]
 
 
 class _Answer:

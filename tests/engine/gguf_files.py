@@ -1,6 +1,6 @@
 """Makes the GGUF files in tests/data/gguf: `python -m tests.engine.gguf_files [NAME ...]`.
 
-For maintainers, after `python -m engine.bench.peers build`.  Tiny random models of transformers are written to GGUF
+For maintainers, after `python -m benchmarks.peers build`.  Tiny random models of transformers are written to GGUF
 by llama.cpp's own converter; beside each file lies what llama.cpp computes with it.  Weights are of few values, so that
 the files compress, and float32, so that llama.cpp computes without rounding.
 """
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from gguf import GGUFValueType
 
-from engine.bench.peers.editions import LLAMA_CPP
+from benchmarks.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.file import Strings, read_gguf
 from tests.tiny_gguf import dequantised, write_gguf, write_model
 

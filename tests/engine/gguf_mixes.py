@@ -1,6 +1,6 @@
 """Makes the files of tests/data/gguf that llama.cpp quantised: `python -m tests.engine.gguf_mixes [MIX ...]`.
 
-For maintainers, after `python -m engine.bench.peers build`.  A tiny random Qwen3 MoE whose rows are whole blocks of
+For maintainers, after `python -m benchmarks.peers build`.  A tiny random Qwen3 MoE whose rows are whole blocks of
 256 is quantised by llama.cpp to each of its mixes of types; beside each file lies what ggml makes of its blocks, and
 what llama.cpp computes with it.  Matrices are made of few blocks, so that the files compress.
 """
@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bench.peers.editions import LLAMA_CPP
-from engine.bench.peers.peer import quantise
+from benchmarks.peers.editions import LLAMA_CPP
+from benchmarks.peers.peer import quantise
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry

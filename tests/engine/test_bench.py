@@ -10,16 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks import disk, speculation
+from benchmarks.cache import made_up_trace
+from benchmarks.cut import Cut, add_whole
+from benchmarks.loops import most_repeated
+from benchmarks.mmap_peer import memory_group
+from benchmarks.peers.editions import EDITIONS
+from benchmarks.peers.library import OFFLOAD
 from engine import cli
-from engine.bench import decode, disk, speculation, telemetry
-from engine.bench.cache import made_up_trace
-from engine.bench.loops import most_repeated
-from engine.bench.mmap_peer import memory_group
-from engine.bench.peers.editions import EDITIONS
-from engine.bench.peers.library import OFFLOAD
+from engine.bench import decode, telemetry
 from engine.bench.report import Report
-from engine.bench.synthetic import Cut
-from engine.bench.synthetic.shapes import SHAPES
+from engine.bench.shapes import SHAPES
 from engine.checkpoint.library import converted_dir
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
@@ -120,7 +121,7 @@ def test_a_long_prompt_on_the_cpu_names_what_was_not_run(capsys: pytest.CaptureF
 def test_cache_policies_on_recorded_routing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.bench.cache._LAYERS", 4)
+    monkeypatch.setattr("benchmarks.cache._LAYERS", 4)
     write_trace(made_up_trace(30, 2, 16, 4), tmp_path / "mine.npz")
     document = bench(capsys, "cache", "--trace", str(tmp_path / "mine.npz"))
     names = [row["name"] for row in document["rows"]]
@@ -218,9 +219,8 @@ def test_layers_and_head_apart() -> None:
     cut = Cut(layers=4, whole_layers=48, vocabulary=4096, whole_vocabulary=151936, shorter="")
     report = Report({})
     # A layer takes 1 ms of ours and 2 ms of the peer's, the rest 4 and 1 ms; the third contestant only noise.
-    rates = {"ours": [1 / 0.008], "peer": [1 / 0.009], "noise": [100.0]}
-    halved = {"ours": [1 / 0.006], "peer": [1 / 0.005], "noise": [100.0]}
-    decode._whole_rows("decode", cut, rates, halved, report)
+    rates = {"ours": [[1 / 0.008, 1 / 0.006]], "peer": [[1 / 0.009, 1 / 0.005]], "noise": [[100.0, 100.0]]}
+    add_whole("decode", cut, {**rates, "memory": [[1.0]]}, report)
     found = {(row.name, row.peer): (row.value, row.ratio) for row in report.rows}
     few = ", but 4,096 of 151,936 words"
     assert found["decode: a layer", "peer"] == pytest.approx((1.0, 2.0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine import cli
-from engine.bench.card import figures, parts
+from engine.bench.card import kernel_parts, parts
 from engine.bench.card.kernel_parts import Shape, works
 from engine.bench.card.run import ALL, TESTS, Part, as_markdown, bench_card
 from engine.common.errors import EngineError
@@ -112,7 +112,7 @@ def test_on_an_emulated_card_the_parts_measure(
     part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = "synthetic:qwen3-30b-a3b?layers=2&vocab=512&experts=8"
-    monkeypatch.setattr(figures, "REPEATS", 3)
+    monkeypatch.setattr(kernel_parts, "REPEATS", 3)
     if part != "all":
         assert parts.main([part, CARD, model]) == 0
         found = json.loads(capsys.readouterr().out)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import machines
-from engine.bench.machines import CHOICES, OURS, MachinesPlan, bench_machines, resident_share
+from benchmarks import machines
+from benchmarks.machines import CHOICES, OURS, MachinesPlan, bench_machines, resident_share
 from engine.bench.report import Report
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError

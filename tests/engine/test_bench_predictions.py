@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks import predicted_decode
 from engine import cli
-from engine.bench import predicted_decode
 from engine.common.config import EngineConfig
 from engine.hardware.measured import CopyTime, ExpertTime, Measurements, save_measurements
 from engine.hardware.probe import Probe, probe

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.cache_utils import Cache
 
-from engine.bench.step_records import replaced_kernels
+from benchmarks.shared_experts import replaced_kernels
 from engine.common import clock
 from engine.common.errors import EngineError
 from engine.devices.device import CopyRecord

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.bench.disk import load_prepared
+from benchmarks.disk import load_prepared
 from engine.checkpoint.library import converted_path
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import try_lock

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.bench.disk import load_prepared
+from benchmarks.disk import load_prepared
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.bank import ExpertBank

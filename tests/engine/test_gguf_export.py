@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from engine.bench.gguf_export import gguf_of
+from benchmarks.gguf import gguf_of
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.safetensors_numpy import from_bfloat16, read_safetensors, write_safetensors

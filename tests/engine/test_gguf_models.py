@@ -11,8 +11,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from engine.bench.peers.editions import LLAMA_CPP
-from engine.bench.peers.peer import GgufPeer
+from benchmarks.peers.editions import LLAMA_CPP
+from benchmarks.peers.peer import GgufPeer
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
@@ -23,7 +23,7 @@ from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 from tests.tiny_gguf import dequantised, write_model
 
 PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
-needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build")
+needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m benchmarks.peers build")
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, pre_tokenizers
 
-from engine.bench.peers.editions import LLAMA_CPP
+from benchmarks.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.pre_tokenizers import PRE_TOKENIZERS
 from engine.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
@@ -31,7 +31,7 @@ PEER = LLAMA_CPP.python()
 VOCABULARIES = sorted((LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp" / "models").glob("ggml-vocab-*.gguf"))
 WITH_TEXTS = [file for file in VOCABULARIES if file.with_name(f"{file.name}.inp").exists()]
 needs_vocabularies = pytest.mark.skipif(
-    not VOCABULARIES or PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build"
+    not VOCABULARIES or PEER is None, reason="llama.cpp is not built: python -m benchmarks.peers build"
 )
 PEER_SCRIPT = """
 import json, sys

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.peers import build as building
-from engine.bench.peers.build import Builder, PeerBuildError, find_sources
-from engine.bench.peers.editions import EDITIONS, IK_LLAMA_CPP, LLAMA_CPP, Edition
-from engine.bench.peers.instructions import GROUPS, Instructions
+from benchmarks.peers import build as building
+from benchmarks.peers.build import Builder, PeerBuildError, find_sources
+from benchmarks.peers.editions import EDITIONS, IK_LLAMA_CPP, LLAMA_CPP, Edition
+from benchmarks.peers.instructions import GROUPS, Instructions
 from engine.common.files import try_lock, unlock
 
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.bench.decode import _rates
-from engine.bench.peers.best_flags import Room, best_flags
-from engine.bench.peers.editions import LLAMA_CPP, Edition
-from engine.bench.peers.instructions import GROUPS, working_instructions
-from engine.bench.peers.peer import Beside, GgufPeer, PeerError, files_beside
-from engine.bench.report import Report
-from engine.bench.synthetic import gguf_file, make_synthetic, resolve_model
+from benchmarks import gguf as gguf_file
+from benchmarks.peers.beside import Beside, Room, best_flags, files_beside
+from benchmarks.peers.editions import LLAMA_CPP, Edition
+from benchmarks.peers.instructions import GROUPS, working_instructions
+from benchmarks.peers.peer import GgufPeer
+from engine.bench.report import PeerError, Report, in_turn
+from engine.bench.synthetic import make_synthetic, resolve_model
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.gguf.file import read_gguf
 from engine.common.config import EngineConfig, SamplingParams
@@ -43,7 +44,7 @@ def test_without_the_binding_it_says_how_to_build_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switchyard_home: Path
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(PeerError, match=r"run python -m engine\.bench\.peers build"):
+    with pytest.raises(PeerError, match=r"run python -m benchmarks\.peers build"):
         GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64)
 
 
@@ -237,7 +238,7 @@ def test_a_file_that_is_no_model_is_a_sentence(tmp_path: Path) -> None:
 
 
 def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
-    def dies_at_last() -> float:
+    def dies_at_last(_repeat: int) -> float:
         died.append(1)
         if len(died) == 3:
             raise PeerError("its process died of SIGILL")
@@ -245,8 +246,9 @@ def test_a_bench_goes_on_without_a_peer_that_dies() -> None:
 
     died: list[int] = []
     report = Report({})
-    rates = _rates([{"ours": lambda: 2.0, "llama.cpp": dies_at_last}], 4, report, lambda _text: None)
-    assert rates == [{"ours": [2.0] * 4}]
+    contestants: dict[str, Callable[[int], float]] = {"ours": lambda _repeat: 2.0, "llama.cpp": dies_at_last}
+    rates = in_turn(contestants, 4, report, lambda _text: None)
+    assert rates == {"ours": [2.0] * 4}
     (missing,) = report.peers_not_run
     assert (missing["peer"], "SIGILL" in missing["reason"]) == ("llama.cpp", True)
 
@@ -299,5 +301,5 @@ def test_without_llama_cpp_no_file_is_written_for_it(switchyard_home: Path, monk
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
     report = Report({})
     assert files_beside(switchyard_home / "starter", "bf16", report, lambda _text: None, ["llama.cpp"]) == []
-    assert "python -m engine.bench.peers build" in report.peers_not_run[0]["reason"]
+    assert "python -m benchmarks.peers build" in report.peers_not_run[0]["reason"]
     assert not switchyard_home.exists()

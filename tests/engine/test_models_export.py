@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine.bench.peers.editions import LLAMA_CPP
+from benchmarks.peers.editions import LLAMA_CPP
 from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.tokenizer import tokenizer_files

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.peers.editions import LLAMA_CPP
+from benchmarks.peers.peer import GgufPeer
+from benchmarks.quality import Contestant, Reference, Window
 from engine import cli
 from engine.bench.opened import opened
-from engine.bench.peers.editions import LLAMA_CPP
-from engine.bench.peers.peer import GgufPeer
-from engine.bench.quality import Contestant, Reference, Window
 from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.starter.package import extract_member, read_recipe
@@ -117,7 +117,7 @@ def test_peers_that_are_not_built_are_told(tmp_path: Path, capsys: pytest.Captur
     assert [peer["peer"] for peer in skipped] == ["llama.cpp, Q8_0", "llama.cpp, Q4_0", "llama.cpp, Q4_1"]
 
 
-@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build")
+@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m benchmarks.peers build")
 def test_llama_cpp_tells_its_logits_of_every_token(tmp_path: Path) -> None:
     write_gguf(make_synthetic(TINY), tmp_path / "model.gguf", Quantisation.Q8_0)
     with GgufPeer("llama.cpp", tmp_path / "model.gguf", 1, 64, python=PEER) as peer:
@@ -200,7 +200,7 @@ QUESTIONS = ("What is a train?", "Name three colours.", "Write a sentence about 
 
 
 @pytest.mark.exhaustive
-@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m engine.bench.peers build")
+@pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m benchmarks.peers build")
 def test_a_published_file_says_what_it_says_in_llama_cpp(parents_file: Path, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     text = "\n".join(file.read_text(encoding="utf-8") for file in sorted([*root.glob("docs/*.md"), root / "README.md"]))

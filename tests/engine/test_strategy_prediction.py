@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.shared_experts import LayerStep
+from benchmarks.strategies import StepCosts, StrategyModel
 from engine.bench.report import Report, median_interval, row
-from engine.bench.step_records import LayerStep
-from engine.bench.strategies import StepCosts, StrategyModel
 from engine.experts.latency import LatencyModel
 
 FREE = StepCosts(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)

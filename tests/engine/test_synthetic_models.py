@@ -9,8 +9,8 @@ import torch
 
 from engine.bench import synthetic as synthetic_module
 from engine.bench.opened import random_text
+from engine.bench.shapes import SHAPES, Shape
 from engine.bench.synthetic import is_synthetic, make_synthetic, resolve_model
-from engine.bench.synthetic.shapes import SHAPES, Shape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.bench.synthetic.shapes import TensorSpec
+from engine.bench.shapes import TensorSpec
 from engine.checkpoint.headers import TensorEntry
 
 

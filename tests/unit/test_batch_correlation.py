@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.bench.batch import busy_share
+from benchmarks.schedules import busy_share
 from engine.devices.device import CopyRecord
 from engine.experts.prediction.predictors import BatchCorrelation
 

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench import second_start
+from engine.bench import startup
 from engine.bench.report import Report
-from engine.bench.second_start import bench_second_start
-from engine.bench.startup import seconds_by_package
+from engine.bench.startup import bench_second_start, seconds_by_package
 from engine.checkpoint.library import converted_dir, converted_path
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
@@ -39,7 +38,7 @@ def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
         bank.write_bytes(bytes(10**6))
         return {"process": 1.0, "imports": 2.0}
 
-    monkeypatch.setattr(second_start, "phases_of", phases_of)
+    monkeypatch.setattr(startup, "phases_of", phases_of)
     report = Report({})
     bench_second_start(EngineConfig(str(tmp_path / "model")), 2, report, lambda _text: None)
     assert starts == [False, True, True, True, True]
@@ -57,6 +56,6 @@ def test_a_second_start_is_compared_with_reading_and_leaves_nothing(
 
 
 def test_a_model_of_which_nothing_is_kept_has_no_second_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(second_start, "phases_of", lambda _config: {})
+    monkeypatch.setattr(startup, "phases_of", lambda _config: {})
     with pytest.raises(EngineError, match="Nothing of model is kept"):
         bench_second_start(EngineConfig(str(tmp_path / "model")), 1, Report({}), lambda _text: None)

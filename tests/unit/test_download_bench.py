@@ -7,8 +7,8 @@ import shutil
 
 import pytest
 
-from engine.bench import download
-from engine.bench.download import Line, bench_download
+from benchmarks import download
+from benchmarks.download import Line, bench_download
 from engine.bench.report import Report
 from engine.common.paths import data_dir
 

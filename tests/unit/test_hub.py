@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
+from engine.bench.shapes import SHAPES, config_of, tensors_of
 from engine.bench.synthetic import make_synthetic
-from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import (
     Candidate,

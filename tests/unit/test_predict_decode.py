@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.bench.synthetic.shapes import SHAPES, config_of, tensors_of
+from engine.bench.shapes import SHAPES, config_of, tensors_of
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape, read_model

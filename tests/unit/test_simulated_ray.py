@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.bench.cluster import ClusterPlan, bench_cluster, simulate
+from benchmarks.simulated_cluster import ClusterPlan, bench_cluster, simulate
 from engine.bench.report import Report
 
 

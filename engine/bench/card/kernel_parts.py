@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-from engine.bench.card import figures
-from engine.bench.card.figures import Figures, median_seconds, number_of
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -17,9 +15,29 @@ if TYPE_CHECKING:
     from engine.kernels.cuda.launcher import Launcher
     from engine.kernels.gpu.stored import CardKernels
 
+Figures = dict[str, Any]
+"""Texts, and numbers with their unit at the end of the name."""
+
+REPEATS = 30
 _KV_TOKENS = 4096
 _IN_GRAPH = 50
 """Launches, one after the other."""
+
+
+def number_of(device: str) -> int:
+    """Of the card that is meant; the first if none is named."""
+    _, _, number = device.partition(":")
+    return int(number) if number.isdecimal() else 0
+
+
+def median_seconds(work: Callable[[], object]) -> float:
+    """Of several calls."""
+    spans = []
+    for _ in range(REPEATS):
+        begun_s = time.perf_counter()
+        work()
+        spans.append(time.perf_counter() - begun_s)
+    return statistics.median(spans)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +91,7 @@ def _attention(place: torch.device) -> Figures:
     table.set_rows(0, list(states))
 
     def attended() -> None:
-        for _ in range(figures.REPEATS):
+        for _ in range(REPEATS):
             kernel.attend(table, AttentionTerms(_QWEN.head_dim**-0.5), queries, new, new, held)
         torch.cuda.synchronize(place)
 
@@ -83,7 +101,7 @@ def _attention(place: torch.device) -> Figures:
         return {"attention": f"torch's operators: {error}"}
     return {
         "attention": "a kernel",
-        f"attention after {_KV_TOKENS:,}, us": 1e6 * median_seconds(attended) / figures.REPEATS,
+        f"attention after {_KV_TOKENS:,}, us": 1e6 * median_seconds(attended) / REPEATS,
     }
 
 

@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from engine.bench.card import figures
-from engine.bench.card.figures import Figures, median_seconds, number_of
-from engine.bench.card.kernel_parts import between, kernels
+from engine.bench.card import kernel_parts
+from engine.bench.card.kernel_parts import Figures, between, kernels, median_seconds, number_of
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
@@ -86,7 +85,7 @@ def link(device: str, _model: str) -> Figures:
 
         waits: list[float] = []
         spans = []
-        for _ in range(figures.REPEATS):
+        for _ in range(kernel_parts.REPEATS):
             begun_s = time.perf_counter()
             behind()
             spans.append(waits.pop() - begun_s)
@@ -139,7 +138,7 @@ def _launches(device: Device) -> Figures:
 
 def experts(device: str, model: str) -> Figures:
     """What the dispatcher measures of this machine, for experts of the model's shape."""
-    from engine.bench.step_records import hybrid_layers
+    from engine.bench.opened import hybrid_layers
 
     with _opened(device, model, cache_slots=16) as loaded:
         layers = hybrid_layers(loaded.model)
@@ -175,7 +174,7 @@ def on_cpu(device: str, model: str) -> Figures:
 
 def tokens(device: str, model: str) -> Figures:
     """What a layer's hand-over to the CPU and back takes, where a token is the card's own: beside what is computed."""
-    from engine.bench.opened import decode_seconds, random_text
+    from engine.bench.opened import decode_seconds, random_text, vocabulary_of
     from engine.kernels.cuda.exchange import handover_ns
 
     with _opened(device, model, cache_slots=_half(model), misses="cpu") as loaded:
@@ -184,8 +183,8 @@ def tokens(device: str, model: str) -> Figures:
         if own is None:
             return {"tokens of its own": f"none. {' '.join(loaded.devices.experts.notes)}".strip()}
         spans: list[int] = []
-        for seed in range(figures.REPEATS):
-            decode_seconds(loaded, random_text(_vocabulary(loaded), 16, 4, seed=seed))
+        for seed in range(kernel_parts.REPEATS):
+            decode_seconds(loaded, random_text(vocabulary_of(loaded), 16, 4, seed=seed))
             spans += handover_ns(own.records()).tolist()
         kind = "as one graph" if own.is_captured else "of an emulated card"
         found: Figures = {"tokens of its own": kind if own.can_run_more else "given up while they ran"}
@@ -202,10 +201,10 @@ def fetched(device: str, model: str) -> Figures:
 
 def prompt(device: str, model: str) -> Figures:
     """Reading a prompt with half of the experts on the card."""
-    from engine.bench.opened import prefill_seconds, random_text
+    from engine.bench.opened import prefill_seconds, random_text, vocabulary_of
 
     with _opened(device, model, cache_slots=_half(model)) as loaded:
-        texts = [random_text(_vocabulary(loaded), _PROMPT, 0, seed=seed).prompt for seed in range(_ROUNDS + 1)]
+        texts = [random_text(vocabulary_of(loaded), _PROMPT, 0, seed=seed).prompt for seed in range(_ROUNDS + 1)]
         seconds = [prefill_seconds(loaded, text) for text in texts][1:]
     return {f"prompt of {_PROMPT:,} tokens, tokens/s": _PROMPT / statistics.median(seconds)}
 
@@ -216,10 +215,10 @@ def profile(device: str, model: str) -> Figures:
 
     if not device.startswith("cuda"):
         return {"profile": "only a real card has one"}
-    from engine.bench.opened import decode_seconds, random_text
+    from engine.bench.opened import decode_seconds, random_text, vocabulary_of
 
     with _opened(device, model, cache_slots=_half(model)) as loaded:
-        vocabulary, tokens = _vocabulary(loaded), 5
+        vocabulary, tokens = vocabulary_of(loaded), 5
         decode_seconds(loaded, random_text(vocabulary, 16, _TOKENS))
         kinds = (torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(activities=kinds) as watched:
@@ -247,10 +246,10 @@ def per_token(calls: Mapping[str, int], tokens: int) -> Figures:
 
 def _decoded(device: str, model: str, **options: Any) -> Figures:
     from engine.bench.decode import bytes_per_token
-    from engine.bench.opened import caches_of, decode_seconds, random_text
+    from engine.bench.opened import caches_of, decode_seconds, random_text, vocabulary_of
 
     with _opened(device, model, **options) as loaded:
-        vocabulary = _vocabulary(loaded)
+        vocabulary = vocabulary_of(loaded)
         decode_seconds(loaded, random_text(vocabulary, 16, _TOKENS))  # fills the cache
         counters = [cache.counters for cache in caches_of(loaded)]
         names = ("lookups", "hits", "hits_on_cpu", "on_cpu", "fetched")

@@ -1,0 +1,1 @@
+"""What maintainers measure with: from a checkout, `switchyard bench` has these kinds too."""

@@ -1,0 +1,146 @@
+"""`switchyard bench batch --schedules`: schedules of a layer's work on a device, on the same rows, in turn."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.bench.batch import batch_rate, prompts_of
+from engine.bench.opened import opened
+from engine.bench.report import Report, in_turn
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.devices.device import CopyRecord, Device, Direction
+from engine.planner.schedules import CGOPIPE, MULTI_BATCH, SCHEDULES
+from engine.planner.simulator.sweeps import predicted_seconds
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.schedule.executor import BatchExecutor
+
+if TYPE_CHECKING:
+    from engine.runtime.loaded_model import LoadedModel
+
+_WARM_UP_TOKENS = 2
+_SIMPLE = "simple pipeline"
+"""The baseline of Klotski's table 3: each micro-batch passes the whole model separately."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulesPlan:
+    """What to run: `rows` prompts of MTBench's lengths, `tokens` generated for each, `micro_batch` rows at once."""
+
+    rows: int
+    tokens: int
+    repeats: int
+    micro_batch: int
+
+
+def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, say: Callable[[str], None]) -> None:
+    """Adds rows: generated tokens per second of each schedule, measured and simulated; CGOPipe against each other one;
+    and utilisation of the link.
+
+    The simulation only uses the parts of a sweep, timed separately; it models their overlap. Nothing is cached on the
+    device, so that all schedules move the same weights.
+
+    Raises:
+        EngineError: as `load_model`; `INVALID_REQUEST` if no experts are fetched to a device.
+    """
+    config = replace(config, cache_slots=0)
+    if config.threads is None and config.device.startswith("emulated:"):
+        config = replace(config, threads=1)  # the emulated card needs the other core
+    with opened(config) as loaded:
+        device = _device(loaded)
+        prompts = prompts_of(loaded, plan.rows)
+        predicted = _predicted(loaded, plan, prompts)
+        say(", ".join(f"{name} predicted {rate:.1f} tokens/s" for name, rate in predicted.items()))
+
+        def run(policy: BatchPolicy, repeat: int) -> tuple[float, float]:
+            rate, share = _run(loaded, device, policy, prompts, plan.tokens if repeat else _WARM_UP_TOKENS)
+            say(f"  {rate:.1f} tokens/s, link {share:.0%} busy")
+            return rate, share
+
+        turns = {name: partial(run, policy) for name, policy in _policies(loaded, plan).items()}
+        found = in_turn(turns, plan.repeats, report, say)
+    rates = {name: [rate for rate, _share in values] for name, values in found.items()}
+    title = f"{plan.rows} rows, {plan.tokens} tokens each"
+    for name, values in rates.items():
+        report.add(f"{title}, {name}", values, "tokens/s", predicted=predicted.get(name))
+    ours = rates.pop(CGOPIPE.name)
+    report.add_against(f"{title}, CGOPipe", ours, "tokens/s", rates)
+    for name, pairs in found.items():
+        report.add(f"link busy, {name}", [statistics.median(100 * share for _rate, share in pairs)], "%", limit=100.0)
+
+
+def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
+    """Tokens per second by each schedule that is simulated, from sweeps whose parts are timed separately."""
+    policies = _policies(loaded, plan)
+    executor = BatchExecutor(loaded, policies[CGOPIPE.name])
+    try:
+        timer = executor.time_parts()
+        if timer is None:
+            return {}
+        batch_rate(executor, prompts, _WARM_UP_TOKENS)
+        timer.sweeps.clear()
+        timer.inside_s = 0.0
+        begun_s = time.perf_counter()
+        batch_rate(executor, prompts, plan.tokens)
+        outside_s = max(0.0, time.perf_counter() - begun_s - timer.inside_s) / len(timer.sweeps)
+    finally:
+        executor.close()
+    sweeps = [replace(parts, outside_s=outside_s) for parts in timer.sweeps]
+    found = {name: predicted_seconds(schedule, sweeps) for name, schedule in SCHEDULES.items()}
+    rounds = sweeps[0].times.count
+    alone = [
+        replace(parts, times=replace(parts.times, count=1), outside_s=parts.outside_s / rounds) for parts in sweeps
+    ] * rounds
+    found[_SIMPLE] = predicted_seconds(MULTI_BATCH, alone)
+    return {name: plan.rows * plan.tokens / seconds for name, seconds in found.items() if seconds}
+
+
+def busy_share(copies: Sequence[CopyRecord], since_s: float, until_s: float) -> float:
+    """The fraction of an interval in which at least one of these copies was running."""
+    total, reached = 0.0, since_s
+    for copy in sorted(copies, key=lambda copy: copy.started_s):
+        begin, end = max(copy.started_s, reached), min(copy.ended_s, until_s)
+        if end > begin:
+            total += end - begin
+            reached = end
+    return total / (until_s - since_s)
+
+
+def _policies(loaded: LoadedModel, plan: SchedulesPlan) -> dict[str, BatchPolicy]:
+    base = replace(policy_for(loaded), rows=plan.rows, micro_batch_rows=plan.micro_batch)
+    policies = {name: replace(base, schedule=schedule) for name, schedule in SCHEDULES.items()}
+    policies[_SIMPLE] = replace(base, rows=plan.micro_batch, schedule=MULTI_BATCH)
+    return policies
+
+
+def _run(
+    loaded: LoadedModel, device: Device, policy: BatchPolicy, prompts: Sequence[Sequence[int]], tokens: int
+) -> tuple[float, float]:
+    """(tokens per second, busy fraction of the link from the first copy to the last)."""
+    copies: list[CopyRecord] = []
+    executor = BatchExecutor(loaded, policy)
+    stop = device.copy_log.listen(copies.append)
+    try:
+        rate = batch_rate(executor, prompts, tokens)
+    finally:
+        stop()
+        executor.close()
+    there = [copy for copy in copies if copy.direction == Direction.H2D]
+    if not there:
+        return rate, 0.0
+    return rate, busy_share(there, min(c.started_s for c in there), max(c.ended_s for c in there))
+
+
+def _device(loaded: LoadedModel) -> Device:
+    if loaded.devices is None or len(loaded.devices.devices) != 1 or not loaded.devices.experts.activations:
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST,
+            f"{loaded.info.name} on {loaded.info.device} brings no experts to a device: choose --device cuda:0 or "
+            "emulated:slow-link, and a model with experts.",
+        )
+    return loaded.devices.devices[0]
