@@ -24,13 +24,11 @@ from engine.experts.ram_tier import RamTier
 from engine.experts.ranges import Part, RecordRanges
 from engine.experts.record import LayerSpec, RecordLayout, RecordTable, allocate_records
 from engine.experts.record_source import RecordSource
-from engine.experts.replay.bounds import belady_hits
-from engine.experts.replay.simulation import ADOPTED, replay
-from engine.experts.replay.trace_file import RoutingTrace, read_trace
+from engine.experts.replay import ADOPTED, RoutingTrace, belady_hits, read_trace, replay
 from engine.experts.vram_cache import VramCache
 
 if TYPE_CHECKING:
-    from engine.experts.replay.trace_file import RoutingTrace
+    from engine.experts.replay import RoutingTrace
     from engine.kernels.interface import ExpertKernel
 
 _LAYOUT = RecordLayout.of({"down_proj": ((8, 8), torch.bfloat16)}, transposed=False)

@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,7 +21,7 @@ import psutil
 
 from benchmarks.local_ray import LocalRay
 from engine.batch_files.rows import RowRequest
-from engine.bench.report import Report
+from engine.bench.report import Report, in_turn, there_and_back
 from engine.checkpoint.shards import content_digest
 from engine.common.chat import ChatMessage
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
@@ -75,7 +76,6 @@ class _FewNodes:
         self.send, self.close = link.send, link.close
 
     def events(self, wait_s: float) -> list[Message]:
-        """See `Link`."""
         found = self._link.events(wait_s)
         for event in found:
             if event["said"] == "nodes":
@@ -154,7 +154,7 @@ def bench_real_cluster(config: EngineConfig, plan: RealClusterPlan, report: Repo
         why = f"Ray is not installed: run {INSTALL}."
         raise EngineError(ErrorCode.INVALID_REQUEST, why) from None
     config = replace(config, device="cpu", threads=1)
-    with_ray, limits = _with_ray(config, plan, cores, say), _without(config, plan, cores, say)
+    with_ray, limits = _with_ray(config, plan, cores, report, say), _without(config, plan, cores, report, say)
     one, several = ([run.rate for run in runs] for runs in with_ray)
     alone, together = limits
     name = f"{plan.rows:,} rows of {plan.tokens} tokens"
@@ -167,8 +167,8 @@ def bench_real_cluster(config: EngineConfig, plan: RealClusterPlan, report: Repo
 
 
 def _with_ray(
-    config: EngineConfig, plan: RealClusterPlan, cores: list[int], say: Callable[[str], None]
-) -> tuple[list[_Run], list[_Run]]:
+    config: EngineConfig, plan: RealClusterPlan, cores: list[int], report: Report, say: Callable[[str], None]
+) -> tuple[list[_Run], ...]:
     """One node and several, in turn."""
     sample = tuple((0.1, each) for each in requests(_WARM_ROWS, plan.tokens, -1))
     digest = content_digest(Path(config.model))
@@ -185,31 +185,31 @@ def _with_ray(
         for each in (one, several):
             say("warm-up: the engines load")
             each.warm()
-        found: tuple[list[_Run], list[_Run]] = [], []
-        for repeat in range(plan.repeats):
-            for which in (0, 1) if repeat % 2 == 0 else (1, 0):
-                run = (one, several)[which].run(plan.rows, plan.tokens, repeat)
-                found[which].append(run)
-                say(
-                    f"repeat {repeat + 1} of {plan.repeats}: {(1, plan.nodes)[which]} nodes, {run.rate:.2f} rows/s, "
-                    f"{run.seconds:.1f} s, {run.tokens:,} tokens, engines {run.engines_s / run.seconds:.2f} cores, "
-                    f"others {run.others_s / run.seconds:.2f}"
-                )
-        return found
+
+        def run(nodes: _OnNodes, repeat: int) -> _Run:
+            done = nodes.run(plan.rows, plan.tokens, repeat)
+            say(
+                f"  {done.rate:.2f} rows/s, {done.seconds:.1f} s, {done.tokens:,} tokens, engines "
+                f"{done.engines_s / done.seconds:.2f} cores, others {done.others_s / done.seconds:.2f}"
+            )
+            return done
+
+        turns = {"one node": partial(run, one), f"{plan.nodes} nodes": partial(run, several)}
+        return tuple(in_turn(turns, plan.repeats, report, say, warm_ups=0, order=there_and_back).values())
 
 
 def _without(
-    config: EngineConfig, plan: RealClusterPlan, cores: list[int], say: Callable[[str], None]
-) -> tuple[list[float], list[float]]:
+    config: EngineConfig, plan: RealClusterPlan, cores: list[int], report: Report, say: Callable[[str], None]
+) -> tuple[list[float], ...]:
     """(rows per second of one `switchyard batch` on a core, and of several at once together), in turn."""
-    alone, together = list[float](), list[float]()
     with TemporaryDirectory() as folder:
-        for repeat in range(min(_WITHOUT, plan.repeats)):
-            for count in (1, plan.nodes):
-                rates = _batches(config, plan, cores[:count], Path(folder), repeat)
-                (alone if count == 1 else together).append(sum(rates))
-                say(f"without a cluster: {count} at once, {sum(rates):.2f} rows/s")
-    return alone, together
+
+        def run(count: int, repeat: int) -> float:
+            return sum(_batches(config, plan, cores[:count], Path(folder), repeat))
+
+        turns = {"one engine": partial(run, 1), f"{plan.nodes} engines": partial(run, plan.nodes)}
+        repeats = min(_WITHOUT, plan.repeats)
+        return tuple(in_turn(turns, repeats, report, say, warm_ups=0, what="without a cluster").values())
 
 
 def _batches(config: EngineConfig, plan: RealClusterPlan, cores: list[int], folder: Path, repeat: int) -> list[float]:

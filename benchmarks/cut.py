@@ -10,9 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from engine.bench.models import resolve_model, without_file_type
 from engine.bench.report import Report
-from engine.bench.shapes import SHAPES
-from engine.bench.synthetic import is_synthetic, parse, resolve_model, without_file_type
+from engine.checkpoint.synthetic import is_synthetic, parse
+from engine.checkpoint.synthetic_shapes import SHAPES
 
 if TYPE_CHECKING:
     from engine.bench.decode import Found

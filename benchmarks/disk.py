@@ -20,7 +20,7 @@ import torch
 from benchmarks import mmap_peer
 from benchmarks.mmap_peer import memory_group
 from engine.bench.opened import ForcedText, decode_seconds, opened, random_text
-from engine.bench.report import Report
+from engine.bench.report import PeerError, Report, in_turn
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
@@ -177,32 +177,32 @@ def _decode(
     size = sum(site.nbytes for site in source.sites)
     expert_ram = plan.expert_ram or size // 2
     config = replace(config, ram_bytes=_dense_bytes(source) + expert_ram)
-    rates: list[float] = []
-    bounds: list[float] = []
-    mapped: list[float] = []
     text = random_text(source.opened.model.config.get_text_config().vocab_size, 32, plan.tokens)
-    for repeat in range(plan.repeats):
-        say(f"repeat {repeat + 1} of {plan.repeats}: decoding with {expert_ram / size:.0%} of the experts in RAM")
+    on_cpu = config.device in ("auto", "cpu")
+
+    def ours(_repeat: int) -> tuple[float, float]:
         with opened(config) as loaded:
             rate, missed = _our_rate(loaded, text)
-        rates.append(rate)
-        bounds.append(read_rate(bank) / max(missed, 1.0))
-        if config.device in ("auto", "cpu"):
-            say(f"repeat {repeat + 1} of {plan.repeats}: {_MMAP}")
-            theirs = _mapped_rate(config, text, bank, expert_ram, report)
-            mapped += [] if theirs is None else [theirs]
+        return rate, read_rate(bank) / max(missed, 1.0)
+
+    def mapped(_repeat: int) -> tuple[float, float]:
+        return _mapped_rate(config, text, bank, expert_ram), 0.0
+
+    name = f"decode, RAM for {expert_ram / size:.0%} of the experts"
+    turns = {"ours": ours, **({_MMAP: mapped} if on_cpu else {})}
+    found = in_turn(turns, plan.repeats, report, say, warm_ups=0, what=name)
+    rates, bounds = ([each[number] for each in found["ours"]] for number in (0, 1))
     say("decoding with as much RAM as there is")
     with opened(replace(config, ram_bytes=None)) as loaded:
         if loaded.disk_backed is None:
             decode_seconds(loaded, text, _PASS_S)
             seconds = decode_seconds(loaded, text, _PASS_S)
             report.add("decode, all experts in RAM", [len(seconds) / sum(seconds)], "tokens/s")
-    name = f"decode, RAM for {expert_ram / size:.0%} of the experts"
     bound = "the disk's rate over the bytes missed"
     report.add(name, rates, "tokens/s", peer=bound, peer_values=bounds)
-    if len(mapped) == len(rates):
-        report.add(name, rates, "tokens/s", peer=_MMAP, peer_values=mapped)
-    elif config.device not in ("auto", "cpu"):
+    if _MMAP in found:
+        report.add(name, rates, "tokens/s", peer=_MMAP, peer_values=[rate for rate, _bound in found[_MMAP]])
+    elif not on_cpu:
         report.skip_peer(_MMAP, "compared where the CPU computes: --device cpu")
 
 
@@ -225,16 +225,19 @@ def _our_rate(loaded: LoadedModel, text: ForcedText) -> tuple[float, float]:
     return len(seconds) / sum(seconds), (loaded.disk_backed.disk.bytes_read - before) / len(seconds)
 
 
-def _mapped_rate(config: EngineConfig, text: ForcedText, bank: Path, expert_ram: int, report: Report) -> float | None:
-    """Tokens per second of `benchmarks.mmap_peer`; None if it failed, which the report notes."""
+def _mapped_rate(config: EngineConfig, text: ForcedText, bank: Path, expert_ram: int) -> float:
+    """Tokens per second of `benchmarks.mmap_peer`.
+
+    Raises:
+        PeerError: it failed.
+    """
     command, own = python_module("benchmarks.mmap_peer")
     try:
         with memory_group() as group:
-            asked = mmap_peer.request(config, text, bank, group.folder, expert_ram)
             done = subprocess.run(
                 command,
                 env={**os.environ, **own},
-                input=asked,
+                input=mmap_peer.request(config, text, bank, group.folder, expert_ram),
                 capture_output=True,
                 text=True,
                 check=False,
@@ -242,13 +245,12 @@ def _mapped_rate(config: EngineConfig, text: ForcedText, bank: Path, expert_ram:
             )
         if done.returncode == 0:
             return float(json.loads(done.stdout)["tokens_per_s"])
-        lines = done.stderr.strip().splitlines()
-        reason = lines[-1] if lines else f"it ended with {done.returncode}, perhaps out of memory"
-    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        reason = f"its memory cannot be limited here: {error}" if isinstance(error, OSError) else str(error)
-    if not any(skipped["peer"] == _MMAP for skipped in report.peers_not_run):
-        report.skip_peer(_MMAP, reason)
-    return None
+    except OSError as error:
+        raise PeerError(f"its memory cannot be limited here: {error}") from error
+    except (ValueError, subprocess.TimeoutExpired) as error:
+        raise PeerError(str(error)) from error
+    lines = done.stderr.strip().splitlines()
+    raise PeerError(lines[-1] if lines else f"it ended with {done.returncode}, perhaps out of memory")
 
 
 def _ignore(_done: int, _total: int) -> None:

@@ -62,7 +62,7 @@ def bench_download(repeats: int, report: Report, on_progress: Callable[[str], No
             sha256 = _write_noise(file, line.size_mb)
             with _served(file, line) as address:
                 turns = _turns(line, address, file, sha256, curl)
-                rates = in_turn(turns, repeats, report, on_progress, warm_up=False, what=line.name)
+                rates = in_turn(turns, repeats, report, on_progress, warm_ups=0, what=line.name)
             peer = "curl" if "curl" in rates else None
             report.add(f"download, {line.name}", rates["ours"], "MB/s", peer=peer, peer_values=rates.get("curl"))
 

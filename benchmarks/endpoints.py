@@ -65,7 +65,7 @@ def bench_endpoints(repeats: int, report: Report, note: Callable[[str], None]) -
         "all three servers": lambda _repeat: _ratio(None, 0),
         "one of them killed": killed,
     }
-    found = in_turn(turns, repeats, report, note, warm_up=False)
+    found = in_turn(turns, repeats, report, note, warm_ups=0)
     for name, ratios in found.items():
         report.add(f"{name}, time over the least", ratios, "x", limit=_ALLOWED, higher_is_better=False)
         note(f"{name}, the longest: {max(ratios):.2f}")

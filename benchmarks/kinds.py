@@ -329,8 +329,8 @@ def _run_loops(args: argparse.Namespace) -> int:
 
 def _run_serve(args: argparse.Namespace) -> int:
     from benchmarks.serving import ServingPlan, bench_serving
-    from benchmarks.serving_texts import QUESTIONS, read_questions
-    from engine.bench.synthetic import resolve_model
+    from benchmarks.serving_load import QUESTIONS, read_questions
+    from engine.bench.models import resolve_model
 
     questions = read_questions(args.questions) if args.questions else QUESTIONS
     model, report = resolve_model(args.model, note), new_report()
@@ -373,7 +373,7 @@ def _run_download(args: argparse.Namespace) -> int:
 
 
 def _run_monitor(args: argparse.Namespace) -> int:
-    from engine.bench.window import bench_monitor
+    from benchmarks.monitor import bench_monitor
 
     report = new_report()
     bench_monitor(args.seconds, args.repeats, report, note)
@@ -390,7 +390,7 @@ def _run_decode(args: argparse.Namespace) -> int:
     config, report = config_of(args), new_report()
     if args.strategies:
         from benchmarks.strategies import StrategyPlan, bench_strategies
-        from engine.bench.synthetic import is_synthetic
+        from engine.checkpoint.synthetic import is_synthetic
 
         bench_strategies(config, StrategyPlan(args.tokens, args.repeats, not is_synthetic(args.model)), report, note)
         if args.peers:

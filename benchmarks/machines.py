@@ -11,12 +11,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING
 
-from engine.bench.opened import decode_seconds, hybrid_layers, opened, prefill_seconds, random_text
-from engine.bench.report import Report
+from engine.bench.opened import decode_seconds, hybrid_layers, opened, prefill_seconds, random_text, vocabulary_of
+from engine.bench.report import Report, in_turn
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.cache.selection import BURST_STEPS
 from engine.hardware.profiles import EMULATED, DeviceProfile, timed_profiles
@@ -105,22 +106,27 @@ def bench_machines(config: EngineConfig, plan: MachinesPlan, report: Report, say
     for profile in timed_profiles():
         if plan.machines and profile.name not in plan.machines:
             continue
-        rates: dict[str, dict[str, list[float]]] = {"decode": {}, "prompt": {}}
         with ExitStack() as held:
             models = _warmed_up(config, plan, profile, held, say)
-            for repeat in range(plan.repeats):
-                say(f"{profile.name}: {repeat + 1} of {plan.repeats}")
-                for name in Random(repeat).sample(list(models), len(models)):
-                    loaded, slower = models[name], _slowdown(plan, profile, CHOICES[name])
-                    text = _text(loaded, _SETTLING + plan.tokens, repeat + 1)
-                    seconds = sum(decode_seconds(loaded, text)[_SETTLING:]) * slower
-                    rates["decode"].setdefault(name, []).append(plan.tokens / seconds)
-                    prompt = random_text(_vocabulary(loaded), plan.prompt_tokens, 1, repeat + 1).prompt
-                    rates["prompt"].setdefault(name, []).append(
-                        plan.prompt_tokens / (prefill_seconds(loaded, prompt) * slower)
-                    )
-        for kind, found in rates.items():
-            _rows(f"{profile.name}, {kind}", found, report)
+            turns = {name: partial(_rates, plan, profile, name, loaded) for name, loaded in models.items()}
+            found = in_turn(turns, plan.repeats, report, say, warm_ups=0, what=profile.name, order=_shuffled)
+        for number, kind in enumerate(("decode", "prompt")):
+            rates = {name: [each[number] for each in values] for name, values in found.items()}
+            _rows(f"{profile.name}, {kind}", rates, report)
+
+
+def _shuffled(repeat: int, names: list[str]) -> list[str]:
+    return Random(repeat).sample(names, len(names))
+
+
+def _rates(
+    plan: MachinesPlan, profile: DeviceProfile, name: str, loaded: LoadedModel, repeat: int
+) -> tuple[float, float]:
+    """Tokens per second of decoding, and of reading a prompt."""
+    slower = _slowdown(plan, profile, CHOICES[name])
+    seconds = sum(decode_seconds(loaded, _text(loaded, _SETTLING + plan.tokens, repeat))[_SETTLING:]) * slower
+    prompt = random_text(vocabulary_of(loaded), plan.prompt_tokens, 1, repeat).prompt
+    return plan.tokens / seconds, plan.prompt_tokens / (prefill_seconds(loaded, prompt) * slower)
 
 
 def _warmed_up(
@@ -140,7 +146,7 @@ def _warmed_up(
             loaded.foresight.forget_uses()
         decode_seconds(loaded, _text(loaded, warm_up if name == OURS else _FIXED_WARM_UP, 0))
         for seed in range(-1 - -(-_TAUGHT_LAYERS // loaded.info.layers), 0):
-            prefill_seconds(loaded, random_text(_vocabulary(loaded), plan.prompt_tokens, 1, seed).prompt)
+            prefill_seconds(loaded, random_text(vocabulary_of(loaded), plan.prompt_tokens, 1, seed).prompt)
     return models
 
 
@@ -164,13 +170,8 @@ def _rows(name: str, rates: dict[str, list[float]], report: Report) -> None:
         report.add(name, rates[OURS], "tokens/s", peer=peer, peer_values=rates[peer])
 
 
-def _vocabulary(loaded: LoadedModel) -> int:
-    vocabulary: int = loaded.model.config.get_text_config().vocab_size
-    return vocabulary
-
-
 def _text(loaded: LoadedModel, tokens: int, seed: int) -> ForcedText:
-    return random_text(_vocabulary(loaded), _PROMPT_TOKENS, tokens, seed)
+    return random_text(vocabulary_of(loaded), _PROMPT_TOKENS, tokens, seed)
 
 
 @contextmanager

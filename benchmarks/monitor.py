@@ -39,7 +39,7 @@ def bench_monitor(seconds: int, repeats: int, report: Report, say: Callable[[str
             raise EngineError(ErrorCode.INTERNAL, f"Nothing was decoded in the window: {document['error']}")
         return {name: float(str(document[name])) for name in _FIGURES}
 
-    found = in_turn({"the window": run}, repeats, report, say, warm_up=False)["the window"]
+    found = in_turn({"the window": run}, repeats, report, say, warm_ups=0)["the window"]
     for name, (label, scale, unit, limit) in _FIGURES.items():
         values = [scale * each[name] for each in found]
         report.add(label, values, unit, limit=limit, higher_is_better=limit is None)

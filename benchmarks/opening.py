@@ -37,7 +37,7 @@ def bench_opening(config: EngineConfig, repeats: int, report: Report, say: Calla
         return rate
 
     turns: dict[str, Callable[[int], Any]] = {_DISK: disk, "opening the model": lambda _repeat: _seconds(config)}
-    found = in_turn(turns, repeats, report, say, warm_up=False)
+    found = in_turn(turns, repeats, report, say, warm_ups=0)
     rates = [nbytes / total_s / 1e9 for total_s, _before_s in found["opening the model"]]
     report.add("opening the model", rates, "GB/s", peer=_DISK, peer_values=found[_DISK])
     report.add("of that, before the first weights", [before for _total, before in found["opening the model"]], "s")

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from benchmarks.shared_experts import recorded_routing, with_quarter_resident
+from engine.bench.models import resolve_model
 from engine.bench.opened import ForcedText, decode_seconds, opened, own_text, random_text
 from engine.bench.report import Report, ReportRow, row
-from engine.bench.synthetic import is_synthetic, resolve_model
 from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.synthetic import is_synthetic
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.common.paths import models_dir
@@ -185,6 +186,5 @@ class _AtItsBest(Run):
     """Takes the fastest of short repeats instead of the median, which needs an idle machine."""
 
     def steady(self, name: str, once: Callable[[], float], repeats: int = 5) -> float:  # noqa: ARG002 - as in `Run`
-        """See `Run.steady`."""
         once()
         return min(once() for _ in range(repeats))

@@ -69,7 +69,7 @@ def bench_prefixes(config: EngineConfig, plan: PrefixesPlan, report: Report, say
                     return _turns(loaded, tokens, plan.other_tokens, repeat, Path(folder), say)
 
             name = f"{tokens:,} tokens"
-            found = in_turn({"turns": run}, plan.repeats, report, say, warm_up=False, what=name)["turns"]
+            found = in_turn({"turns": run}, plan.repeats, report, say, warm_ups=0, what=name)["turns"]
             seconds = {turn: [took[turn] for took in found] for turn in found[0]}
             first = seconds.pop("first turn")
             report.add(f"first token of {name}, first turn", first, "s")

@@ -16,9 +16,9 @@ import torch
 
 from benchmarks.gguf import gguf_of
 from benchmarks.peers.editions import LLAMA_CPP
-from benchmarks.peers.peer import GgufPeer, PeerError
+from benchmarks.peers.peer import GgufPeer
 from engine.bench.opened import opened
-from engine.bench.report import Report, ReportRow
+from engine.bench.report import PeerError, Report, ReportRow
 from engine.checkpoint.gguf.export import Quantisation
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode

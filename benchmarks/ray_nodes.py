@@ -52,7 +52,6 @@ def _handing_down(core: int, variables: dict[str, str]) -> Iterator[None]:
 
 
 def main() -> None:
-    """Runs the process."""
     said, sys.stdout = sys.stdout, sys.stderr
 
     def say(**about: Any) -> None:

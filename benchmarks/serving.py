@@ -21,9 +21,8 @@ from urllib.request import Request, urlopen
 
 from benchmarks.gguf import gguf_of, texts_of
 from benchmarks.peers.editions import HOW_TO_BUILD, LLAMA_CPP, Flags
-from benchmarks.serving_load import Load, Question, closed_loop, open_loop
-from benchmarks.serving_texts import Asked
-from engine.bench.report import Report, row
+from benchmarks.serving_load import Asked, Load, Question, closed_loop, open_loop
+from engine.bench.report import Report, in_turn, there_and_back
 from engine.checkpoint.gguf.export import Quantisation
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import python_module
@@ -110,12 +109,13 @@ class _InTurn:
 
     def run(self, name: str, work: Callable[[str, list[Question]], Load]) -> dict[str, list[Load]]:
         """All repeats of one load, and its rows; all contestants are asked the same, each time another one first."""
-        loads: dict[str, list[Load]] = {each.name: [] for each in self.contestants}
-        for repeat in range(self.plan.repeats):
-            self.say(f"{name}: repeat {repeat + 1} of {self.plan.repeats}")
-            questions = self.asked.next_ones(self.plan.per_load)
-            for each in self.contestants if repeat % 2 == 0 else self.contestants[::-1]:
-                loads[each.name].append(work(each.url, questions))
+        questions = [self.asked.next_ones(self.plan.per_load) for _ in range(self.plan.repeats)]
+
+        def load(url: str, repeat: int) -> Load:
+            return work(url, questions[repeat - 1])
+
+        turns = {each.name: partial(load, each.url) for each in self.contestants}
+        loads = in_turn(turns, self.plan.repeats, self.report, self.say, warm_ups=0, what=name, order=there_and_back)
         self._add(
             f"{name}: generated", "tokens/s", [[load.tokens_per_s for load in of_one] for of_one in loads.values()]
         )
@@ -126,8 +126,7 @@ class _InTurn:
     def _add(self, name: str, unit: str, values: list[list[float]]) -> None:
         ours, *others = values
         peer, peer_values = (self.contestants[1].name, others[0]) if others else (None, None)
-        added = row(name, ours, unit, peer=peer, peer_values=peer_values, higher_is_better=unit != "ms")
-        self.report.rows.append(added)
+        added = self.report.add(name, ours, unit, peer=peer, peer_values=peer_values, higher_is_better=unit != "ms")
         beside = f", {peer} {added.peer_value:.1f}" if added.peer_value is not None else ""
         self.say(f"  {name}: {added.value:.1f} {unit}{beside}")
 

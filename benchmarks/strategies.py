@@ -15,6 +15,7 @@ import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +37,7 @@ from engine.bench.opened import (
     own_text,
     random_text,
 )
-from engine.bench.report import Report
+from engine.bench.report import PeerError, Report, in_turn
 from engine.common import clock
 from engine.common.config import Misses
 from engine.experts.latency import LatencyModel
@@ -229,9 +230,8 @@ class StrategyPlan:
 
 @dataclass(slots=True)
 class _Notes:
-    """Intermediate results: rates of each strategy, and separate times of the parts of a step."""
+    """Intermediate results: separate times of the parts of a step."""
 
-    rates: dict[Misses, list[float]] = field(default_factory=dict)
     steps: list[LayerStep] = field(default_factory=list)
     parts: dict[tuple[str, int], list[float]] = field(default_factory=dict)
     layers: int = 0
@@ -271,22 +271,22 @@ def bench_strategies(config: EngineConfig, plan: StrategyPlan, report: Report, s
         EngineError: `INVALID_REQUEST` if the model has no experts to share between a device and the CPU.
     """
     config = with_quarter_resident(config)
-    notes, text = _Notes(), None
-    for repeat in range(plan.repeats):
-        for misses in (OURS, *SINGLES):
-            if misses == "layer" and notes.layers <= _BUFFERED_LAYERS:
-                continue
-            say(f"repeat {repeat + 1} of {plan.repeats}: {SINGLES.get(misses, 'ours')}")
-            if misses == OURS:
-                with opened_with_cache(config) as loaded:
-                    text = text or _text(loaded, plan)
-                    rate = _our_rate(loaded, text, notes)
-            else:
-                assert text is not None  # ours runs first
-                with opened(without_cache(replace(config, misses=misses))) as loaded:
-                    rate = _single_rate(loaded, text, misses, notes)
-            notes.rates.setdefault(misses, []).append(rate)
-    _rows(notes, config, report)
+    notes, texts = _Notes(), list[ForcedText]()
+
+    def ours(_repeat: int) -> float:
+        with opened_with_cache(config) as loaded:
+            texts[:] = texts or [_text(loaded, plan)]
+            return _our_rate(loaded, texts[0], notes)
+
+    def single(misses: Misses, _repeat: int) -> float:
+        if misses == "layer" and notes.layers <= _BUFFERED_LAYERS:
+            raise PeerError(f"its buffers would hold all {notes.layers} layers of this model")
+        with opened(without_cache(replace(config, misses=misses))) as loaded:
+            return _single_rate(loaded, texts[0], misses, notes)
+
+    turns: dict[str, Callable[[int], float]] = {"ours": ours}
+    turns |= {name: partial(single, misses) for misses, name in SINGLES.items()}
+    _rows(notes, in_turn(turns, plan.repeats, report, say, warm_ups=0), config, report)
 
 
 def _text(loaded: LoadedModel, plan: StrategyPlan) -> ForcedText:
@@ -326,18 +326,16 @@ def _rate(seconds: list[float]) -> float:
     return len(seconds) / sum(seconds)
 
 
-def _rows(notes: _Notes, config: EngineConfig, report: Report) -> None:
-    model, ours = _model(notes), notes.rates[OURS]
+def _rows(notes: _Notes, rates: dict[str, list[float]], config: EngineConfig, report: Report) -> None:
+    model, ours = _model(notes), rates["ours"]
     hits, needed = sum(step.hits for step in notes.steps), sum(step.needed for step in notes.steps)
     name = f"decode, {notes.resident:.0%} of the experts on {config.device}"
     predicted = {misses: 1 / model.seconds_per_token(misses, notes.steps, notes.layers) for misses in (OURS, *SINGLES)}
     report.add(name, ours, "tokens/s", predicted=predicted[OURS])
     for misses, peer in SINGLES.items():
-        if misses not in notes.rates:
-            report.skip_peer(peer, f"its buffers would hold all {notes.layers} layers of this model")
-            continue
-        ratio = predicted[OURS] / predicted[misses]
-        report.add(name, ours, "tokens/s", peer=peer, peer_values=notes.rates[misses], predicted=ratio)
+        if peer in rates:
+            ratio = predicted[OURS] / predicted[misses]
+            report.add(name, ours, "tokens/s", peer=peer, peer_values=rates[peer], predicted=ratio)
     report.add("hits of the expert cache", [100 * hits / max(needed, 1)], "%")
 
 

@@ -28,7 +28,7 @@ from engine.common.chat import FinishReason as FinishReason
 from engine.common.chat import Role as Role
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.message_lines import MessageLines
+from engine.common.json_fields import MessageLines
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel
 from engine.telemetry.messages import (

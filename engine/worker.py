@@ -40,8 +40,7 @@ from engine.process.chats import PROGRESS_S, ChatEngine, ChatService
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.importing import begin_reading, import_engine
 from engine.process.lifetime import end_process, set_up_process, trim_stderr
-from engine.process.remote import RemoteChats
-from engine.process.remote_jobs import RemoteJobs, needs_no_model
+from engine.process.remote import RemoteChats, RemoteJobs, needs_no_model
 from engine.process.requests import AnswerOthers, Request, RequestQueue, cancelled_event
 from engine.process.streams import EventWriter, claim_pipes
 from engine.process.telemetry import TelemetryService, TelemetrySource

@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from engine.checkpoint import mirror
 from engine.checkpoint.downloads import queue, source
-from engine.common import files, installed, intact
+from engine.common import files, installed, integrity
 from engine.common.installed import CURRENT, WHOLE
 from engine.parts import updates
 from engine.parts.wheels import begin_download, downloads_folder
@@ -306,7 +306,7 @@ def lost_library(world: Fresh) -> Iterator[None]:
     """What a virus scanner takes away; the engine says so when it does not start, and is not used again."""
     assert world.start() == ""
     (world.engine / "torch" / "lib.so").unlink()
-    told = intact.give_up_damaged(world.engine)
+    told = integrity.give_up_damaged(world.engine)
     assert told is not None
     assert "lost files since it was installed (torch/lib.so), perhaps to a virus scanner: start" in told.message
     yield

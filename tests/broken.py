@@ -163,11 +163,11 @@ class Fresh:
         packed = installed.bundle()
         assert packed is not None
         if self.is_quick:
-            files = ("torch/lib.so", "torch/__init__.py", "engine/bench/self_test.py")
+            files = ("torch/lib.so", "torch/__init__.py", "engine/self_test.py")
             return (
                 version if version == engine.version and all((engine.folder / each).exists() for each in files) else ""
             )
-        command, variables = installed.packed_module(packed, engine.folder, "engine.bench.self_test")
+        command, variables = installed.packed_module(packed, engine.folder, "engine.self_test")
         said = subprocess.run(command, env=os.environ | variables, capture_output=True, check=False).stdout
         answers = (engine.folder / "torch" / "lib.so").exists() and said and json.loads(said)["torch"] == "1.0"
         return version if answers and version == engine.version else ""

@@ -77,8 +77,7 @@ def make_own_wheels(root: Path, version: str) -> None:
     """Our own wheels of a bundle: an engine that does nothing but test itself."""
     files = {
         "engine/__init__.py": f"VERSION = {version!r}\n",
-        "engine/bench/__init__.py": "",
-        "engine/bench/self_test.py": SELF_TEST,
+        "engine/self_test.py": SELF_TEST,
     }
     make_wheel(root / "wheels", "switchyard_engine", version, dict(files))
     make_wheel(root / "wheels", "switchyard_app", version, {"app/__init__.py": ""})

@@ -190,7 +190,7 @@ def _planned_speed(config: EngineConfig, name: str) -> PlannedSpeed | None:
     """
     from app.services.predicted_timeline import shape_of
     from engine.telemetry.advice import PlannedSpeed
-    from engine.tuning.machine_look import machine_for
+    from engine.tuning.machine_state import machine_for
 
     try:
         return PlannedSpeed(machine_for(config), shape_of(config, name), config)

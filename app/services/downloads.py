@@ -350,7 +350,7 @@ def read_downloads() -> tuple[Download, ...]:
 
 def _listed(folder: str) -> Path | None:
     """A folder as long as it is in the list of model folders."""
-    from engine.checkpoint.shelves import model_folders
+    from engine.checkpoint.model_directories import model_folders
 
     return next((each for each in model_folders() if str(each) == folder), None)
 

@@ -24,7 +24,7 @@ from engine.remote.endpoint import (
 from engine.remote.keys import forget_key, key_of_this_run, save_key
 
 if TYPE_CHECKING:
-    from engine.remote.look import About
+    from engine.remote.capabilities import About
     from engine.remote.nearby import Nearby
 
 AGREED = "endpoints_agreed"
@@ -171,8 +171,8 @@ def _agreement(endpoint: Endpoint) -> str:
 
 
 def _look(endpoint: Endpoint, key: str | None, cancelled: Callable[[], bool]) -> About:
+    from engine.remote.capabilities import about
     from engine.remote.client import Client  # imported late: it is slow to load
-    from engine.remote.look import about
 
     with Client(endpoint, key) as client:
         return about(client, cancelled=cancelled)

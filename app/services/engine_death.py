@@ -11,7 +11,7 @@ from PySide6.QtCore import QCoreApplication
 from engine.common import installed
 from engine.common.errors import EngineError
 from engine.common.files import private_file, private_folder
-from engine.common.intact import give_up_damaged
+from engine.common.integrity import give_up_damaged
 
 translate = QCoreApplication.translate
 

@@ -35,7 +35,7 @@ class HardwareChange(QObject):
 
 
 def _changes(probe: Probe) -> tuple[str, ...]:
-    from engine.tuning.machine_look import changes_since  # imports the planner, too slow for start-up
+    from engine.tuning.machine_state import changes_since  # imports the planner, too slow for start-up
 
     gpu = probe.compute_gpu
     return changes_since(probe, probe.card_device if gpu is not None and gpu.total_bytes else "")

@@ -15,12 +15,12 @@ from engine.common.config import EngineConfig, KvPrecision
 from engine.common.errors import CancelCheck, EngineError
 
 if TYPE_CHECKING:
-    from engine.checkpoint.connected import Room
     from engine.checkpoint.hub import Candidate, Found
     from engine.checkpoint.model_shape import ModelShape
+    from engine.checkpoint.mounts import Room
     from engine.planner.plan_parts import Limits
     from engine.tuning.fit import FitCard, Recommendation
-    from engine.tuning.machine_look import MachineLook
+    from engine.tuning.machine_state import MachineLook
 
 _JUDGE_MS = 60
 _OTHER_ROOM_BYTES = 10**9
@@ -275,7 +275,7 @@ def catalogue_here(device: str, download_free: int | None = None) -> tuple[Machi
     """This machine, and the catalogue on it; `download_free` as in `MachineLook`."""
     from engine.checkpoint.catalogue import read_catalogue
     from engine.tuning.fit import offers
-    from engine.tuning.machine_look import look_at_machine
+    from engine.tuning.machine_state import look_at_machine
 
     look = replace(look_at_machine(device), download_free=download_free)
     return look, offers(read_catalogue(), look, look.limits(EngineConfig("")))

@@ -55,7 +55,7 @@ class ModelSpeeds(QObject):
 
     def _predict(self, paths: list[str], stopping: threading.Event) -> None:
         from app.services.planning import PlanQuestion, answer  # imports the planner, too slow for start-up
-        from engine.tuning.machine_look import look_at_machine
+        from engine.tuning.machine_state import look_at_machine
 
         look = look_at_machine(self._settings.device)
         for path in paths:

@@ -18,7 +18,7 @@ from app.services.background import TaskQueue
 from engine.common.chat import Picture
 from engine.common.foreign import reason
 from engine.common.sizes import about
-from engine.remote.picture_files import MOST_ALL_BYTES, MOST_PICTURES
+from engine.remote.chat_form import MOST_ALL_BYTES, MOST_PICTURES
 
 MOST_SIDE_PX = 2048
 """A larger picture is scaled down; models see no more of it."""

@@ -14,7 +14,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.planner.plan_parts import Plan
 from engine.planner.what_helps import Change
-from engine.tuning.machine_look import MachineLook, plan_here
+from engine.tuning.machine_state import MachineLook, plan_here
 
 _DEBOUNCE_MS = 150
 
@@ -70,7 +70,7 @@ class Planning(QObject):
 
 
 def answer(question: PlanQuestion) -> PlanAnswer:
-    """The plan that the engine would choose, as `engine.tuning.machine_look.plan_here`."""
+    """The plan that the engine would choose, as `engine.tuning.machine_state.plan_here`."""
     look, config = question.look, question.config
     try:
         plan = plan_here(look, _shape(config.model), config, look.limits(config), question.change)

@@ -67,7 +67,7 @@ def predict(shape: RequestShape) -> Predicted:
     from engine.hardware.machine import Origin
     from engine.planner.predict import simulate_decode
     from engine.telemetry.predicted import MOST_SPANS, MOST_STEPS, lengthened, predicted_records
-    from engine.tuning.machine_look import machine_for
+    from engine.tuning.machine_state import machine_for
 
     config = shape.config
     model, machine = shape_of(config, shape.name), machine_for(config)

@@ -13,10 +13,10 @@ from app.services.model_start import wanted_config
 from app.services.settings import Settings
 from engine.hardware.measured import Measurements
 from engine.protocol import Failed
-from engine.tuning.keeping import keep_anyway, model_mark, results_of, save_result
-from engine.tuning.machine_look import MachineLook, look_at_machine
+from engine.tuning.machine_state import MachineLook, look_at_machine
 from engine.tuning.messages import Stage, TuningFinished, TuningMeasured, TuningProgress, Until
 from engine.tuning.result import TuningKind, TuningResult
+from engine.tuning.saved_results import keep_anyway, model_mark, results_of, save_result
 
 
 class Tuning(QObject):

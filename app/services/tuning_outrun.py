@@ -63,6 +63,6 @@ class TuningOutrun(QObject):
 
 
 def _check(path: str, config: EngineConfig, tokens_per_s: float) -> TuningResult | None:
-    from engine.tuning.keeping import note_outrun  # imported late: not needed at start-up
+    from engine.tuning.saved_results import note_outrun  # imported late: not needed at start-up
 
     return note_outrun(Path(path), config, tokens_per_s)

@@ -18,7 +18,7 @@ from app.widgets.quantities import SEPARATOR, count, memory
 from engine.checkpoint.hub.contents import candidate_named
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard, FitRow
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 
 _FIRST_CONTEXT = 2048
 _USUAL_CONTEXT = 8192

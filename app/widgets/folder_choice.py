@@ -16,7 +16,7 @@ from app.widgets.quantities import SEPARATOR, file_size
 from engine.common.paths import models_dir
 
 if TYPE_CHECKING:
-    from engine.checkpoint.connected import Room
+    from engine.checkpoint.mounts import Room
 
 LONGEST_NAME = 24
 
@@ -95,7 +95,7 @@ def _cut(name: str) -> str:
 
 
 def _rooms() -> tuple[Room, ...]:
-    from engine.checkpoint.connected import rooms_of
-    from engine.checkpoint.shelves import model_folders
+    from engine.checkpoint.model_directories import model_folders
+    from engine.checkpoint.mounts import rooms_of
 
     return rooms_of(model_folders())

@@ -44,7 +44,7 @@ def bench_blocks(repeats: int, report: Report, say: Callable[[str], None]) -> No
             lines = (line.split() for line in done.stdout.splitlines())
             return {(int(kind), name, int(vectors)): float(ticks) for kind, name, vectors, ticks in lines}
 
-        found = in_turn({"all types": run}, repeats, report, say, warm_up=False).get("all types")
+        found = in_turn({"all types": run}, repeats, report, say, warm_ups=0).get("all types")
     if not found:
         raise EngineError(ErrorCode.DEVICE_UNAVAILABLE, f"Nothing was timed: {report.peers_not_run[-1]['reason']}.")
     names = {kind.id: kind.name for kind in TYPES}

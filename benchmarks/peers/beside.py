@@ -255,7 +255,7 @@ class DecodingPeers:
         name = "ready after opening"
         contestants: dict[str, Callable[[int], float]] = {"ours": ours}
         contestants |= {each.name_with(flags): partial(theirs, each, flags) for each, flags in best.items()}
-        seconds = in_turn(contestants, repeats, report, self._say, warm_up=False, what=name)
+        seconds = in_turn(contestants, repeats, report, self._say, warm_ups=0, what=name)
         report.add(name, seconds["ours"], "s")
         for peer, values in seconds.items():
             if peer != "ours":

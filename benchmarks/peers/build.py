@@ -24,9 +24,10 @@ from typing import Any
 
 from benchmarks.peers.editions import INTERFACE, SERVER, Edition
 from benchmarks.peers.instructions import GROUPS, TILE_CONFIG, Instructions, is_x86, working_instructions
-from benchmarks.peers.peer import GgufPeer, PeerError
-from engine.bench.synthetic import make_synthetic
+from benchmarks.peers.peer import GgufPeer
+from engine.bench.report import PeerError
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.files import try_lock, unlock
 
 Say = Callable[[str], None]

@@ -184,7 +184,6 @@ class Model:
         self._next = 0
 
     def load(self, path: str, repack: bool) -> None:
-        """Loads a file."""
         if not self._program.load(path, repack):
             raise RuntimeError("it cannot load the file (its own words are on stderr)")
 

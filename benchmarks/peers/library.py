@@ -53,7 +53,6 @@ class TransformersPeer:
 
     @property
     def vocabulary(self) -> int:
-        """Vocabulary size."""
         return int(self._model.config.get_text_config().vocab_size)
 
     def decode_rate(self, prompt: Sequence[int], tokens: int) -> float:

@@ -57,7 +57,6 @@ class _Child:
         return self._process.poll() is None
 
     def close(self) -> None:
-        """Ends the process."""
         process = self._process
         if process.stdin:
             with contextlib.suppress(OSError):

@@ -32,7 +32,6 @@ class DocumentText(FileRows):
         return ("file", "pages", "text") if self._path.suffix.lower() == ".pdf" else ("file", "text")
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         if self._row is None:  # a long book takes a while
             read = DOCUMENTS.read(self._path)
             fields = {"file": self._path.name, "pages": read.pages, "text": read.text}
@@ -73,11 +72,9 @@ class FolderRows(FileRows):
         return tuple(self._files)
 
     def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
         return self._seen.all_of(self.rows())
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         return self._seen.through(self._rows())
 
     def _rows(self) -> Iterator[Row]:

@@ -94,7 +94,6 @@ class FileRows(ABC):
         """See `RowSource`."""
 
     def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
         return self.columns
 
 

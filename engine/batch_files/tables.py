@@ -49,7 +49,6 @@ class ParquetRows(FileRows):
             return pa.schema([field.with_name(name) for field, name in fields])
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         with self._opened() as file:
             total = max(file.metadata.num_rows, 1)
         index = 0
@@ -160,7 +159,6 @@ class SpreadsheetRows(FileRows):
         return self._columns
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         lines = self._values()
         next(lines, None)
         for index in itertools.count():

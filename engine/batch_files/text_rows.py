@@ -126,7 +126,6 @@ class TextLines(FileRows):
         return ("text",)
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         index = 0
         with open_text(self._path, self._encoding) as (file, share):
             for line, whole in _lines(file):
@@ -151,7 +150,6 @@ class WholeText(FileRows):
         return ("file", "text")
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         with open_text(self._path, self._encoding) as (file, _share):
             text = file.read(MAX_LINE_CHARACTERS + 1).replace("\r\n", "\n")
         problem = ""
@@ -223,7 +221,6 @@ class DelimitedRows(FileRows):
         return self._columns
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         with self._records() as (records, share):
             next(records)
             index = 0
@@ -309,11 +306,9 @@ class JsonLines(FileRows):
         return self._columns
 
     def all_columns(self) -> tuple[str, ...]:
-        """See `RowSource`."""
         return self._seen.all_of(self.rows())
 
     def rows(self) -> Iterator[Row]:
-        """See `RowSource`."""
         return self._seen.through(self._rows())
 
     def _rows(self) -> Iterator[Row]:

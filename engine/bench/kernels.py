@@ -14,9 +14,9 @@ import torch
 from engine.bench.report import Report, in_turn
 from engine.checkpoint.gguf.types import BY_NAME
 from engine.experts.bank import BankLayer
+from engine.experts.dispatch import StandardExperts
 from engine.experts.quantised_layout import BlockLayout, QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
-from engine.experts.standard_module import StandardExperts
 from engine.formats import FORMATS
 from engine.formats.lut4 import LUT4, MXFP4_TABLE
 from engine.formats.tiles import Pairing

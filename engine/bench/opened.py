@@ -127,7 +127,6 @@ def hybrid_layers(model: Any) -> list[tuple[Any, HybridExperts]]:
 
 
 def vocabulary_of(loaded: LoadedModel) -> int:
-    """Size of its vocabulary."""
     return int(loaded.model.config.get_text_config().vocab_size)
 
 

@@ -71,7 +71,7 @@ def bench_prefill(
     first, precision, prompt = ours()
     contestants: dict[str, Callable[[int], float]] = {"ours": lambda repeat: first if repeat == 1 else ours()[0]}
     contestants |= beside(precision, prompt) if beside is not None else {}
-    rates = in_turn(contestants, plan.repeats, report, say, warm_up=False)
+    rates = in_turn(contestants, plan.repeats, report, say, warm_ups=0)
     name = f"prefill of {plan.prompt_tokens:,} tokens on {config.device}"
     name += f", {plan.words}" if plan.words else ""
     report.add_against(name, rates["ours"], "tokens/s", {who: rates[who] for who in rates if who != "ours"})

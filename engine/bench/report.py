@@ -143,21 +143,23 @@ def in_turn(
     report: Report,
     say: Callable[[str], None],
     *,
-    warm_up: bool = True,
+    warm_ups: int = 1,
     what: str = "",
+    order: Callable[[int, list[str]], list[str]] = lambda _repeat, names: names,
 ) -> dict[str, list[_T]]:
     """What each contestant gave in each repeat: one after the other, so that noise affects all alike.
 
     One that raises `PeerError` is reported, and left out from then on.
 
     Args:
-        contestants: called with the number of the repeat; 0 is the warm-up, which does not count.
+        contestants: called with the number of the repeat; from 0 down they are warm-ups, which do not count.
         what: for people, what is measured.
+        order: of the contestants in a repeat, where it is not to be the same each time.
     """
     found: dict[str, list[_T]] = {name: [] for name in contestants}
-    for repeat in range(0 if warm_up else 1, repeats + 1):
-        for name in list(found):
-            turn = f"repeat {repeat} of {repeats}" if repeat else "warm-up"
+    for repeat in range(1 - warm_ups, repeats + 1):
+        for name in order(repeat, list(found)):
+            turn = f"repeat {repeat} of {repeats}" if repeat > 0 else "warm-up"
             say(f"{what}{', ' if what else ''}{turn}: {name}")
             try:
                 value = contestants[name](repeat)
@@ -165,9 +167,14 @@ def in_turn(
                 report.skip_peer(name, str(failure))
                 del found[name]
                 continue
-            if repeat:
+            if repeat > 0:
                 found[name].append(value)
     return found
+
+
+def there_and_back(repeat: int, names: list[str]) -> list[str]:
+    """An order: the last of one repeat is the first of the next."""
+    return names if repeat % 2 else names[::-1]
 
 
 def _label(entry: ReportRow) -> str:

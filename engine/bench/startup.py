@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.bench.prepared_apart import prepared_apart
+from engine.bench.models import prepared_apart
 from engine.bench.report import Report, in_turn
 from engine.checkpoint.library import resolve
 from engine.common.config import EngineConfig, SamplingParams

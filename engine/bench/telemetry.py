@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from engine.bench.opened import opened
-from engine.bench.report import Report
+from engine.bench.report import Report, in_turn
 from engine.common.config import EngineConfig, SamplingParams
 from engine.process.streams import EventWriter
 from engine.process.telemetry import TelemetryService
@@ -65,7 +66,7 @@ def bench_telemetry(config: EngineConfig, plan: TelemetryPlan, report: Report, s
         held.callback(service.model_is, None)
         answer = _Answer(loaded)
         held.callback(answer.close)
-        on, off = _rates(answer, service, plan, say)
+        on, off = _rates(answer, service, plan, report, say)
         collecting = _collecting(answer, service, plan.tokens, say)
     on = [rate * (1 - collecting) for rate in on]
     added = report.add("decode, all telemetry on", on, "tokens/s", peer="telemetry off", peer_values=off)
@@ -97,19 +98,26 @@ class _Answer:
 
 
 def _rates(
-    answer: _Answer, service: TelemetryService, plan: TelemetryPlan, say: Callable[[str], None]
+    answer: _Answer, service: TelemetryService, plan: TelemetryPlan, report: Report, say: Callable[[str], None]
 ) -> tuple[list[float], list[float]]:
     """Tokens per second of each repeat, with telemetry and without."""
     say(f"{plan.repeats} stretches with telemetry, and as many without")
-    rates: dict[bool, list[float]] = {True: [], False: []}
     dice = random.Random(17)
-    for repeat in range(_WARM_UP + plan.repeats):
-        for on in dice.sample((True, False), 2):
-            _switch(service, on=on)
-            rate = answer.rate(plan.tokens)
-            if repeat >= _WARM_UP:
-                rates[on].append(rate)
-    return rates[True], rates[False]
+
+    def run(on: bool, _repeat: int) -> float:
+        _switch(service, on=on)
+        return answer.rate(plan.tokens)
+
+    turns = {"on": partial(run, True), "off": partial(run, False)}
+    rates = in_turn(
+        turns,
+        plan.repeats,
+        report,
+        lambda _turn: None,
+        warm_ups=_WARM_UP,
+        order=lambda _repeat, names: dice.sample(names, 2),
+    )
+    return rates["on"], rates["off"]
 
 
 def _collecting(answer: _Answer, service: TelemetryService, tokens: int, say: Callable[[str], None]) -> float:

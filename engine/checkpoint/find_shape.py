@@ -11,10 +11,10 @@ from engine.checkpoint.catalogue import catalogue_shape, read_catalogue
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.counted_shape import shape_of
 from engine.checkpoint.hub import candidate_shape, find_candidate, is_reference
+from engine.checkpoint.model_directories import find_models
 from engine.checkpoint.model_shape import ModelShape, model_names, read_model
 from engine.checkpoint.names import STARTER_NAME, find_named, in_library, is_path_like, name_of, resolve
 from engine.checkpoint.shards import read_tensors
-from engine.checkpoint.shelves import find_models
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.profile_file import near_names
 

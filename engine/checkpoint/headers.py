@@ -49,7 +49,6 @@ class TensorEntry:
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property

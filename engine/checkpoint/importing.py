@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from engine.checkpoint.config_file import read_config
-from engine.checkpoint.connected import check_connected
 from engine.checkpoint.gguf.names import SUFFIX, gguf_at
 from engine.checkpoint.library import TEMPLATE_FOLDER, LibraryEntry, describe
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, sha256_of, write_manifest
+from engine.checkpoint.model_directories import NO_NAME
+from engine.checkpoint.mounts import check_connected
 from engine.checkpoint.names import check_new_name, folder_name, name_of, resolve
 from engine.checkpoint.shards import INDEX_NAME, check_filled, read_tensors
-from engine.checkpoint.shelves import NO_NAME
 from engine.checkpoint.staging import staging_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space

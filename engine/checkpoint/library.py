@@ -1,8 +1,8 @@
 """The models of this machine: what each is, when it was used, whether it is intact.
 
 The library is one folder per model in the models folder. Models in other folders and in other programs' stores are used
-where they lie (see `shelves`). What is converted of a checkpoint is stored in the data folder, where it is found again
-and removed with it.
+where they lie (see `model_directories`). What is converted of a checkpoint is stored in the data folder, where it is
+found again and removed with it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
 from engine.checkpoint.gguf.names import LABEL, all_parts, gguf_at
-from engine.checkpoint.in_use import reading
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
+from engine.checkpoint.model_directories import OWN, WITHIN_S, Found, find_models, origin_of
 from engine.checkpoint.names import STARTER_NAME, find_named, name_of, resolve, starter_folder
 from engine.checkpoint.profile import ModelProfile, read_profile
 from engine.checkpoint.same_models import content_keys, link_key, listed_once
 from engine.checkpoint.shards import is_beside_weights, named_weights, read_tensors
-from engine.checkpoint.shelves import OWN, WITHIN_S, Found, find_models, origin_of
-from engine.checkpoint.usage import model_at, read_usage, where
+from engine.checkpoint.usage import model_at, read_usage, reading, where
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.importing import copy_file
-from engine.checkpoint.in_use import alone_with, reading
 from engine.checkpoint.library import LibraryEntry, converted_of, describe, files_of, show, total_bytes
 from engine.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -21,11 +20,11 @@ from engine.checkpoint.manifest import (
     sha256_of,
     write_manifest,
 )
+from engine.checkpoint.model_directories import OWN, Found, take_model_folder
 from engine.checkpoint.names import folder_name, starter_folder
-from engine.checkpoint.shelves import OWN, Found, take_model_folder
+from engine.checkpoint.ownership import is_ours, named, others_beside, own_files, owner
 from engine.checkpoint.staging import discard, staging_folder, sweep
-from engine.checkpoint.usage import move_usage, where
-from engine.checkpoint.whose import is_ours, named, others_beside, own_files, owner
+from engine.checkpoint.usage import alone_with, move_usage, reading, where
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import models_dir

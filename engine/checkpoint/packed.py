@@ -70,12 +70,10 @@ class PackedEntry(TensorEntry):
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """See `TensorEntry`."""
         return tuple(file for source in self.sources for file in source.files)
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        """See `TensorEntry`."""
         return tuple(part for source in self.sources for part in source.stored)
 
 
@@ -95,7 +93,6 @@ class RotaryRows:
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
-        """See `Packing`."""
         return numbers(entries[0].dtype, self.reorder(arrays[0]))
 
 
@@ -121,14 +118,12 @@ class Rows:
         return self.order is None and self.axis == -2 and not self.transposed and not self.alternating
 
     def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
-        """See `Piecewise`."""
         if self.are_below and arrays[0].ndim == 2:
             yield from (numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True))
         else:
             yield self.unpack(entries, arrays)
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
-        """See `Packing`."""
         values = [numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True)]
         whole = values[0] if len(values) == 1 else np.concatenate(values, self.axis)
         if self.alternating:
@@ -149,7 +144,6 @@ class Changed:
     order: NDArray[np.intp] | None = None
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
-        """See `Packing`."""
         values = numbers(entries[0].dtype, arrays[0])
         if self.how == "nothing":
             return np.zeros((1, values.size), np.float32)
@@ -166,7 +160,6 @@ class LatentHeads:
     """
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
-        """See `Packing`."""
         keys, values = (numbers(entry.dtype, array) for entry, array in zip(entries, arrays, strict=True))
         heads = np.concatenate((keys.swapaxes(1, 2), values), 1)
         return heads.reshape(-1, heads.shape[-1])

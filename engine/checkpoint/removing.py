@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.in_use import alone_with
 from engine.checkpoint.library import converted_of, files_of, remove_converted, total_bytes
-from engine.checkpoint.shelves import Found, model_folders
+from engine.checkpoint.model_directories import Found, model_folders
+from engine.checkpoint.ownership import is_ours, named, owner, to_remove
 from engine.checkpoint.staging import discard
-from engine.checkpoint.usage import forget_usage
-from engine.checkpoint.whose import is_ours, named, owner, to_remove
+from engine.checkpoint.usage import alone_with, forget_usage
 from engine.common.errors import EngineError, ErrorCode
 
 

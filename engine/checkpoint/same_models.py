@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.manifest import Manifest
-from engine.checkpoint.shelves import FOLDER, OWN
+from engine.checkpoint.model_directories import FOLDER, OWN
 from engine.common.foreign import open_foreign
 
 if TYPE_CHECKING:

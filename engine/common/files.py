@@ -284,7 +284,6 @@ if sys.platform == "win32":
         return not is_free
 
     def unlock(descriptor: int) -> None:
-        """Releases the lock."""
         with contextlib.suppress(OSError):
             os.lseek(descriptor, 0, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_UNLCK, 1)
@@ -310,7 +309,6 @@ else:
         return False
 
     def unlock(descriptor: int) -> None:
-        """Releases the lock."""
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
@@ -349,7 +347,6 @@ class Lock:
             os.close(descriptor)
 
     def release(self) -> None:
-        """Gives the lock back."""
         unlock(self._descriptor)
         os.close(self._descriptor)
         self._descriptor = -1

@@ -19,7 +19,7 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.device import CopyLog, Direction, Event, RecordedStream
 from engine.devices.failures import as_engine_error, closed_error, fresh
-from engine.devices.sleeping import sleep_until
+from engine.devices.host_event import sleep_until
 
 _ANCHOR_AGE_S = 10.0
 """Cards report elapsed times as float32 milliseconds, which lose microsecond precision after minutes."""
@@ -125,7 +125,6 @@ class CardEvent:
         return None if self._marks is None else self._marks[2]
 
     def done(self) -> bool:
-        """See `Event.done`."""
         if self._span is not None:
             return True
         if self._marks is None:
@@ -139,7 +138,6 @@ class CardEvent:
         return True
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """See `Event.wait`."""
         if self._span is None and timeout_s is not None:
             give_up_s = time.perf_counter() + timeout_s
             while not self.done():
@@ -159,22 +157,18 @@ class CardEvent:
         return True
 
     def cancel(self) -> bool:
-        """See `Event.cancel`."""
         return False
 
     @property
     def failure(self) -> EngineError | None:
-        """See `Event.failure`."""
         return self._failure
 
     @property
     def started_s(self) -> float:
-        """See `Event.started_s`."""
         return self._done_span()[0]
 
     @property
     def ended_s(self) -> float:
-        """See `Event.ended_s`."""
         return self._done_span()[1]
 
     def _done_span(self) -> tuple[float, float]:
@@ -214,7 +208,6 @@ class CardStream(RecordedStream):
 
     @property
     def failure(self) -> EngineError | None:
-        """See `Stream.failure`."""
         return self._failure
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
@@ -247,11 +240,9 @@ class CardStream(RecordedStream):
                 self._failure = as_engine_error(error, self.name)
 
     def record(self) -> Event:
-        """See `Stream.record`."""
         return self._run(None)
 
     def synchronize(self) -> None:
-        """See `Stream.synchronize`."""
         self.record().wait()
         self._forget_ended()
 
@@ -267,7 +258,6 @@ class CardStream(RecordedStream):
             self._failure = None
 
     def close(self) -> None:
-        """See `Stream.close`."""
         with self._turn:
             if self._closed:
                 return

@@ -183,7 +183,6 @@ class ClockedStream(RecordedStream):
 
     @property
     def failure(self) -> EngineError | None:
-        """See `Stream.failure`."""
         return self._failure
 
     def charge(self, seconds: float) -> TimedEvent:
@@ -193,7 +192,6 @@ class ClockedStream(RecordedStream):
             return self._timeline.issue(self._queue, seconds)
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`."""
         self._require_open()
         with self._called():
             if isinstance(event, TimedEvent) and event.issued_failure is not None:
@@ -202,15 +200,12 @@ class ClockedStream(RecordedStream):
                 self._timeline.wait(self._queue, event)
 
     def record(self) -> Event:
-        """See `Stream.record`."""
         return self._done_now(lambda: None, 0.0)
 
     def synchronize(self) -> None:
-        """See `Stream.synchronize`."""
         self.record().wait()
 
     def recover(self) -> None:
-        """See `Stream.recover`."""
         self._require_open()
         with self._called():
             event = self._timeline.issue(self._queue)
@@ -218,7 +213,6 @@ class ClockedStream(RecordedStream):
         self._failure = None
 
     def close(self) -> None:
-        """See `Stream.close`."""
         if not self._closed:
             self._closed = True
             self._timeline.close(self._queue)

@@ -28,7 +28,6 @@ class InlineStream(RecordedStream):
 
     @property
     def failure(self) -> EngineError | None:
-        """See `Stream.failure`."""
         return self._failure
 
     def _copy(self, destination: torch.Tensor, source: torch.Tensor, direction: Direction | None) -> Event:
@@ -40,7 +39,6 @@ class InlineStream(RecordedStream):
         return self._run(move, (direction or Direction.D2D, source.nbytes))
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`."""
         with self._turn:
             self._require_open()
             if self._failure is None:
@@ -50,21 +48,17 @@ class InlineStream(RecordedStream):
                     self._failure = error
 
     def record(self) -> Event:
-        """See `Stream.record`."""
         return self._run(lambda: None)
 
     def synchronize(self) -> None:
-        """See `Stream.synchronize`."""
         self.record().wait()
 
     def recover(self) -> None:
-        """See `Stream.recover`."""
         with self._turn:
             self._require_open()
             self._failure = None
 
     def close(self) -> None:
-        """See `Stream.close`."""
         self._closed = True
 
     def _run(self, work: Callable[[], object], copied: tuple[Direction, int] | None = None) -> Event:

@@ -56,12 +56,10 @@ class CudaCapture:
 
     @property
     def nbytes(self) -> int:
-        """See `Capture.nbytes`."""
         segments = torch.cuda.memory_snapshot(self._pool, include_traces=False)  # type: ignore[no-untyped-call]
         return sum(int(segment["total_size"]) for segment in segments)
 
     def begin(self) -> None:
-        """See `Capture.begin`."""
         self._before, self._card = torch.cuda.current_stream(self._place), torch.cuda.current_device()
         self._stream.wait_stream(self._before)
         torch.cuda.set_stream(self._stream)
@@ -87,7 +85,6 @@ class CudaCapture:
         return graph
 
     def abandon(self) -> None:
-        """See `Capture.abandon`."""
         graph, self._under_way = self._under_way, None
         if graph is None:
             return
@@ -98,7 +95,6 @@ class CudaCapture:
         self._resume()
 
     def close(self) -> None:
-        """See `Capture.close`."""
         self.abandon()
         if self._graphs:
             torch.cuda.current_stream(self._place).synchronize()

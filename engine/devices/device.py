@@ -251,7 +251,6 @@ class RecordedStream(ABC):
         self._lane, self._index = _LANES.get(role, lanes.GPU), device_index(device)
 
     def submit(self, work: Callable[[], object], label: Label | None = None) -> Event:
-        """See `Stream.submit`."""
         event = self._run(work)
         if RECORDER.on and label is not None:
             if (queued := RECORDER.queued) is not None:
@@ -267,7 +266,6 @@ class RecordedStream(ABC):
         *,
         direction: Direction | None = None,
     ) -> Event:
-        """See `Stream.copy`."""
         if destination.shape != source.shape or destination.dtype != source.dtype:
             raise ValueError(
                 f"cannot copy {source.dtype} {tuple(source.shape)} to {destination.dtype} {tuple(destination.shape)}"

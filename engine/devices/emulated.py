@@ -46,7 +46,6 @@ class RecordedGraph:
         self._steps = steps
 
     def replay(self) -> None:
-        """See `Graph.replay`."""
         for operator, args, kwargs, outs in self._steps:
             for old, new in zip(outs, _tensors(operator(*args, **kwargs)), strict=True):
                 # Views of the memory need no replay.
@@ -64,7 +63,6 @@ class RecordedCapture:
         self._guard: _Guard | None = None
 
     def begin(self) -> None:
-        """See `Capture.begin`."""
         self._recorder, self._guard = _Recorder(), _Guard()
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
         self._guard.__enter__()  # type: ignore[no-untyped-call]
@@ -80,7 +78,6 @@ class RecordedCapture:
         return graph
 
     def abandon(self) -> None:
-        """See `Capture.abandon`."""
         recorder, guard = self._recorder, self._guard
         self._recorder = self._guard = None
         if recorder is not None and guard is not None:
@@ -88,7 +85,6 @@ class RecordedCapture:
             recorder.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """See `Capture.close`."""
         self.abandon()
         for graph in self._graphs:
             graph._steps.clear()

@@ -1,13 +1,49 @@
-"""Events of work done by threads of this process."""
+"""Events of work done by threads of this process, and sleeping until a moment, to within some tens of microseconds."""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import cancelled_error, fresh
+
+_PR_SET_TIMERSLACK = 29
+_LONGEST_S = 0.005
+"""Interval at which a sleep checks for interruption."""
+_SPIN_S = 20e-6
+"""Sleeps overshoot, so the last stretch yields the CPU in a loop instead."""
+
+
+_sharpened = threading.local()
+
+
+def sharpen_timers() -> None:
+    """Makes sleeps of the calling thread precise: Linux delays them by 50 microseconds to save power."""
+    if getattr(_sharpened, "done", False):
+        return
+    _sharpened.done = True
+    if sys.platform == "linux":
+        try:
+            ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)
+        except (OSError, AttributeError):
+            return
+
+
+def sleep_until(moment_s: float, interrupted: Callable[[], bool]) -> bool:
+    """Sleeps until `time.perf_counter()` has reached `moment_s`; False as soon as `interrupted()`."""
+    while True:
+        if interrupted():
+            return False
+        left_s = moment_s - time.perf_counter()
+        if left_s <= 0:
+            return True
+        time.sleep(0 if left_s <= _SPIN_S else min(left_s - _SPIN_S, _LONGEST_S))
 
 
 class Helper(Protocol):
@@ -40,7 +76,6 @@ class HostEvent:
         self._started_s = self._ended_s = 0.0
 
     def done(self) -> bool:
-        """See `Event.done`."""
         return self._finished.is_set()
 
     def wait(self, timeout_s: float | None = None) -> bool:
@@ -65,7 +100,6 @@ class HostEvent:
             self._worker.help_until(self)
 
     def cancel(self) -> bool:
-        """See `Event.cancel`."""
         if not self.claim():
             return False
         self.fail(cancelled_error(self._stream))
@@ -73,18 +107,15 @@ class HostEvent:
 
     @property
     def failure(self) -> EngineError | None:
-        """See `Event.failure`."""
         return self._failure if self._finished.is_set() else None
 
     @property
     def started_s(self) -> float:
-        """See `Event.started_s`."""
         self._require_done()
         return self._started_s
 
     @property
     def ended_s(self) -> float:
-        """See `Event.ended_s`."""
         self._require_done()
         return self._ended_s
 

@@ -63,11 +63,9 @@ class PageableMemory:
         """See `HostMemory.expect`."""
 
     def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:  # noqa: ARG002
-        """See `HostMemory.allocate`."""
         return allocate_host(nbytes)
 
     def share(self, nbytes: int) -> torch.Tensor:
-        """See `HostMemory.share`."""
         return allocate_host(nbytes)
 
     def release(self, memory: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.devices.sleeping import sleep_until
+from engine.devices.host_event import sleep_until
 
 _CHUNK_S = 0.004
 _CHUNK_BYTES = (256 * 2**10, 16 * 2**20)

@@ -114,7 +114,6 @@ class PinnedMemory:
 
     @property
     def pinned_bytes(self) -> int:
-        """See `HostMemory.pinned_bytes`."""
         return self._pinned
 
     def expect(self, nbytes: int) -> None:
@@ -135,7 +134,6 @@ class PinnedMemory:
         self.limit = max(self.limit, min(pinnable, nbytes))
 
     def allocate(self, nbytes: int, *, unit: int | None = None) -> torch.Tensor:
-        """See `HostMemory.allocate`."""
         memory = allocate_host(nbytes)
         # A copy must lie within one registration, so chunks are whole units.
         chunk = nbytes if unit is None or unit % PAGE else max(1, CHUNK_BYTES // unit) * unit
@@ -172,7 +170,6 @@ class PinnedMemory:
             self._unpin(chunks)
 
     def close(self) -> None:
-        """Unpins everything."""
         with self._lock:
             for _, chunks in self._allocated.values():
                 self._unpin(chunks)

@@ -30,7 +30,6 @@ Pinned = Callable[[int], torch.Tensor | None]
 
 
 def pinned_bytes(nbytes: int) -> torch.Tensor | None:
-    """See `Pinned`."""
     try:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     except RuntimeError:  # there is no driver, or it has a limit
@@ -68,7 +67,6 @@ class RelayedStream(CardStream):
         self._thread: threading.Thread | None = None
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`."""
         with self._turn:
             self._require_open()
             if self._queued:
@@ -77,7 +75,6 @@ class RelayedStream(CardStream):
         super().wait(event)
 
     def recover(self) -> None:
-        """See `Stream.recover`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._queued)
             super().recover()

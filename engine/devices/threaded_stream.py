@@ -17,9 +17,8 @@ import torch
 from engine.common.errors import EngineError
 from engine.devices.device import CopyLog, Direction, Event, RecordedStream
 from engine.devices.failures import as_engine_error, closed_error
-from engine.devices.host_event import HostEvent
+from engine.devices.host_event import HostEvent, sharpen_timers, sleep_until
 from engine.devices.link import ClosingError
-from engine.devices.sleeping import sharpen_timers, sleep_until
 
 _LOOK_S = 0.05
 """Interval at which a stream that waits for another's event checks whether it is being closed."""
@@ -74,7 +73,6 @@ class ThreadedStream(RecordedStream):
 
     @property
     def failure(self) -> EngineError | None:
-        """See `Stream.failure`."""
         return self._failure
 
     def _run(self, work: Callable[[], object]) -> Event:
@@ -109,7 +107,6 @@ class ThreadedStream(RecordedStream):
         return self._enqueue(run)
 
     def wait(self, event: Event) -> None:
-        """See `Stream.wait`."""
 
         def run(ready_s: float) -> Span:
             if isinstance(event, HostEvent):
@@ -126,15 +123,12 @@ class ThreadedStream(RecordedStream):
             self._enqueue(run, is_wait=True)
 
     def record(self) -> Event:
-        """See `Stream.record`."""
         return self._enqueue(lambda ready_s: (ready_s, ready_s))
 
     def synchronize(self) -> None:
-        """See `Stream.synchronize`."""
         self.record().wait()
 
     def recover(self) -> None:
-        """See `Stream.recover`."""
         self._enqueue(lambda ready_s: (ready_s, ready_s), recovers=True).wait()
 
     def close(self) -> None:
@@ -146,7 +140,6 @@ class ThreadedStream(RecordedStream):
             self._thread.join()
 
     def help_until(self, event: HostEvent) -> None:
-        """See `Helper.help_until`."""
         sharpen_timers()
         while not event.done():
             item = self._next_item()

@@ -38,7 +38,6 @@ class TimedEvent:
         return event
 
     def done(self) -> bool:
-        """See `Event.done`."""
         with self._timeline.clock.stopped():
             self._timeline.play_to_present()
             return self.end_s is not None and self.end_s <= self._timeline.clock.now()
@@ -63,18 +62,15 @@ class TimedEvent:
 
     @property
     def failure(self) -> EngineError | None:
-        """See `Event.failure`."""
         return self.issued_failure
 
     @property
     def started_s(self) -> float:
-        """See `Event.started_s`."""
         self._require_done()
         return self.start_s
 
     @property
     def ended_s(self) -> float:
-        """See `Event.ended_s`."""
         self._require_done()
         assert self.end_s is not None
         return self.end_s

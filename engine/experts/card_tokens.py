@@ -21,12 +21,11 @@ from numpy.typing import NDArray
 
 from engine.common import clock
 from engine.experts.cache.policies import Key
-from engine.experts.copy_pace import CopyPace
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.misses import MIXED
 from engine.experts.record import RecordLayout
 from engine.experts.recording import record_uses
-from engine.experts.token_choice import TokenChoice
+from engine.experts.token_choice import CopyPace, TokenChoice
 from engine.experts.vram_cache import VramCache
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
 from engine.kernels.cuda.launcher import SharingLauncher

@@ -19,8 +19,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
 from engine.experts.executor import StepObserver
 from engine.experts.latency import LatencyModel
-from engine.experts.misses import CACHE_OFF, MIXED, ways_of
-from engine.experts.misses.way import ExpertLayer, Step, Way
+from engine.experts.misses import CACHE_OFF, MIXED, ExpertLayer, Step, Way, ways_of
 from engine.experts.partial_sums import PartialSums, Routing
 from engine.experts.prompt_choice import PromptChoice, PromptWay, prompt_prices
 from engine.experts.record_source import Arrivals, Held, RecordSource

@@ -58,7 +58,6 @@ class QuantisedLayout(RecordLayout):
 
     @property
     def unquantised(self) -> RecordLayout:
-        """See `RecordLayout.unquantised`."""
         return self.plain
 
     def is_tiled(self, name: str) -> bool:
@@ -138,7 +137,6 @@ class BlockLayout(RecordLayout):
 
     @property
     def unquantised(self) -> RecordLayout:
-        """See `RecordLayout.unquantised`."""
         return self.plain
 
     def blocks_of(self, name: str) -> Sequence[tuple[str, BlockType]]:

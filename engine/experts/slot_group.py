@@ -13,8 +13,7 @@ from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import ADAPTIVE, Purpose, Tier, TierCounters
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.record import RecordLayout, RecordTable
-from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
+from engine.experts.record import CAN_GIVE_BACK, RecordLayout, RecordMemory, RecordTable
 
 _log = logging.getLogger(__name__)
 

@@ -165,7 +165,6 @@ class VramCache:
         return self._experts
 
     def key_of(self, layer: int, expert: int) -> Key:
-        """The key of an expert."""
         return self._tier.key_of(layer, expert)
 
     def residents(self, layer: int) -> dict[int, Slot]:

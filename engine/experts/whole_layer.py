@@ -192,7 +192,6 @@ class WholeLayerExperts(ExpertExecutor):
         self._next, self._device = (layer + 1) % len(buffers.sources), buffers.device
 
     def number_in_model(self, number: int) -> None:
-        """See `ExpertExecutor.number_in_model`."""
         self._buffers.layer_numbers[self._layer] = number
 
     def __call__(

@@ -7,14 +7,43 @@ its row in `kFormats`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from engine.formats.ggml import GGML
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4
-from engine.formats.plain import BF16, FP32
-from engine.formats.published import AS_IN_FILE, AWQ4, HQQ4
 from engine.formats.weight_format import GROUP, TILE_ROWS, PlainFormat, TiledFormat, WeightFormat
+
+FP32 = PlainFormat(name="fp32", words="32-bit", bits=32.0, dtype="float32", on_card=True)
+BF16 = PlainFormat(name="bf16", words="16-bit", bits=16.0, dtype="bfloat16", worth=1.0, native=0, on_card=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SizedFormat(WeightFormat):
+    """A format known only by its size; nothing here reads or writes it.
+
+    Attributes:
+        tiled: `is_tiled`.
+    """
+
+    tiled: bool = False
+
+    @property
+    def is_tiled(self) -> bool:
+        return self.tiled
+
+    def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (round(rows * columns * self.bytes_per_weight),)
+
+
+AWQ4 = SizedFormat(name="awq4", words="AWQ, 4-bit", bits=4.0 + 20 / 128)
+"""Groups of 128 weights with a 16-bit scale and a 4-bit zero point."""
+HQQ4 = SizedFormat(name="hqq4", words="HQQ, 4-bit", bits=4.0 + 16 / 64 + 16 / 128)
+"""Groups of 64 weights with 8-bit scale and zero point, themselves in groups of 128."""
+AS_IN_FILE = SizedFormat(name="stored", words="as in the file", bits=4.9, tiled=True)
+"""Each matrix in the format that keeps what its file holds; the bits are those of the most common files (Q4_K_M)."""
+
 
 __all__ = [
     "AUTO",

@@ -43,7 +43,6 @@ class BlockFormat(WeightFormat):
     nbytes: int
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
-        """See `WeightFormat.part_bytes`."""
         return (rows * -(-columns // self.elements) * self.nbytes,)
 
 

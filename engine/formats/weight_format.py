@@ -75,7 +75,6 @@ class PlainFormat(WeightFormat):
         return int(self.bits) // 8
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
-        """See `WeightFormat.part_bytes`."""
         return (self.width * rows * columns,)
 
 
@@ -100,7 +99,6 @@ class TiledFormat(WeightFormat):
 
     @property
     def is_tiled(self) -> bool:
-        """See `WeightFormat.is_tiled`."""
         return True
 
     def parts(self, rows: int, columns: int) -> Mapping[str, tuple[tuple[int, ...], str]]:
@@ -117,7 +115,6 @@ class TiledFormat(WeightFormat):
         return parts
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
-        """See `WeightFormat.part_bytes`."""
         tiles = -(-rows // TILE_ROWS) * -(-columns // GROUP)
         sizes = [tiles * TILE_ROWS * GROUP * self.code_bits // 8, tiles * TILE_ROWS * 2]
         if self.has_zeros:

@@ -31,7 +31,6 @@ _FEATURES = {38: "sse4_2", 39: "avx", 40: "avx2", 41: "avx512f", 19: "asimd", 43
 
 
 def windows_cpu() -> CpuInfo:
-    """This machine's CPU."""
     return windows_cpu_of(_windows_topology(), _windows_features(), _windows_name())
 
 
@@ -138,7 +137,6 @@ class CpuInfo:
 
 
 def cpu_info() -> CpuInfo:
-    """This machine's CPU."""
     system = platform.system()
     if system == "Windows":
         return windows_cpu()

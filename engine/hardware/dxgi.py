@@ -112,7 +112,6 @@ class Adapter:
         return ProcessMemory(int(found[0].budget), int(found[0].used), int(found[1].used))
 
     def close(self) -> None:
-        """Lets go of it."""
         self._interface.release()
 
 

@@ -33,7 +33,6 @@ class RamBandwidth:
     name: str = "RAM"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         block = cold_memory(max(run.cold_bytes, 2**20))
         for threads in self.threads_of(run.threads):
             with torch_threads(threads), MemoryReader() as reader:
@@ -65,7 +64,6 @@ class MemoryReader:
         self.close()
 
     def close(self) -> None:
-        """Ends its threads."""
         if self._native is not None:
             self._native.close()
 
@@ -111,7 +109,6 @@ class CpuArithmetic:
     name: str = "processor"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         with torch_threads(run.threads):
             flops = matrix_rate(run, "processor", _CPU, _timed_here, self.repeats)
         run.found(Arithmetic("cpu", run.threads, flops, 0.0))
@@ -126,7 +123,6 @@ class DeviceArithmetic:
     name: str = "graphics card"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         device = run.needed_device()
 
         def timed(work: Callable[[], object]) -> float:

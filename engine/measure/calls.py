@@ -18,8 +18,7 @@ from engine.devices.device import Device
 from engine.experts.activations import Activations
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
-from engine.experts.misses.fetched import Fetched
-from engine.experts.misses.on_cpu import OnCpu
+from engine.experts.misses import Fetched, OnCpu
 from engine.experts.record import allocate_records
 from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import VramCache
@@ -49,7 +48,6 @@ class NativeCalls:
     name: str = "calls on the processor"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         records = layer_in(_TINY, "bf16", _room())
         hidden = torch.full((1, _TINY.hidden), 0.01, dtype=torch.bfloat16)
         weights, chosen = torch.ones(1, 1), [torch.tensor([[expert]]) for expert in range(_CALLS)]
@@ -83,7 +81,6 @@ class SharedLayer:
     name: str = "sharing experts with the graphics card"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         device = run.needed_device()
         threads = max(1, run.threads - 1)  # one core is the driver's, or computes for an emulated device
         native = load_kernels(threads)
@@ -214,7 +211,6 @@ class _Shared:
             self._layer(self._hidden, index, self._weights)
 
     def close(self) -> None:
-        """Frees everything."""
         self._cache.close()
         self._activations.close()
 

@@ -135,7 +135,6 @@ class DiskReads:
     name: str = "disk"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         with scratch_file(run.folder) as path:
             free = shutil.disk_usage(path.parent).free
             if free < _ROOM * self.file_bytes:

@@ -12,9 +12,9 @@ import torch
 
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import BankLayer
+from engine.experts.dispatch import StandardExperts
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
-from engine.experts.standard_module import StandardExperts
 from engine.formats import tiled_format
 from engine.formats.tiles import Pairing
 from engine.hardware.measured import ExpertTime
@@ -58,7 +58,6 @@ class CpuExperts:
     name: str = "experts on the processor"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         room = allocate_records(max(1, run.cold_bytes // 4096), RecordLayout((), 4096), torch.device("cpu")).view(-1)
         room.fill_(60)  # small numbers, both as weights and as scales
         for threads in self.threads_of(run.threads):
@@ -105,7 +104,6 @@ class CardExpertTimes:
     name: str = "experts on the graphics card"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         device = run.needed_device()
         nbytes = min(_DEVICE_BYTES, device.memory.free // 2)
         memory = device.memory.allocate(nbytes, MemoryCategory.STAGING)

@@ -24,7 +24,6 @@ class Copies:
     name: str = "link to the graphics card"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         device = run.needed_device()
         sizes = [size for size in self.sizes if 2 * size <= min(device.memory.free, run.cold_bytes)]
         if not sizes:
@@ -82,7 +81,6 @@ class PinnedLimit:
     name: str = "pinned memory"
 
     def __call__(self, run: Run) -> None:
-        """See `Measurement`."""
         device = run.needed_device()
         if not isinstance(device.host_memory, PinnedMemory):
             raise NotMeasuredError(f"{device.name} copies from pageable memory just as fast")

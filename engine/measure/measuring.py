@@ -67,7 +67,6 @@ class WholeMachine:
         self._threads = threads
 
     def speed(self) -> float:
-        """See `Throttling`."""
         left = torch.full((_WIDTH, _WIDTH), 0.01)
         seconds = []
         with torch_threads(self._threads), torch.inference_mode():

@@ -43,12 +43,12 @@ from engine.common.installed import (
     use_parts,
     write_whole_record,
 )
-from engine.common.intact import note_files
+from engine.common.integrity import note_files
 from engine.parts.wheels import EngineChoice, Wheel, choose_engine, downloads_folder, fetched_folder, need_bundle
 
 CHECKING, UNPACKING, TESTING, FINISHING = "checking", "unpacking", "testing", "finishing"
 """The steps, in their order."""
-SELF_TEST = "engine.bench.self_test"
+SELF_TEST = "engine.self_test"
 """Run in the new part, in a process of its own; its last line is a JSON object with `problem`, empty if all is well."""
 _TEST_S = 600.0
 """The first import of everything, on a slow disk with a virus scanner."""

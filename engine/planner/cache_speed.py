@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import EngineConfig
 from engine.hardware.machine import HardwareProfile
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import memory_rule
 from engine.planner.memory import share_on_disk
 from engine.planner.predict import limits_of, predict_decode

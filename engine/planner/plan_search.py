@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import engine_memory, memory_rule
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
@@ -16,7 +16,7 @@ from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.simulator.plans import run_all
 from engine.planner.simulator.requests import Setting
-from engine.planner.simulator.routing import expected_statistics
+from engine.planner.simulator.strategy import expected_statistics
 from engine.planner.workload import Workload
 
 ENGINE_SETTINGS: Mapping[str, Mapping[str, Any]] = {

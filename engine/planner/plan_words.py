@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from engine.planner.costs import Costs
-from engine.planner.decode_steps import costs_of_step
 from engine.planner.engine_memory import EngineMemory
 from engine.planner.plan_parts import Help
 from engine.planner.simulator.outcome import Outcome
+from engine.planner.step_time import costs_of_step
 from engine.planner.workload import Workload
 
 

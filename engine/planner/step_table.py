@@ -8,10 +8,9 @@ from dataclasses import replace
 
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
-from engine.planner.decode_steps import ways_of_step
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.memory import share_on_disk
-from engine.planner.step_time import StepTime
+from engine.planner.step_time import StepTime, ways_of_step
 
 MACHINES = {
     "RTX 3060": "desktop-rtx-3060-12gb",

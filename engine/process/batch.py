@@ -78,7 +78,7 @@ class BatchService:
             EngineError: no model is loaded.
         """
         if request.job.endpoints:  # with this machine as one of them
-            from engine.process.remote_jobs import runner_at
+            from engine.process.remote import runner_at
 
             runner = runner_at(request, engine.hosted_model(beside_others=True))
         else:

@@ -252,7 +252,6 @@ def _end_of(error: Exception) -> str:
 
 
 def main() -> int:
-    """Runs the process."""
     from engine.process.streams import claim_pipes
 
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

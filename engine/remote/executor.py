@@ -2,28 +2,62 @@
 
 At least once asked, exactly once answered: a row whose answer is lost is asked again elsewhere, and a second answer is
 dropped.  Each request waits on a thread of its own; what to do is decided on the job's (`engine.remote.spread`).
+
+An answer counts only if it is what was asked for: servers promise to keep to a schema, and some do not.
 """
 
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.rows import RowRequest
+from engine.batch_files.rows import Constraint, RowRequest, grammar_of
 from engine.common.chat import calls_as_json
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check, ClosingExecutor, RowAnswer, RowCallback
-from engine.remote.answer_check import AnswerCheck
 from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
 from engine.remote.failures import RemoteError
 from engine.remote.spread import MOST_AT_ONCE, Place, Spread, Turn
+
+_FENCED = re.compile(r"```[a-z]*\n(.*)\n```", re.DOTALL)
+
+
+class AnswerCheck:
+    """Checks many answers; each constraint is compiled once."""
+
+    def __init__(self) -> None:
+        self._tokenizer: Any = None
+        self._grammars: dict[Constraint, str] = {}
+
+    def kept(self, constraint: Constraint, text: str) -> tuple[str, bool]:
+        """The answer alone, and whether it satisfies its constraint."""
+        text = text.strip()
+        if constraint.choices:
+            return text, text in constraint.choices
+        fenced = _FENCED.fullmatch(text)
+        for each in (text, fenced[1].strip()) if fenced else (text,):
+            if self._satisfies(constraint, each):
+                return each, True
+        return text, False
+
+    def _satisfies(self, constraint: Constraint, text: str) -> bool:
+        from llguidance import LLMatcher, LLTokenizer
+
+        if constraint not in self._grammars:
+            self._grammars[constraint] = grammar_of(constraint, any_space=True)
+        if self._tokenizer is None:
+            self._tokenizer = LLTokenizer("byte")  # the grammar is of text, whatever a server's tokens are
+        matcher = LLMatcher(self._tokenizer, self._grammars[constraint], log_level=0)
+        return bool(matcher.consume_tokens(list(text.encode("utf-8", "replace")))) and bool(matcher.is_accepting())
+
 
 _LOOK_S = 0.1
 _COUNT_S = 0.25
@@ -116,17 +150,14 @@ class SpreadRows:
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """See `RowExecutor`."""
         return self._spread.under_way
 
     @property
     def waits(self) -> str:
-        """See `RowExecutor`."""
         return self._spread.waits(time.monotonic())
 
     @property
     def places(self) -> tuple[PlacePace, ...]:
-        """See `RowExecutor`."""
         return self._spread.paces(time.monotonic())
 
     def run(

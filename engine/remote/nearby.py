@@ -93,7 +93,6 @@ class Announcer:
         self._thread = threading.Thread(target=self._serve, name="announcer", daemon=True)
 
     def start(self) -> None:
-        """Begins to answer."""
         self._thread.start()
 
     def stop(self) -> None:

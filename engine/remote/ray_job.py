@@ -16,7 +16,7 @@ from engine.checkpoint.shards import content_digest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO, is_precision
-from engine.jobs.whole_job import Answerer, run_job
+from engine.jobs.job import Answerer, run_job
 from engine.remote.ray_rows import SAMPLE_ROWS, ClusterJob, RayRows
 
 

@@ -24,8 +24,7 @@ from engine.common.installed import version
 from engine.common.json_fields import from_fields
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.remote.ray_blocks import Blocks
-from engine.remote.ray_link import Link, Message, RayLink
-from engine.remote.ray_nodes import RayNodeState, settings_for
+from engine.remote.ray_link import Link, Message, RayLink, RayNodeState, settings_for
 
 _WAIT_S = 0.1
 _ROUND_S = 1.0
@@ -105,19 +104,16 @@ class RayRows:
 
     @property
     def note(self) -> str:
-        """See `ClosingExecutor`."""
         unused = [node for node in self._nodes.values() if node.stage == "refused"]
         return " ".join(f"{node.name} was not used: {node.why}." for node in unused)
 
     @property
     def under_way(self) -> tuple[int, int]:
-        """See `RowExecutor`."""
         working = [node for node in self._nodes.values() if node.stage == "working"]
         return sum(node.under_way for node in working), sum(node.under_way_tokens for node in working)
 
     @property
     def waits(self) -> str:
-        """See `RowExecutor`."""
         if self._link is None:
             return f"The Ray cluster at {self.address} was lost ({self._why_lost}): it is tried again."
         if any(node.stage == "working" for node in self._nodes.values()):
@@ -131,7 +127,6 @@ class RayRows:
 
     @property
     def places(self) -> tuple[PlacePace, ...]:
-        """See `RowExecutor`."""
         return tuple(node.pace(self._blocks.held(node.ident)) for node in self._nodes.values())
 
     @property
@@ -141,7 +136,6 @@ class RayRows:
 
     @property
     def steps(self) -> int:
-        """See `Blocks`."""
         return self._blocks.steps
 
     @property
@@ -164,7 +158,6 @@ class RayRows:
     def run(
         self, rows: Iterator[RowRequest], on_row: RowCallback, should_yield: Check, cancelled: Check
     ) -> BatchOutcome:
-        """See `RowExecutor`."""
         self._on_row = on_row
         self._blocks.is_read = False
         self._worked_s = self._looked_s = self._clock()
@@ -184,7 +177,6 @@ class RayRows:
             self._on_row = _nobody
 
     def close(self) -> None:
-        """See `ClosingExecutor`."""
         link, self._link = self._link, None
         if link is not None:
             link.close()

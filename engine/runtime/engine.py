@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
-from engine.checkpoint.in_use import reading
 from engine.checkpoint.library import resolve
 from engine.checkpoint.suggested_sampling import suggested_sampling
-from engine.checkpoint.usage import note_use
+from engine.checkpoint.usage import note_use, reading
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
@@ -36,8 +35,8 @@ from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.runtime.way_back import WayBack
-from engine.tuning.keeping import apply_tuning
 from engine.tuning.result import DecodeRate
+from engine.tuning.saved_results import apply_tuning
 
 if TYPE_CHECKING:
     from engine.batch_files.rows import Answer, RowRequest

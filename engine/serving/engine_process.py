@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
-from engine.common.message_lines import MessageLines
+from engine.common.json_fields import MessageLines
 from engine.common.paths import python_module
 from engine.process.lifetime import end_process, quiet_libraries, set_up_process
 from engine.serving.link import DeskLink, EngineLink

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from engine.common.config import EngineConfig
-from engine.common.message_lines import MessageLines
+from engine.common.json_fields import MessageLines
 
 Outcome = Literal["answered", "refused", "left", "failed"]
 

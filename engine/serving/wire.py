@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.message_lines import MessageLines
+from engine.common.json_fields import MessageLines
 from engine.serving.asking import Ask, Began, Ended, PromptRead, Said
 
 _NOTICES_S = 0.5

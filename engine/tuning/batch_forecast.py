@@ -25,9 +25,8 @@ from engine.planner.batch_prediction import (
     predict_on_cpu,
     predicted_on_card,
 )
-from engine.planner.costs import Costs
-from engine.planner.engine_costs import engine_costs
-from engine.tuning.machine_look import MachineLook, look_at_machine
+from engine.planner.costs import Costs, engine_costs
+from engine.tuning.machine_state import MachineLook, look_at_machine
 
 _READ_ROWS = 48
 """Rows sampled for the mean prompt length."""

@@ -19,8 +19,8 @@ from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.planner.precision import worthwhile
 from engine.planner.predict import predict_decode
 from engine.planner.workload import CHAT
+from engine.tuning.known_speed import corrected, corrected_plan, mechanism, with_decode
 from engine.tuning.result import Contestant, Correction
-from engine.tuning.settled import corrected, corrected_plan, mechanism, with_decode
 
 _MOST = 3
 _HOPEFUL = 0.5

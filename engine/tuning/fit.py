@@ -27,8 +27,8 @@ from engine.planner.engine_memory import context_tokens
 from engine.planner.plan_parts import Limits, TierBytes
 from engine.planner.predict import DecodePrediction, predict_decode
 from engine.planner.workload import CHAT
-from engine.tuning.keeping import all_results
-from engine.tuning.machine_look import MachineLook, plan_here
+from engine.tuning.machine_state import MachineLook, plan_here
+from engine.tuning.saved_results import all_results
 
 FAST_TOKENS_PER_S = 10.0
 """From here on, text appears faster than most people read."""
@@ -176,7 +176,7 @@ def fit_card(found: Sequence[tuple[Candidate, ModelShape | None]], look: Machine
         found: candidates and what they are; None where `Candidate.problem` says that it cannot run.
         limits: the budgets, the wanted context and precision; the memory of the card bounds the cache.
     """
-    here = list_models() if all_results() or is_any_known() else ()  # a scan of all shelves: once per card
+    here = list_models() if all_results() or is_any_known() else ()  # a scan of all model directories: once per card
     rows = tuple(_row(candidate, shape, look, limits, here) for candidate, shape in found)
     at, why = _recommended(rows)
     return FitCard(rows, at, why)

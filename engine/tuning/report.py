@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.tuning.keeping import day
 from engine.tuning.messages import TuningNumber
 from engine.tuning.result import Timed, TuningResult
+from engine.tuning.saved_results import day
 
 
 def report_text(result: TuningResult, *, saved: bool = True) -> str:

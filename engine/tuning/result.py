@@ -106,7 +106,7 @@ class TuningResult:
     """A finished run.
 
     Attributes:
-        model: display name; `model_mark` identifies its files (see `engine.tuning.keeping.model_mark`).
+        model: display name; `model_mark` identifies its files (see `engine.tuning.saved_results.model_mark`).
         asked: the settings that were tuned: the result fills those that are `auto` or None.
         taken_at: ISO 8601, UTC.
         machine: the tuned machine (`engine.hardware.measured.described`).

@@ -26,7 +26,7 @@ from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.planner.plan_parts import Limits
 from engine.tuning.contestants import Field, Situation, choose_contestants
-from engine.tuning.keeping import apply_tuning, facts, kept_corrections, model_mark, save_result
+from engine.tuning.known_speed import corrections_from
 from engine.tuning.measuring import MeasuredMachine, measured_machine
 from engine.tuning.messages import (
     Stage,
@@ -48,7 +48,7 @@ from engine.tuning.race import (
     winner_of,
 )
 from engine.tuning.result import Timed, TuningKind, TuningResult, busy_note
-from engine.tuning.settled import corrections_from
+from engine.tuning.saved_results import apply_tuning, facts, kept_corrections, model_mark, save_result
 
 _LOOK_S = 0.5
 _LOOKS = {"quick": 20, "thorough": 60}

@@ -10,22 +10,27 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import HERE, BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
+from engine.remote.job import OwnModel, endpoints_of, run_remote_job, run_remote_sample
 from engine.verbs.chat import add_sampling_options, given_sampling, load_engine
 from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
     from engine.batch_files.job_list import KnownJob
-    from engine.batch_files.job_watcher import JobEnding, JobWatcher, Pace, PlacePace
-    from engine.batch_files.prepared_job import PreparedJob
+    from engine.batch_files.job_watcher import Pace, PlacePace
     from engine.batch_files.rows import Answer
     from engine.planner.batch_prediction import JobPrediction
+    from engine.remote.job import RemoteSample
+    from engine.runtime.engine import Engine
 
 _LIMITS = {
     "arithmetic": "CPU compute",
@@ -45,7 +50,6 @@ PATIENCE_S = 120.0
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "batch",
         help="rows in, rows out: answers a file of prompts",
@@ -160,7 +164,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _at_endpoints(args: argparse.Namespace, prepared: PreparedJob) -> int:
-    from engine.verbs.batch_elsewhere import Elsewhere
 
     with Elsewhere(args, prepared) as elsewhere:
         if args.sample:
@@ -471,3 +474,45 @@ def _span(seconds: float) -> str:
     if seconds < 5400:
         return f"{seconds / 60:.0f} min"
     return f"{seconds / 3600:.1f} h"
+
+
+class Elsewhere:
+    """Answers rows as `Engine` does; a model is loaded only if this machine is one of those that answer.
+
+    Raises:
+        EngineError: there is no such endpoint, or no such model.
+    """
+
+    def __init__(self, args: argparse.Namespace, prepared: PreparedJob) -> None:
+        names = prepared.job.endpoints
+        hosts = [f"{endpoint.name} ({endpoint.host})" for endpoint in endpoints_of(names) if not endpoint.is_here]
+        if hosts:
+            note(f"switchyard: the text of the rows is sent to {' and '.join(hosts)}")
+        self._engine: Engine | None = None
+        self._own: OwnModel | None = None
+        if HERE in names:
+            self._engine, _info = load_engine(args)
+            self._own = self._engine.hosted_model(beside_others=False)
+
+    def __enter__(self) -> Elsewhere:
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        if self._engine is not None:
+            self._engine.unload()
+
+    def run_batch(self, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        return run_remote_job(prepared, watcher, self._own)
+
+    def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
+        """See `run_remote_sample`; what it measured is told."""
+        sample = run_remote_sample(prepared, rows, watcher, self._own)
+        if sample is not None:
+            note(f"switchyard: {sample_words(sample)}")
+
+
+def sample_words(sample: RemoteSample) -> str:
+    """What a sample measured, in a sentence."""
+    each = f"{sample.prompt_tokens:,.0f} tokens read and {sample.generated_tokens:,.0f} written"
+    cost = "" if sample.cost is None else f", at {sample.cost:,.2g} {sample.currency}".rstrip()
+    return f"a row took {sample.row_s:.1f} s with few asked at once, {each}{cost}; many at once are faster"

@@ -11,14 +11,12 @@ from engine.verbs.options import positive_int
 from engine.verbs.output import emit, note
 
 if TYPE_CHECKING:
-    from engine.experts.replay.simulation import ReplayResult
-    from engine.experts.replay.trace_file import RoutingTrace
+    from engine.experts.replay import ReplayResult, RoutingTrace
 
 _SHARES = (0.1, 0.25, 0.5)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser = subparsers.add_parser("cache", help="replay recorded routing: hit rates by policy and size")
     parser.add_argument("trace", type=Path, metavar="TRACE", help="recorded routing, an .npz file")
     parser.add_argument(
@@ -34,9 +32,15 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay and report; see `add_parser`."""
     from engine.experts.cache.policies import POLICY_NAMES
-    from engine.experts.replay.bounds import belady_hits, hit_ratio_curve, stack_distances
-    from engine.experts.replay.simulation import ADOPTED, popularity_of, replay
-    from engine.experts.replay.trace_file import read_trace
+    from engine.experts.replay import (
+        ADOPTED,
+        belady_hits,
+        hit_ratio_curve,
+        popularity_of,
+        read_trace,
+        replay,
+        stack_distances,
+    )
 
     trace = read_trace(args.trace)
     popularity = popularity_of(read_trace(args.calibration)) if args.calibration else None

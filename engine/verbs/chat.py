@@ -206,7 +206,6 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, beams: bool = True)
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "chat",
         help="answer once, or converse in the terminal",
@@ -267,7 +266,7 @@ def _heading(info: ModelInfo) -> str:
 
 def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None) -> int:
     """Has a server elsewhere answer the question, or converses with it."""
-    from engine.remote.picture_files import read_pictures
+    from engine.remote.chat_form import read_pictures
     from engine.verbs import remote_chat
 
     parts = parts_with(question or "", read_pictures(args.picture or ()))

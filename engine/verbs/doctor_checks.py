@@ -15,7 +15,7 @@ from pathlib import Path
 
 from engine.checkpoint.library import starter_is_built
 from engine.common.installed import bundle, current_engine, version, window_folder
-from engine.common.intact import give_up_damaged
+from engine.common.integrity import give_up_damaged
 from engine.common.paths import cache_dir, config_dir, data_dir, log_dir, models_dir
 from engine.common.sizes import about
 from engine.devices.card_proof import prove_cards

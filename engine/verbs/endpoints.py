@@ -14,8 +14,8 @@ from engine.verbs.options import positive_int
 from engine.verbs.output import emit, note
 
 if TYPE_CHECKING:
+    from engine.remote.capabilities import About
     from engine.remote.endpoint import Endpoint
-    from engine.remote.look import About
 
 _KEYS = (
     "A key is never an argument, which other users of this machine could read: --key-stdin reads it from the standard "
@@ -25,7 +25,6 @@ _KEYS = (
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "endpoints",
         help="servers elsewhere: list, add, test, remove",
@@ -164,15 +163,15 @@ def _read_key() -> str:
 
 
 def _look(endpoint: Endpoint, key: str | None = None) -> About:
+    from engine.remote.capabilities import about
     from engine.remote.client import Client
-    from engine.remote.look import about
 
     with Client(endpoint, key) as client:
         return about(client)
 
 
 def _line(endpoint: Endpoint) -> str:
-    from engine.remote.look import SERVERS
+    from engine.remote.capabilities import SERVERS
 
     found = endpoint.found
     server = f"{SERVERS[found.server]} {found.version}".strip() if found.server else "not tested"
@@ -212,8 +211,8 @@ def _seen(endpoint: Endpoint, seen: About) -> dict[str, Any]:
 
 
 def _words(endpoint: Endpoint, seen: About) -> str:
+    from engine.remote.capabilities import LACKS, SERVERS
     from engine.remote.endpoint import remote_name
-    from engine.remote.look import LACKS, SERVERS
 
     found = seen.found
     lines = [

@@ -28,7 +28,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the verb."""
     from engine.parts.install import install
     from engine.parts.wheels import choose_engine
 

@@ -20,7 +20,6 @@ _STOP_S = 60.0
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "jobs",
         help="batch jobs: list, show, stop, remove",

@@ -25,7 +25,6 @@ from engine.verbs.output import emit
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "kept",
         help="computed context of chats that is kept on disk: show, clear, on, off",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Callable
+from typing import Protocol
 
 from engine.common.config import CACHE_POLICIES, GRAPHS, GUESSES, KV_PRECISIONS, MISSES, PREFETCHES, EngineConfig
 from engine.formats import AUTO, FORMATS, PRECISIONS
@@ -179,3 +181,14 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
         speculation=args.speculation,
         kv_precision=args.kv_precision,
     )
+
+
+MODEL = "`starter`, the name of a model on this machine, a checkpoint directory or a GGUF file"
+
+
+class AddAction(Protocol):
+    """Adds an action, with `--json`; returns its parser for its other arguments."""
+
+    def __call__(
+        self, name: str, help_text: str, function: Callable[[argparse.Namespace], int]
+    ) -> argparse.ArgumentParser: ...

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.planner.plan import Limits, Plan
     from engine.planner.plan_parts import Speed, TierBytes
     from engine.planner.workload import Workload
-    from engine.tuning.machine_look import MachineLook
+    from engine.tuning.machine_state import MachineLook
 
 _ALIKE = 0.1
 """Deviations below this are not mentioned."""
@@ -77,7 +77,7 @@ def this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
     from engine.hardware.measured import load_measurements, machine_profile
     from engine.hardware.other_programs import busy_now
     from engine.hardware.probe import probe
-    from engine.tuning.machine_look import MachineLook
+    from engine.tuning.machine_state import MachineLook
 
     found = probe()
     card = found.card_device if limits.use_card else ""
@@ -113,8 +113,8 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
         from engine.hardware.machine import read_machine
 
         return make_plan(read_machine(args.hardware), model, workload, asked_limits(args))
-    from engine.tuning.machine_look import corrections_here, plan_here
-    from engine.tuning.settled import corrected_plan
+    from engine.tuning.known_speed import corrected_plan
+    from engine.tuning.machine_state import corrections_here, plan_here
 
     look, limits = this_machine(asked_limits(args))
     if workload != CHAT:  # only chats are timed
@@ -150,7 +150,6 @@ def timing_text(speed: Speed) -> str:
 
 
 def plan_text(plan: Plan) -> str:
-    """A plan as text."""
     work, speed, cache = plan.workload, plan.speed, plan.cache
     lines = [
         f"{plan.model} on {plan.machine}, {work.name}: {work.sequences} x {work.prompt_tokens} tokens read, "
@@ -219,7 +218,6 @@ def _gb(nbytes: int) -> str:
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser = subparsers.add_parser("plan", help="how a model would run, and how fast")
     parser.add_argument(
         "--model",

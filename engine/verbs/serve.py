@@ -25,7 +25,6 @@ _ENGINE_ENDED = "switchyard: The engine stopped unexpectedly. The next request s
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "serve",
         help="let other programs use the model",

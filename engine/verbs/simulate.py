@@ -13,8 +13,8 @@ from engine.verbs.options import positive_int
 from engine.verbs.output import emit
 
 if TYPE_CHECKING:
-    from engine.planner.papers.row import PublishedCell
-    from engine.planner.rivals.report import ComparedSpeed
+    from engine.planner.papers import PublishedCell
+    from engine.planner.rivals import ComparedSpeed
     from engine.planner.simulator.outcome import Outcome
     from engine.planner.simulator.requests import Setting
 
@@ -22,7 +22,6 @@ _MOST_SPANS = 20_000
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser = subparsers.add_parser("simulate", help="predicted timeline and speed; published figures, predicted")
     parser.add_argument(
         "what",
@@ -67,7 +66,7 @@ def _papers(*, as_json: bool) -> int:
 
 
 def _rivals(*, as_json: bool) -> int:
-    from engine.planner.rivals.report import all_speeds, document
+    from engine.planner.rivals import all_speeds, document
 
     speeds = all_speeds()
     content = document(speeds)
@@ -198,7 +197,7 @@ def _setting(args: argparse.Namespace) -> Setting:
     costs = Costs(read_machine(args.hardware), model, args.precision, threads=args.threads)
     recorded = None
     if args.routing:
-        from engine.experts.replay.trace_file import read_trace
+        from engine.experts.replay import read_trace
 
         trace = read_trace(args.routing)
         if (

@@ -30,7 +30,6 @@ _STAGES = {
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "tune", help="measure this machine, time real tokens of the best plans, and save the winner"
     )
@@ -56,15 +55,15 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Tunes and reports; see `add_parser`."""
-    from engine.bench.prepared_apart import prepared_apart
-    from engine.bench.synthetic import is_synthetic
+    from engine.bench.models import prepared_apart
+    from engine.checkpoint.synthetic import is_synthetic
 
     with prepared_apart() if is_synthetic(args.model) else contextlib.nullcontext():
         return _tune(args)
 
 
 def _tune(args: argparse.Namespace) -> int:
-    from engine.bench.synthetic import resolve_model
+    from engine.bench.models import resolve_model
     from engine.hardware.other_programs import is_busy
     from engine.process.lifetime import quiet_libraries
 
@@ -105,7 +104,7 @@ def _tune(args: argparse.Namespace) -> int:
 
 def _confirmed(ending: TuningEnding) -> bool:
     """Asks at the terminal whether to save anyway, and does; returns whether it was saved."""
-    from engine.tuning.keeping import keep_anyway
+    from engine.tuning.saved_results import keep_anyway
 
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         return False

@@ -68,8 +68,8 @@ from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample
 from engine.parts.updates import Update
+from engine.remote.capabilities import About
 from engine.remote.endpoint import Endpoint, Found, endpoint_at, remote_name, save_endpoint
-from engine.remote.look import About
 from engine.serving.front_messages import Outcome, Served
 from engine.telemetry.lanes import ELSEWHERE as ELSEWHERE_WAITS
 from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING, WRITTEN_ELSEWHERE

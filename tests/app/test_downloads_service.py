@@ -17,7 +17,7 @@ from app.services.settings import Settings
 from engine.checkpoint.downloads import queue
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.hub import Candidate, RepoFile, Repository, token
-from engine.checkpoint.shelves import add_model_folder, drop_model_folder
+from engine.checkpoint.model_directories import add_model_folder, drop_model_folder
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
 from tests.app.model_parts import download

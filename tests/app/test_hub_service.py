@@ -13,14 +13,14 @@ from pytestqt.qtbot import QtBot
 import app.services.hub as hub_service
 import engine.checkpoint.hub as engine_hub
 from app.services.hub import Hub, RepositoryAnswer, SearchAnswer
-from engine.checkpoint.connected import Room
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.hub.http import HubError, HubReason
 from engine.checkpoint.model_shape import ModelShape, read_model
+from engine.checkpoint.mounts import Room
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 from tests.app import model_parts as parts
 from tests.app import tuning_results as made
 

@@ -14,7 +14,7 @@ import engine.checkpoint.importing as importing
 import engine.checkpoint.library as engine_library
 from app.services.library import Library, Work
 from engine.checkpoint.library import LibraryEntry, Listing
-from engine.checkpoint.shelves import add_model_folder
+from engine.checkpoint.model_directories import add_model_folder
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import models_dir
 from tests.tiny_checkpoint import write_tiny_checkpoint

@@ -24,11 +24,11 @@ from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.phrases import ended_words, used_words, work_words
 from app.widgets.fit_words import fit_bars
 from app.widgets.token_dialog import TokenDialog
-from engine.checkpoint.connected import Room
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Verification
+from engine.checkpoint.model_directories import model_folders
+from engine.checkpoint.mounts import Room
 from engine.checkpoint.removing import Removed
-from engine.checkpoint.shelves import model_folders
 from engine.common.config import KvPrecision
 from engine.common.paths import models_dir
 from engine.planner.plan_parts import Limits

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 import app.services.planning as planning
-import engine.tuning.machine_look as machine_look
+import engine.tuning.machine_state as machine_look
 from app.services.planning import PlanQuestion
 from app.views.tune.phrases import disk_warning, speed_range
 from app.widgets.quantities import figures
 from engine.common.config import EngineConfig
 from engine.hardware.measured import machine_profile
 from engine.tuning.contestants import Situation, choose_contestants
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import StartTuning
 from engine.tuning.result import Contestant, Correction, Timed, TuningResult
 from engine.tuning.run import tune

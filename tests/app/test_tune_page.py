@@ -26,8 +26,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.hardware.measured import load_measurements
 from engine.protocol import Failed
-from engine.tuning.keeping import results_of, save_result
-from engine.tuning.machine_look import MachineLook, look_at_machine
+from engine.tuning.machine_state import MachineLook, look_at_machine
 from engine.tuning.messages import (
     TuningFinished,
     TuningMeasured,
@@ -37,6 +36,7 @@ from engine.tuning.messages import (
     TuningTimed,
 )
 from engine.tuning.result import Fact, TuningResult, busy_note
+from engine.tuning.saved_results import results_of, save_result
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 

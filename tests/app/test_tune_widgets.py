@@ -22,7 +22,7 @@ from app.widgets.plan_bars import PlanBars, adding_up
 from app.widgets.roofline_plot import RooflinePlot
 from engine.hardware.machine import Origin
 from engine.planner.plan_parts import RooflinePicture, RooflinePoint
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import TuningNumber
 from tests.app import tuning_results as made
 

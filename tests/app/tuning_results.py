@@ -22,9 +22,9 @@ from engine.hardware.measured import (
 from engine.hardware.probe import Probe
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits, Plan
-from engine.tuning.keeping import facts
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 from engine.tuning.result import Contestant, Timed, TuningResult
+from engine.tuning.saved_results import facts
 
 GIB = 2**30
 

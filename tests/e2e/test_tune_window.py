@@ -10,7 +10,7 @@ import pytest
 from engine.common.paths import data_dir
 from engine.hardware.measured import load_measurements
 from engine.hardware.probe import probe
-from engine.tuning.keeping import all_results
+from engine.tuning.saved_results import all_results
 from tests.e2e.screen import Screen
 from tests.e2e.waiting import PATIENCE_S, eventually
 from tests.e2e.window_process import RealWindow, real_window

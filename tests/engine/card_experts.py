@@ -12,9 +12,9 @@ from transformers.activations import ACT2FN
 
 from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.experts.bank import BankLayer
+from engine.experts.dispatch import StandardExperts
 from engine.experts.quantised_layout import BlockLayout, QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
-from engine.experts.standard_module import StandardExperts
 from engine.formats import FORMATS
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.activation import activation_of

@@ -27,8 +27,7 @@ from engine.devices.cuda import CUDA
 from engine.devices.device import CopyLog
 from engine.devices.failures import is_out_of_memory
 from engine.devices.host_memory import PageableMemory
-from engine.devices.opening import CARD_KINDS, open_automatic
-from engine.devices.xpu import XPU
+from engine.devices.opening import CARD_KINDS, XPU, open_automatic
 from engine.kernels.cuda import compiled, driver
 from engine.kernels.cuda.compiled import machine_code
 from engine.kernels.cuda.driver import NvidiaCard

@@ -20,12 +20,12 @@ from benchmarks.peers.library import OFFLOAD
 from engine import cli
 from engine.bench import decode, telemetry
 from engine.bench.report import Report
-from engine.bench.shapes import SHAPES
 from engine.checkpoint.library import converted_dir
+from engine.checkpoint.synthetic_shapes import SHAPES
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir
 from engine.experts.container import ContainerWriter
-from engine.experts.replay.trace_file import write_trace
+from engine.experts.replay import write_trace
 from engine.planner import placement
 from engine.runtime.load import conversion
 from tests.engine.tiny_families import tiny_checkpoint

@@ -23,7 +23,7 @@ from engine.kernels.cuda.step_time import FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30
 from engine.kernels.gpu import angles, latents, norms, rotations, routers
 from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.gpu.stored import CardKernels
-from engine.planner.engine_costs import STEP_LAUNCHES
+from engine.planner.costs import STEP_LAUNCHES
 from engine.runtime.decode import tabled_attention
 from engine.runtime.decode.graphs import GraphedSteps
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, _kernels, needs_compiler

@@ -10,7 +10,7 @@ import torch
 
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.devices import opening, xpu
+from engine.devices import opening
 from engine.devices.card import CardKind, open_card
 from engine.devices.host_memory import PageableMemory
 from engine.devices.opening import CARD_KINDS, automatic, card_count, open_devices
@@ -67,7 +67,7 @@ def test_what_is_measured_is_kept_for_this_card_and_driver(monkeypatch: pytest.M
     monkeypatch.setattr(
         torch.xpu, "get_device_properties", FakeCards(names=["Arc B580"], total=2**34).get_device_properties
     )
-    assert xpu.identity_of(0) == "Arc B580 16384 MiB driver 1.6 XPU"
+    assert opening.identity_of(0) == "Arc B580 16384 MiB driver 1.6 XPU"
 
 
 @pytest.mark.parametrize("config", [{}, {"cache_slots": 5}, {"cache_slots": 5, "misses": "fetch"}])

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from engine.checkpoint import usage
-from engine.checkpoint.in_use import alone_with
+from engine.checkpoint.usage import alone_with
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage

@@ -29,7 +29,7 @@ from engine.experts.prediction.training import (
     save_mlp,
     train,
 )
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace
 from tests.engine.slots_in_time import PlantedRoutes, SlotsInTime
 
 LAYERS, EXPERTS, WIDTH = 4, 12, 2

@@ -26,7 +26,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 MAY_NAME_FAMILIES = (
     "engine/families",
     "engine/checkpoint/gguf",  # llama.cpp names some architectures and tokenizers alike
-    "engine/bench",  # makes models up, and writes GGUF files for a peer
+    "engine/checkpoint/synthetic",  # makes models up
     "engine/checkpoint/starter",  # writes the starter's config.json
 )
 ENGLISH = {"align", "beam", "git"}

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engine.bench.opened import decode_seconds, opened, random_text
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import Candidate, RepoFile, Repository
 from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import open_devices
@@ -35,7 +35,7 @@ from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.tuning.fit import FitRow, fit_card, machine_of
-from engine.tuning.machine_look import MachineLook, look_at_machine
+from engine.tuning.machine_state import MachineLook, look_at_machine
 from tests.engine.on_devices import memory_use, slots
 from tests.engine.test_stored_precision import type_of
 from tests.engine.tiny_families import tiny_checkpoint

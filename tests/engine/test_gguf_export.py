@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from benchmarks.gguf import gguf_of
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.safetensors_numpy import from_bfloat16, read_safetensors, write_safetensors
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.errors import EngineError, ErrorCode
 
 SHAPE = "synthetic:qwen3-moe-tiny?layers=1&vocab=259"

@@ -21,7 +21,7 @@ from engine.checkpoint.shards import fingerprint
 from engine.common.errors import ErrorCode
 from engine.common.paths import cache_dir, data_dir, models_dir
 from engine.foreign_text.child import serve
-from engine.tuning.keeping import model_mark
+from engine.tuning.saved_results import model_mark
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_gguf, write_model
 

@@ -16,10 +16,11 @@ from benchmarks.peers.beside import Beside, Room, best_flags, files_beside
 from benchmarks.peers.editions import LLAMA_CPP, Edition
 from benchmarks.peers.instructions import GROUPS, working_instructions
 from benchmarks.peers.peer import GgufPeer
+from engine.bench.models import resolve_model
 from engine.bench.report import PeerError, Report, in_turn
-from engine.bench.synthetic import make_synthetic, resolve_model
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.gguf.file import read_gguf
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.load.model import load_model

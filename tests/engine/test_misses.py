@@ -11,10 +11,7 @@ from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts import misses
 from engine.experts.latency import LatencyModel
-from engine.experts.misses import CACHE_OFF, MIXED, WAYS, modes
-from engine.experts.misses.fetched import Fetched
-from engine.experts.misses.on_cpu import OnCpu
-from engine.experts.misses.way import Step, Way
+from engine.experts.misses import CACHE_OFF, MIXED, WAYS, Fetched, OnCpu, Step, Way, modes
 from engine.experts.record_source import Held
 from engine.experts.shares import Estimate
 from engine.hardware.profiles import DeviceProfile

@@ -11,7 +11,7 @@ import torch
 
 from engine import cli
 from engine.bench.opened import opened
-from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native import build
 from engine.kernels.native.library import load_kernels

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.experts.bank import BankLayer, ExpertBank
+from engine.experts.dispatch import StandardExperts
 from engine.experts.record import RecordLayout
-from engine.experts.standard_module import StandardExperts
 from engine.formats.tiles import dequantise
 from engine.kernels.interface import ExpertMath
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts, can_compute

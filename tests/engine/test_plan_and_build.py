@@ -21,7 +21,7 @@ from engine.formats import STORED
 from engine.kernels.native import linear
 from engine.kernels.native.library import usable_isas
 from engine.planner import placement as placing
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import engine_memory
 from engine.planner.predict import limits_of
 from engine.runtime.load import conversion, model

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.memory_budget import MemoryCategory

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig
 from engine.devices.memory_budget import MemoryCategory
 from engine.formats import LADDER, STORED, careful
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.kernels.dense import quantised_sizes
 from engine.kernels.native.build import library_path
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, resolve
 from engine.planner.plan import Limits, make_plan

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.runtime.load.model import load_model

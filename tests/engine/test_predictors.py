@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.experts.prediction.learning import RecordedRoutes
 from engine.experts.prediction.predictors import Correlation, NextGate, Predictor, PreviousToken, Ranked
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace
 from tests.engine.slots_in_time import PlantedRoutes
 
 LAYERS, EXPERTS, WIDTH = 5, 24, 3

@@ -15,7 +15,7 @@ from transformers import AddedToken, ByT5Tokenizer, PreTrainedTokenizerFast
 
 from engine.batch_files.prompts import OpenAiPrompts, TemplatePrompts, parse_template
 from engine.batch_files.rows import Row, RowRequest
-from engine.bench.synthetic import _TEMPLATE as SYNTHETIC
+from engine.checkpoint.synthetic import _TEMPLATE as SYNTHETIC
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.foreign_text.provenance import spans_of

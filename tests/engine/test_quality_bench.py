@@ -16,9 +16,9 @@ from benchmarks.peers.peer import GgufPeer
 from benchmarks.quality import Contestant, Reference, Window
 from engine import cli
 from engine.bench.opened import opened
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.gguf.export import Quantisation, write_gguf
 from engine.checkpoint.starter.package import extract_member, read_recipe
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig
 from engine.formats import STORED
 from engine.runtime.decode.generation import drained

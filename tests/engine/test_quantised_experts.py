@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
 from engine.experts.bank import BankLayer
+from engine.experts.dispatch import StandardExperts
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import RecordLayout, allocate_records
-from engine.experts.standard_module import StandardExperts
 from engine.formats import FORMATS
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels import choose_kernel

@@ -12,10 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.ram_pressure import RamPressure
-from engine.experts.ram_tier import RamTier
-from engine.experts.record import RecordTable
-from engine.experts.record_memory import CAN_GIVE_BACK, RecordMemory
+from engine.experts.ram_tier import RamPressure, RamTier
+from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
 from engine.experts.slot_group import share_slots
 from tests.engine.made_up_records import LARGE, SMALL
 from tests.engine.ram_tier_parts import CONTENTS, RECORDS, HeldDisk, make_tier

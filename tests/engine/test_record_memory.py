@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.experts.record_memory import HugePages, empty_in_huge_pages
+from engine.experts.record import HugePages, empty_in_huge_pages
 
 SHAPES = ((3, 5), (1,), (0, 4), (2**20,), (7, 64, 1000), (3, 30, 2**20), (33,))
 

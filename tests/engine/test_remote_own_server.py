@@ -12,11 +12,11 @@ from engine.common.chat import ChatMessage, Tool
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.installed import version
+from engine.remote.capabilities import about
 from engine.remote.chat_form import RemoteRequest
 from engine.remote.client import Client
 from engine.remote.endpoint import endpoint_at
 from engine.remote.failures import RemoteError, Trouble
-from engine.remote.look import about
 from engine.serving.server import Address
 from tests.engine.test_serving import TOOL, serving
 

@@ -15,11 +15,11 @@ from gguf import GGUFWriter
 from engine.common.chat import ChatMessage, Picture, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
+from engine.remote.capabilities import about
 from engine.remote.chat_form import RemoteRequest
 from engine.remote.client import Client
 from engine.remote.endpoint import endpoint_at
 from engine.remote.failures import RemoteError
-from engine.remote.look import about
 from tests.real_servers import gguf_of, llama_server
 from tests.starter import starter_for_tests
 

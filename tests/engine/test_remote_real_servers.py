@@ -14,12 +14,12 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, Tool
 from engine.common.config import BatchJob, SamplingParams
 from engine.common.errors import ErrorCode, RequestCancelled
+from engine.remote.capabilities import about
 from engine.remote.chat_form import RemoteDelta, RemoteRequest
 from engine.remote.client import Client
 from engine.remote.endpoint import Endpoint, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
 from engine.remote.job import run_remote_job
-from engine.remote.look import about
 from tests.engine.test_serve_verb import served
 from tests.real_servers import gguf_of, llama_server, needs_vllm, vllm_server
 from tests.starter import starter_for_tests

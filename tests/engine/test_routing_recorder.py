@@ -11,7 +11,7 @@ import torch
 from engine.cli import main
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError
-from engine.experts.replay.trace_file import read_trace
+from engine.experts.replay import read_trace
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone

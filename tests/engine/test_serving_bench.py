@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serving_load import Load, Question, Timed, closed_loop, open_loop
-from benchmarks.serving_texts import QUESTIONS, Asked, read_questions
+from benchmarks.serving_load import QUESTIONS, Asked, Load, Question, Timed, closed_loop, open_loop, read_questions
 from engine.common.errors import EngineError
 from tests.engine.test_serving import serving
 

@@ -18,7 +18,7 @@ from engine.experts.bank import BankLayer
 from engine.experts.cache.tier import TierCounters
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
-from engine.experts.misses.fetched import Fetched
+from engine.experts.misses import Fetched
 from engine.experts.record_source import RecordSource
 from engine.experts.staging import Staging
 from engine.hardware.profiles import DeviceProfile
@@ -76,7 +76,7 @@ def test_any_prompts_and_tokens_in_any_order(
             pytest.MonkeyPatch.context() as patch,
             Layers(device, kind, dtype, slots, None, "lru", mode, staging) as of,
         ):
-            patch.setattr("engine.experts.misses.fetched._FEWEST_TOGETHER", together)
+            patch.setattr("engine.experts.misses._FEWEST_TOGETHER", together)
             ring = of.cache.staging
             assert ring is not None
             held = device.memory.use().used

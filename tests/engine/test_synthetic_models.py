@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.bench import synthetic as synthetic_module
+from engine.bench.models import resolve_model
 from engine.bench.opened import random_text
-from engine.bench.shapes import SHAPES, Shape
-from engine.bench.synthetic import is_synthetic, make_synthetic, resolve_model
+from engine.checkpoint import synthetic as synthetic_module
+from engine.checkpoint.synthetic import is_synthetic, make_synthetic
+from engine.checkpoint.synthetic_shapes import SHAPES, Shape
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
@@ -53,7 +54,7 @@ def test_every_family_loads_and_stays_finite_over_a_long_context(
 
 
 def test_other_tokens_choose_other_experts(tmp_path: Path) -> None:
-    from engine.experts.replay.trace_file import read_trace
+    from engine.experts.replay import read_trace
 
     folder = make_synthetic(TINY)
     loaded = load_model(EngineConfig(str(folder), device="cpu"), on_progress=lambda *_: None, cancelled=lambda: False)

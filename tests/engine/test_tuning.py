@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from engine import cli
-from engine.bench.synthetic import make_synthetic
+from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig
 from engine.hardware.measured import Measurements, described, load_measurements, save_measurements
 from engine.hardware.probe import Probe
@@ -23,12 +23,12 @@ from engine.runtime.engine import Engine
 from engine.runtime.load.model import load_model
 from engine.runtime.schedule.alone import time_decode
 from engine.tuning import measuring
-from engine.tuning.keeping import facts, model_mark, results_of, save_result
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.race import RacePace
 from engine.tuning.result import Contestant, Timed, TuningResult
 from engine.tuning.run import TuningEnding, TuningEvent, TuningSurroundings, tune
+from engine.tuning.saved_results import facts, model_mark, results_of, save_result
 from engine.verbs import tune as verb
 from engine.verbs.doctor import tuning_findings
 from engine.verbs.doctor_checks import Status

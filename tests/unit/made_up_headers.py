@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from engine.bench.shapes import TensorSpec
 from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.synthetic_shapes import TensorSpec
 
 
 def entries_of(files: Iterable[list[TensorSpec]]) -> list[TensorEntry]:

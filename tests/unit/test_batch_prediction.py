@@ -10,7 +10,7 @@ from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.batch_plan import best_batch
 from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu, predicted_on_card
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.plan_parts import Limits
 from engine.planner.schedules import SCHEDULES
 from engine.verbs.batch import prediction_text

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from engine.common import intact
+from engine.common import integrity
 from engine.parts.install import FINISHING, TESTING, UNPACKING
 from engine.process.failures import as_engine_error
 from tests import breaks
@@ -180,7 +180,7 @@ def test_an_engine_that_lost_a_file_says_so_and_is_fetched_anew(
 ) -> None:
     world = Fresh(tmp_path, monkeypatch, hub, is_quick=True)
     assert world.start() == ""
-    monkeypatch.setattr(intact, "__file__", str(world.engine / "engine" / "common" / "intact.py"))
+    monkeypatch.setattr(integrity, "__file__", str(world.engine / "engine" / "common" / "integrity.py"))
     assert "lost files" not in as_engine_error(error, "starting").message
     (world.engine / "torch" / "lib.so").write_bytes(b"another")
     assert "lost files since it was installed (torch/lib.so)" in as_engine_error(error, "starting").message

@@ -79,7 +79,7 @@ def test_a_processor_without_avx2_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.exhaustive
 def test_the_portable_kernels_answer(tmp_path: Path) -> None:
     """All that the self-test of an installed engine does, with the kernels for old processors."""
-    command, variables = python_module("engine.bench.self_test")
+    command, variables = python_module("engine.self_test")
     own = {"SWITCHYARD_ISA": "portable", "SWITCHYARD_HOME": str(tmp_path)}
     done = subprocess.run(command, env=os.environ | variables | own, capture_output=True, check=True)
     said = json.loads(done.stdout.splitlines()[-1])

@@ -18,9 +18,9 @@ def test_both_fetch_in_turn_and_leave_nothing(monkeypatch: pytest.MonkeyPatch) -
     report, said, home = Report({}), list[str](), os.environ["SWITCHYARD_HOME"]
     bench_download(2, report, said.append)
     (row,) = report.rows
-    assert (row.repeats, row.unit, len(said)) == (2, "MB/s", 2)
-    assert row.value > 0
     has_curl = shutil.which("curl") is not None
+    assert (row.repeats, row.unit, len(said)) == (2, "MB/s", 4 if has_curl else 2)
+    assert row.value > 0
     assert (row.peer, len(report.peers_not_run)) == (("curl", 0) if has_curl else (None, 1))
     assert os.environ["SWITCHYARD_HOME"] == home
     assert list(data_dir().iterdir()) == []

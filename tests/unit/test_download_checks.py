@@ -13,9 +13,8 @@ import pytest
 import xxhash
 
 from engine.checkpoint.downloads.checking import Checker
-from engine.checkpoint.downloads.journal import Journal
 from engine.checkpoint.downloads.pace import Waits
-from engine.checkpoint.downloads.parts import SEARCH, File, Job, Stopped
+from engine.checkpoint.downloads.parts import SEARCH, File, Job, Journal, Stopped
 from engine.checkpoint.downloads.records import PlannedFile
 from engine.common.errors import ErrorCode
 from tests.refusals import refused

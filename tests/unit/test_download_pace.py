@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.checkpoint.downloads.journal import Journal
 from engine.checkpoint.downloads.pace import FIRST_CONNECTIONS, MOST_CONNECTIONS, Crew, Limit, Meter, Waits
+from engine.checkpoint.downloads.parts import Journal
 
 
 class Time:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.downloads import space
+from engine.checkpoint.downloads import transfer as space
 
 SIZE = 3 * 2**20
 

@@ -104,7 +104,7 @@ def test_the_whole_way(root: Path, wheels: list[Path]) -> None:
     }  # fmt: skip
     assert not list(downloads_folder().iterdir())
     assert not (engine.folder / "app").exists()  # the window is no part of it
-    command, variables = installed.engine_module("engine.bench.self_test")
+    command, variables = installed.engine_module("engine.self_test")
     said = subprocess.run(command, env=os.environ | variables, capture_output=True, check=True).stdout
     assert json.loads(said)["torch"] == "1.0"
     steps.clear()

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.replay.bounds import hit_ratio_curve, stack_distances
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace, hit_ratio_curve, stack_distances
 from engine.runtime.telemetry.experts import ExpertUses
 
 LAYERS, WIDTHS = (1, 2, 5), (4, 4, 3)

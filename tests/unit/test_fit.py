@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.catalogue import Catalogue, CatalogueEntry, catalogue_dir, read_catalogue
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.find_shape import find_shape
@@ -14,6 +13,7 @@ from engine.checkpoint.hub import Candidate, RepoFile, Repository
 from engine.checkpoint.hub.repository import quality_of
 from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.checkpoint.names import resolve
+from engine.checkpoint.synthetic import make_synthetic
 from engine.checkpoint.usage import note_use
 from engine.common.config import EngineConfig
 from engine.common.paths import models_dir
@@ -30,7 +30,7 @@ from engine.tuning.fit import (
     recommend,
     verdict_of,
 )
-from engine.tuning.machine_look import MachineLook, plan_here
+from engine.tuning.machine_state import MachineLook, plan_here
 from engine.tuning.messages import StartTuning
 from engine.tuning.run import tune
 from tests.unit.made_up_tuning import MACHINE, MadeUpEngine, around, measurements

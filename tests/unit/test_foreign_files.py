@@ -21,8 +21,8 @@ from engine.checkpoint.model_shape import read_model
 from engine.checkpoint.shards import INDEX_NAME, MOST_FILES, read_tensors
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import check_foreign, open_foreign, parse_json, read_foreign
-from engine.experts.replay.trace_file import read_trace
-from engine.tuning.keeping import model_mark
+from engine.experts.replay import read_trace
+from engine.tuning.saved_results import model_mark
 from tests.refusals import refused
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 

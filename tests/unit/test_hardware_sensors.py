@@ -10,9 +10,8 @@ import psutil
 import pynvml
 import pytest
 
-from engine.hardware.gpu_sensors import GpuSensors
 from engine.hardware.nvml import Nvml
-from engine.hardware.sensors import DeviceSensors
+from engine.hardware.sensors import DeviceSensors, GpuSensors
 from tests.unit.fake_nvml import GIB, FakeNvml, card, process
 from tests.unit.test_hardware_gpus import RADEON, drm_card
 from tests.unit.test_hardware_parts import sys_with, write

@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 from gguf import GGUFValueType, GGUFWriter
 
-from engine.bench.shapes import SHAPES, config_of, tensors_of
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.hub import (
     Candidate,
@@ -33,6 +31,8 @@ from engine.checkpoint.hub import (
     search,
 )
 from engine.checkpoint.hub.token import forget_token, save_token
+from engine.checkpoint.synthetic import make_synthetic
+from engine.checkpoint.synthetic_shapes import SHAPES, config_of, tensors_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import cache_dir
 from tests.hub_server import Fault, HubServer

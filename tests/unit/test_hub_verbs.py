@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from engine.bench.synthetic import make_synthetic
 from engine.checkpoint.catalogue import catalogue_dir, own_catalogue
 from engine.checkpoint.hub import find_candidate
 from engine.checkpoint.hub.contents import _heads_read
 from engine.checkpoint.hub.token import read_token, save_token
 from engine.checkpoint.mirror import chosen_mirror
+from engine.checkpoint.synthetic import make_synthetic
 from engine.cli import main
 from engine.common.paths import cache_dir, config_dir
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S

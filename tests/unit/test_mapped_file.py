@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.experts import file_image, mapped_file
-from engine.experts.file_image import FileImage
-from engine.experts.mapped_file import MappedFile, dropped_note, map_file
+from engine.experts import file_image
+from engine.experts.file_image import FileImage, MappedFile, dropped_note, map_file
 from engine.hardware.surroundings import _IN_USE
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped on Linux alone")
@@ -21,10 +20,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mappe
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that is worth mapping whatever its pages are."""
-    monkeypatch.setattr(mapped_file, "_TRIED", 2**16)
+    monkeypatch.setattr(file_image, "_TRIED", 2**16)
     monkeypatch.setattr(file_image, "_PIECE", 2**16)
-    monkeypatch.setattr(mapped_file, "stays_connected", lambda _path: True)
-    monkeypatch.setattr(mapped_file, "available_ram", lambda: 2**50)
+    monkeypatch.setattr(file_image, "stays_connected", lambda _path: True)
+    monkeypatch.setattr(file_image, "available_ram", lambda: 2**50)
     path = tmp_path / "file"
     path.write_bytes(random.Random(7).randbytes(10 * 2**16 + 4321))
     return path
@@ -56,13 +55,13 @@ def test_a_mapped_image_is_the_file_and_counts_as_used_memory(file: Path) -> Non
     [
         ("_TRIED", 2**30),
         ("stays_connected", lambda _path: False),
-        ("available_ram", lambda: mapped_file._SPARE),
+        ("available_ram", lambda: file_image._SPARE),
     ],
     ids=["few bytes", "a disk that may go", "little memory"],
 )
 def test_else_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: object) -> None:
     before = _IN_USE.nbytes
-    monkeypatch.setattr(mapped_file, name, value)
+    monkeypatch.setattr(file_image, name, value)
     image = FileImage(file)
     assert image._mapped is None
     image.wait_for(file.stat().st_size)
@@ -73,7 +72,7 @@ def test_else_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch, name: st
 
 
 def test_an_older_system_copies(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mapped_file, "_POPULATE_READ", 12345)
+    monkeypatch.setattr(file_image, "_POPULATE_READ", 12345)
     with file.open("rb") as opened:
         assert map_file(file, opened.fileno(), file.stat().st_size) is None
 

@@ -13,7 +13,7 @@ from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import LADDER
 from engine.hardware.machine import HardwareProfile, machine_names, read_machine
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import sizes_of
 from engine.planner.placement import least_ram
 from engine.planner.plan import Limits, Plan, make_plan

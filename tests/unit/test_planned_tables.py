@@ -10,7 +10,7 @@ from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.common.config import EngineConfig
 from engine.hardware.machine import read_machine
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.placement import (
     Budgets,
     DeviceBudget,

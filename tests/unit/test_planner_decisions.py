@@ -15,8 +15,8 @@ from engine.planner.fiddler import break_even_rows, hit_rate_bounds, runs_on_cpu
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
+from engine.planner.plan import HierarchicalRoofline, Level, operational_intensity, roofline_of
 from engine.planner.policy_search import PerformanceModel, search_policy
-from engine.planner.roofline import HierarchicalRoofline, Level, operational_intensity, roofline_of
 from engine.planner.simulator.batch_costs import OffloadPolicy, distinct_experts
 from engine.planner.workload import WORKLOADS, Workload, parse_workload
 

@@ -22,7 +22,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import from_fields
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.remote import ray_job
-from engine.remote.ray_nodes import MOST_FAILURES
+from engine.remote.ray_link import MOST_FAILURES
 from engine.remote.ray_rows import ClusterJob, RayRows
 from tests.engine.shuffled_executor import results_in, write_rows
 from tests.made_up_ray import MadeUpRay

@@ -21,11 +21,11 @@ from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.remote import client as module
+from engine.remote.capabilities import about
 from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
 from engine.remote.client import Client, Patience
 from engine.remote.endpoint import Endpoint, Found, endpoint_at
 from engine.remote.failures import RemoteError, Trouble, connection_error
-from engine.remote.look import about
 from tests.bad_endpoint import MODEL, Asked, BadEndpoint, write_certificate
 
 SECRET = "sk-very-secret-1234567890"

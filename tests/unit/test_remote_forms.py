@@ -12,11 +12,11 @@ import pytest
 from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
+from engine.remote.capabilities import about
 from engine.remote.chat_form import RemoteRequest
 from engine.remote.client import Client
 from engine.remote.endpoint import Found, Server, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
-from engine.remote.look import about
 from tests.bad_endpoint import MODEL, Asked, BadEndpoint
 
 HELLO = RemoteRequest((ChatMessage("user", "Hello"),))

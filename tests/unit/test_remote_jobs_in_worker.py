@@ -22,7 +22,7 @@ from engine.batch_files.messages import (
 )
 from engine.common.config import HERE, BatchJob, EngineConfig
 from engine.common.errors import ErrorCode
-from engine.process.remote_jobs import RemoteJobs, needs_no_model
+from engine.process.remote import RemoteJobs, needs_no_model
 from engine.process.requests import RequestQueue
 from engine.protocol import Event, Failed, decode, encode
 from engine.remote import spread

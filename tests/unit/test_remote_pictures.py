@@ -16,12 +16,11 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.common.chat import ChatMessage, Picture, media_of, parts_with
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
-from engine.remote.chat_form import RemoteRequest
+from engine.remote.capabilities import about
+from engine.remote.chat_form import MOST_PICTURE_BYTES, MOST_PICTURES, RemoteRequest, read_pictures
 from engine.remote.client import Client
 from engine.remote.endpoint import endpoint_at
 from engine.remote.failures import RemoteError, Trouble
-from engine.remote.look import about
-from engine.remote.picture_files import MOST_PICTURE_BYTES, MOST_PICTURES, read_pictures
 from tests.bad_endpoint import MODEL, Asked, BadEndpoint
 
 PNG = b"\x89PNG\r\n\x1a\n and so on"

@@ -15,9 +15,17 @@ from hypothesis.extra.numpy import arrays
 from engine.cli import main
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.cache.policies import POLICY_NAMES
-from engine.experts.replay.bounds import belady_hits, hit_ratio_curve, stack_distances
-from engine.experts.replay.simulation import ADOPTED, popularity_of, replay
-from engine.experts.replay.trace_file import RoutingTrace, read_trace, write_trace
+from engine.experts.replay import (
+    ADOPTED,
+    RoutingTrace,
+    belady_hits,
+    hit_ratio_curve,
+    popularity_of,
+    read_trace,
+    replay,
+    stack_distances,
+    write_trace,
+)
 from tests.refusals import refused
 
 _EXPERTS = 6

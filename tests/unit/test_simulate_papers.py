@@ -9,9 +9,8 @@ from collections import defaultdict
 import pytest
 
 from engine.planner.costs import EFFICIENCY, Efficiency
-from engine.planner.papers import duoserve, fiddler, moe_lightning
+from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell, duoserve, fiddler, moe_lightning
 from engine.planner.papers.report import all_rows, document, factors, median_deviation
-from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,18 @@ from typing import Any
 import pytest
 
 from engine.common.errors import ErrorCode
-from engine.planner.rivals.prediction import FACTORS, expected_hits, new_experts
-from engine.planner.rivals.published import read_rivals, rivals_file
-from engine.planner.rivals.report import ComparedSpeed, all_speeds, document, median_error, orders
+from engine.planner.rivals import (
+    FACTORS,
+    ComparedSpeed,
+    all_speeds,
+    document,
+    expected_hits,
+    median_error,
+    new_experts,
+    orders,
+    read_rivals,
+    rivals_file,
+)
 from tests.refusals import refused
 
 _PROGRAMS = {"llama.cpp", "FreeToken", "Strata", "KTransformers", "BigMoeOnEdge", "colibri"}

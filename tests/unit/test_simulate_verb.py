@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from engine import cli
-from engine.experts.replay.trace_file import RoutingTrace, write_trace
+from engine.experts.replay import RoutingTrace, write_trace
 
 _CELL = ["simulate", "--model", "gpt-oss-20b", "--hardware", "desktop-rtx-3060-12gb", "--workload", "32x8"]
 

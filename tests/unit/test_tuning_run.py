@@ -13,7 +13,12 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
-from engine.tuning.keeping import (
+from engine.tuning.measuring import _good_enough
+from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.report import report_text
+from engine.tuning.result import TuningResult
+from engine.tuning.run import TuningEnding, TuningEvent, tune
+from engine.tuning.saved_results import (
     apply_tuning,
     keep_anyway,
     kept_corrections,
@@ -22,11 +27,6 @@ from engine.tuning.keeping import (
     read_result,
     results_of,
 )
-from engine.tuning.measuring import _good_enough
-from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
-from engine.tuning.report import report_text
-from engine.tuning.result import TuningResult
-from engine.tuning.run import TuningEnding, TuningEvent, tune
 from tests.unit.made_up_tuning import (
     MACHINE,
     MadeUpEngine,

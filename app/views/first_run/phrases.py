@@ -8,7 +8,7 @@ from PySide6.QtCore import QCoreApplication
 
 from app.services.engine_part import PartStage
 from app.widgets.quantities import count, file_size, memory
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 
 if TYPE_CHECKING:
     from engine.parts.wheels import EngineChoice

@@ -40,10 +40,10 @@ from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.toast import Toast
 from app.widgets.token_dialog import TokenDialog, ask_token_of
-from engine.checkpoint.connected import Room
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.library import LibraryEntry
+from engine.checkpoint.mounts import Room
 from engine.tuning.fit import FitCard, FitRow, Recommendation
 
 LEAST_SEARCH_PX = 240

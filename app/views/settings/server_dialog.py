@@ -35,7 +35,7 @@ from engine.remote.endpoint import Endpoint, Found, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
 
 if TYPE_CHECKING:
-    from engine.remote.look import About
+    from engine.remote.capabilities import About
 
 WIDTH_PX = 560
 _MOST = 10**7

@@ -20,7 +20,7 @@ from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import rough
 from app.widgets.roofline_plot import RooflinePlot
 from engine.planner.plan_parts import Plan
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 
 
 class PlanCard(Card):

@@ -12,10 +12,10 @@ from app.widgets.card import Card, muted_label
 from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
 from engine.hardware.other_programs import is_busy
-from engine.tuning.keeping import day
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import Measured, TuningNumber
 from engine.tuning.result import busy_note
+from engine.tuning.saved_results import day
 
 _ORDER: tuple[Measured, ...] = (
     "ram", "cpu_experts", "cpu_flops", "gpu_memory", "gpu_experts", "gpu_flops", "h2d", "d2h", "disk",

@@ -27,7 +27,7 @@ from app.widgets.quantities import memory
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.planner.plan_parts import Plan, TierBytes, total_held
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 from engine.tuning.report import report_text
 from engine.tuning.result import TuningResult
 

@@ -7,9 +7,9 @@ from PySide6.QtCore import QCoreApplication
 from app.widgets.memory_bar import BarPart, TierBar, memory_parts
 from app.widgets.quantities import arithmetic, figures, memory, number, rate, rough
 from engine.planner.plan_parts import Plan, Speed
-from engine.tuning.keeping import day
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 from engine.tuning.messages import Measured, TuningNumber, TuningProgress
+from engine.tuning.saved_results import day
 
 translate = QCoreApplication.translate
 

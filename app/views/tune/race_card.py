@@ -10,9 +10,9 @@ from app.theme import use_tabular_figures
 from app.views.tune.race_view import RaceView
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.quantities import figures, number
-from engine.tuning.keeping import day
 from engine.tuning.report import verdict
 from engine.tuning.result import TuningResult
+from engine.tuning.saved_results import day
 
 
 class RaceCard(Card):

@@ -18,6 +18,7 @@ from app.widgets.quantities import number
 from engine.hardware.other_programs import is_busy
 from engine.planner.plan_parts import Plan
 from engine.protocol import Failed
+from engine.tuning.known_speed import with_timed
 from engine.tuning.messages import (
     Measured,
     TuningFinished,
@@ -29,7 +30,6 @@ from engine.tuning.messages import (
     Until,
 )
 from engine.tuning.result import TuningResult
-from engine.tuning.settled import with_timed
 
 
 class RunFollowing(QObject):

@@ -14,10 +14,10 @@ from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures, rough
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
-from engine.hardware.card_choices import card_choices, find_card
+from engine.hardware.assumptions import card_choices, find_card
 from engine.planner.plan_parts import Plan
 from engine.planner.what_helps import Change
-from engine.tuning.machine_look import MachineLook
+from engine.tuning.machine_state import MachineLook
 
 _GIB = 2**30
 _ALIKE = 0.08

@@ -267,8 +267,8 @@ def _decoded(device: str, model: str, **options: Any) -> Figures:
 
 
 def _opened(device: str, model: str, **options: Any) -> AbstractContextManager[LoadedModel]:
+    from engine.bench.models import resolve_model
     from engine.bench.opened import opened
-    from engine.bench.synthetic import resolve_model
     from engine.common.config import EngineConfig
 
     checkpoint = resolve_model(model, lambda _text: None)
@@ -276,7 +276,7 @@ def _opened(device: str, model: str, **options: Any) -> AbstractContextManager[L
 
 
 def _half(model: str) -> int:
-    from engine.bench.synthetic import resolve_model
+    from engine.bench.models import resolve_model
     from engine.checkpoint.profile import read_profile
 
     found = read_profile(resolve_model(model, lambda _text: None))

@@ -15,9 +15,8 @@ from typing import Any, Protocol
 
 import xxhash
 
-from engine.checkpoint.downloads.journal import Journal
 from engine.checkpoint.downloads.pace import Waits
-from engine.checkpoint.downloads.parts import READ_BYTES, SEARCH, File, Job, Stopped
+from engine.checkpoint.downloads.parts import READ_BYTES, SEARCH, File, Job, Journal, Stopped
 from engine.common.errors import EngineError, ErrorCode
 
 _LOOK_S = 0.2

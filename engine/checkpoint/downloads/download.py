@@ -8,9 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from engine.checkpoint.connected import check_connected
 from engine.checkpoint.downloads import records
-from engine.checkpoint.downloads.journal import Journal
+from engine.checkpoint.downloads.parts import Journal
 from engine.checkpoint.downloads.records import (
     CANCEL,
     PAUSE,
@@ -23,6 +22,7 @@ from engine.checkpoint.downloads.records import (
 from engine.checkpoint.downloads.source import Client, NetworkAway
 from engine.checkpoint.downloads.transfer import Transfer
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, read_manifest, write_manifest
+from engine.checkpoint.mounts import check_connected
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.files import disk_errors_explained
 

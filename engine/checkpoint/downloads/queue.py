@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
 
-from engine.checkpoint.connected import note_connected
 from engine.checkpoint.downloads import records
 from engine.checkpoint.downloads.records import (
     WAITING_FOR_NETWORK,
@@ -29,8 +28,9 @@ from engine.checkpoint.downloads.records import (
 )
 from engine.checkpoint.hub.repository import Candidate
 from engine.checkpoint.manifest import MANIFEST_NAME, read_manifest
+from engine.checkpoint.model_directories import take_model_folder
+from engine.checkpoint.mounts import note_connected
 from engine.checkpoint.names import check_new_name, is_windows_device
-from engine.checkpoint.shelves import take_model_folder
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.files import Lock, disk_errors_explained, new_folder, require_space
 from engine.common.paths import models_dir

@@ -30,6 +30,72 @@ from engine.checkpoint.hub.token import read_token, set_aside
 from engine.checkpoint.mirror import mirrored_package
 from engine.common.errors import EngineError, ErrorCode
 
+
+@contextlib.contextmanager
+def open_xet(found: Any, size: int, start: int, end: int, headers: dict[str, str]) -> Iterator[Stream]:
+    """The bytes from `start` to `end` (not included).
+
+    Args:
+        found: hash and address for a token, as the hub's library reads them from an answer.
+        size: of the whole file.
+        headers: what the hub itself may see, its token included.
+
+    Raises:
+        LineBroken: it did not work this time.
+        EngineError: `DOWNLOAD_FAILED` (the library for it is missing).
+    """
+    try:
+        from hf_xet import XetFileInfo
+        from huggingface_hub.utils._xet import get_xet_session, refresh_xet_connection_info, xet_headers_without_auth
+    except ImportError:
+        raise EngineError(
+            ErrorCode.DOWNLOAD_FAILED, "This file needs the library hf_xet, which is missing: run the set-up again."
+        ) from None
+    with _again():
+        connection = refresh_xet_connection_info(file_data=found, headers=headers)
+        session: Any = get_xet_session()  # type: ignore[no-untyped-call]
+        group = session.new_download_stream_group(
+            endpoint=connection.endpoint,
+            token=connection.access_token,
+            token_expiry_unix_secs=connection.expiration_unix_epoch,
+            token_refresh_url=found.refresh_route,
+            token_refresh_headers=headers,
+            custom_headers=xet_headers_without_auth(headers),
+        )
+
+    def abort() -> None:
+        # Not the stream's own `cancel`, which fails while another thread waits for bytes; nor the group's end as a
+        # context, which raises after this.
+        with contextlib.suppress(Exception):
+            group.abort()
+
+    try:
+        with _again():
+            stream = group.download_stream(XetFileInfo(found.file_hash, size), start=start, end=end)
+        yield Stream(_chunks(stream), abort)
+    finally:
+        abort()
+
+
+def _chunks(stream: Any) -> Iterator[bytes]:
+    with _again():
+        chunks = iter(stream)
+    while True:
+        with _again():
+            chunk = next(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+
+
+@contextlib.contextmanager
+def _again() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # its errors are its own, and all mean: try again
+        raise LineBroken("The hub's chunk store does not answer: trying again.") from error
+
+
 CONNECT_S = 15.0
 STALL_S = 30.0
 """Without a byte for so long, a line is given up."""
@@ -146,7 +212,6 @@ class Client:
             self._client = self._new()
 
     def close(self) -> None:
-        """Closes all lines."""
         for client in (self._client, *self._old):
             client.close()
 
@@ -210,8 +275,6 @@ class Source:
             EngineError: it never will without people.
         """
         if self.streams_xet:
-            from engine.checkpoint.downloads.xet import open_xet
-
             with open_xet(self.xet, self._file.size, start, end, self.token_headers()) as stream:
                 yield stream
             return

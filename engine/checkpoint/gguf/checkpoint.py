@@ -275,15 +275,12 @@ class _Keys:
         return float(value)
 
     def has(self, tensor: str) -> bool:
-        """See `engine.families.gguf.File`."""
         return tensor in self.file.tensors
 
     def shape(self, tensor: str) -> tuple[int, ...]:
-        """See `engine.families.gguf.File`."""
         return self._entry(tensor).shape
 
     def numbers(self, tensor: str) -> list[float]:
-        """See `engine.families.gguf.File`."""
         values: list[float] = _read(self.file, self._entry(tensor)).reshape(-1).tolist()
         return values
 
@@ -294,7 +291,6 @@ class _Keys:
         return entry
 
     def rope(self) -> dict[str, Any]:
-        """See `engine.families.gguf.File`."""
         return _rope(self, self.value(Key("rope.dimension_count", 0)))
 
     def _lacks(self, name: str) -> EngineError:

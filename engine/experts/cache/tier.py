@@ -210,11 +210,9 @@ class Tier(Generic[Source, Handle]):
         return len(self.copies) * self._record_nbytes
 
     def key_of(self, layer: int, expert: int) -> Key:
-        """The key of an expert."""
         return layer * self._experts + expert
 
     def snapshot(self) -> CacheSnapshot:
-        """The current state."""
         residents = [key for pool in self.pools for key in pool.residents]
         arriving = [key for pool in self.pools for key in pool.arriving]
         shadows = self.sampler.hit_rates() if self.sampler is not None else {}

@@ -26,7 +26,7 @@ from engine.common.paths import python_module
 from engine.experts.prediction.mlp import WIDTHS
 from engine.experts.prediction.mlp_predictor import MlpPredictor
 from engine.experts.prediction.training import load_if_usable, mlp_file
-from engine.experts.replay.trace_file import RoutingTrace, write_trace
+from engine.experts.replay import RoutingTrace, write_trace
 
 _log = logging.getLogger(__name__)
 _LOW_PRIORITY: dict[str, Any] = (

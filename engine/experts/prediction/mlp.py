@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace
 
 WIDTHS = (2048, 1024, 512, 256, 128, 64)
 """Widths of the hidden layers; seven layers with the output."""

@@ -54,7 +54,6 @@ class MlpPredictor:
         return self._statistics.distance
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
-        """See `Predictor`."""
         if layer <= self._last:
             self._step += 1
             self._path = []
@@ -69,7 +68,6 @@ class MlpPredictor:
             self._jobs.put((self._step, layer, torch.tensor(self._path), chosen))
 
     def predict(self, layer: int) -> Ranked:
-        """See `Predictor`."""
         step, ranked = self._answers.get(layer, (-1, ()))
         return ranked if step == self._step and layer > self._last else ()
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace
 
 Ranked = Sequence[tuple[int, float]]
 """(expert, probability that it will be needed), most probable first."""
@@ -75,7 +75,6 @@ class PreviousToken:
         self._runs: list[dict[int, int]] = [{} for _ in range(layers)]
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
-        """See `Predictor`."""
         before = self._runs[layer].get
         self._runs[layer] = {expert: before(expert, 0) + 1 for expert in experts}
 
@@ -109,7 +108,6 @@ class NextGate:
         self._hidden: torch.Tensor | None = None
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
-        """See `Predictor`."""
         self._layer, self._hidden = layer, hidden
 
     def predict(self, layer: int) -> Ranked:
@@ -182,14 +180,12 @@ class Correlation:
         return self._pairs.nbytes
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:  # noqa: ARG002
-        """See `Predictor`."""
         if layer <= self._last:
             self._end_step()
         self._last = layer
         self._chosen[layer] = experts
 
     def predict(self, layer: int) -> Ranked:
-        """See `Predictor`."""
         if layer <= self._last:
             return []  # belongs to the next token, which the table does not cover
         if layer - self._last != self._distance:

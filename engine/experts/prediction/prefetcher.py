@@ -16,7 +16,7 @@ from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.predictors import Correlation, Gate, NextGate, Predictor, PreviousToken, Ranked
 from engine.experts.prediction.score import Adoption, Distance, PredictionReport, Score, Worth, bucket_of
 from engine.experts.prediction.target import PrefetchTarget, PrefetchTimes
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace
 
 _EVALUATED_STEPS = 16
 _WIDEST = 8

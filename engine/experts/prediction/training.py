@@ -17,7 +17,7 @@ from safetensors.torch import load, save
 from engine.common.files import write_private
 from engine.common.paths import cache_dir
 from engine.experts.prediction.mlp import WIDTHS, ExpertMlp, RoutingStatistics
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace
 
 BATCH = 256
 _HELD_BACK = 0.1

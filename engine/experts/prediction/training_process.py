@@ -18,7 +18,7 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     trace_file, target, options = arguments
     from engine.experts.prediction.training import load_if_usable, loss_on, save_mlp, train
-    from engine.experts.replay.trace_file import read_trace
+    from engine.experts.replay import read_trace
 
     try:
         trace = read_trace(Path(trace_file))

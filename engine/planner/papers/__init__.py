@@ -1,1 +1,43 @@
 """The figures that five papers publish, next to what the simulator predicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+THROUGHPUT = "throughput"
+"""Times, rates and ratios of them."""
+DERIVED = "derived"
+"""Sizes, counts, shares: what follows from a model's and a machine's dimensions."""
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedCell:
+    """A cell of a published table.
+
+    Attributes:
+        paper, table, cell: position in the paper; `table` names one column or row, whose cells are comparable.
+        unit: of both numbers.
+        kind: `THROUGHPUT` or `DERIVED`.
+        published, predicted: the two numbers.
+        given: the number itself is in the machine's profile, so it agrees by construction and is left out of medians.
+        note: the assumption made, or the reason for a deviation.
+        bound: the paper says "at most".
+    """
+
+    paper: str
+    table: str
+    cell: str
+    unit: str
+    kind: str
+    published: float
+    predicted: float
+    given: bool = False
+    note: str = ""
+    bound: bool = False
+
+    @property
+    def deviation(self) -> float:
+        """Predicted over published, minus one; 0 if a published bound is met."""
+        if self.bound and self.predicted <= self.published:
+            return 0.0
+        return self.predicted / self.published - 1.0

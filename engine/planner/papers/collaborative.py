@@ -14,7 +14,7 @@ from engine.checkpoint.model_shape import ModelShape, read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import card_memory, expert_slots, indexes
-from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
+from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import COLLABORATIVE, CPU_ONLY, FIDDLER, IDEAL_PREFETCH, Strategy
 from engine.planner.workload import Workload

@@ -11,7 +11,7 @@ from engine.formats import format_of
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import RUNTIME_BYTES
-from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
+from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import DUOSERVE, ON_DEMAND, WHOLE_LAYER, Strategy
 from engine.planner.workload import Workload

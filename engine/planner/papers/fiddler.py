@@ -13,7 +13,7 @@ from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.fiddler import hit_rate_bounds
 from engine.planner.memory import card_memory, expert_slots
-from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
+from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import FIDDLER, ON_DEMAND, STATIC_SPLIT, WHOLE_LAYER, Strategy
 from engine.planner.workload import Workload

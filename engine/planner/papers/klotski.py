@@ -16,11 +16,11 @@ from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
 from engine.planner.memory import RUNTIME_BYTES, USABLE_SHARE
-from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
+from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.schedules import HOT_ONLY_ON_CARD, KLOTSKI_ON_CARD, MULTI_BATCH_ON_CARD, Schedule
 from engine.planner.simulator.batch import BatchSystem, pass_seconds, run_batch
 from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
-from engine.planner.simulator.routing import RoutingSkew, routing
+from engine.planner.simulator.strategy import RoutingSkew, routing
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.workload import Workload
 

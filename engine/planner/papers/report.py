@@ -7,8 +7,16 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from engine.planner.costs import EFFICIENCY, MEANINGS, Efficiency
-from engine.planner.papers import collaborative, duoserve, fiddler, klotski, moe_lightning
-from engine.planner.papers.row import DERIVED, THROUGHPUT, PublishedCell
+from engine.planner.papers import (
+    DERIVED,
+    THROUGHPUT,
+    PublishedCell,
+    collaborative,
+    duoserve,
+    fiddler,
+    klotski,
+    moe_lightning,
+)
 
 _PAPERS = (collaborative, fiddler, duoserve, moe_lightning, klotski)
 

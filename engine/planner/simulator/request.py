@@ -8,12 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.planner.costs import Costs
-from engine.planner.decode_steps import costs_of_step, ways_of_step
 from engine.planner.fiddler import runs_on_cpu
-from engine.planner.simulator.residents import SimulatedResidents
-from engine.planner.simulator.strategy import Miss, Prefetch, Residency, Strategy
+from engine.planner.simulator.strategy import Miss, Prefetch, Residency, SimulatedResidents, Strategy
 from engine.planner.simulator.timeline import Timeline
-from engine.planner.step_time import StepTime
+from engine.planner.step_time import StepTime, costs_of_step, ways_of_step
 
 _NEWEST = 0.1
 """Weight of the newest step in an average."""

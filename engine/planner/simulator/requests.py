@@ -11,15 +11,17 @@ from engine.planner.costs import Costs
 from engine.planner.memory import MemoryRule, card_memory, expert_slots, share_on_disk, usual_rule
 from engine.planner.simulator.outcome import Outcome, utilisation
 from engine.planner.simulator.request import Load, RequestSimulation, loads_of
-from engine.planner.simulator.residents import SimulatedResidents
-from engine.planner.simulator.routing import (
+from engine.planner.simulator.strategy import (
     PUBLISHED_STATISTICS,
+    Prefetch,
+    Residency,
     RoutingSkew,
+    SimulatedResidents,
+    Strategy,
     expected_counts,
     popularity,
     routing,
 )
-from engine.planner.simulator.strategy import Prefetch, Residency, Strategy
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.workload import Workload
 

@@ -10,7 +10,7 @@ dispatch and verification are then the common code.  What "like everyone else's"
   `has_bias`, `is_transposed`, `has_post_expert_norm`, `act_fn` or `_apply_gate`), its parts are `gate_up_proj`
   [E, 2I, H] (or `up_proj` [E, I, H]) and `down_proj` [E, H, I] with optional `*_bias`, and its forward ends in
   `engine.experts.dispatch.experts_forward(self, hidden[T, H], top_k_index[T, k], top_k_weights[T, k]) -> [T, H]`.
-  Ids at or above `num_experts` contribute nothing.  `engine.experts.standard_module.StandardExperts` is such a module,
+  Ids at or above `num_experts` contribute nothing.  `engine.experts.dispatch.StandardExperts` is such a module,
   ready to be put in place of the library's;
 - otherwise (experts of one matrix, say) its forward takes `bank_layer(self)` from `engine.experts.dispatch` and
   computes with `layer.part(name, expert)`, a view of shape parameter.shape[1:] (two-dimensional parts are stored as

@@ -8,7 +8,7 @@ import torch
 from transformers.core_model_loading import Concatenate, Transpose, WeightConverter
 from transformers.models.dbrx.modeling_dbrx import DbrxFFN
 
-from engine.experts.standard_module import StandardExperts
+from engine.experts.dispatch import StandardExperts
 from engine.runtime.adapters import Adapter
 
 

@@ -9,8 +9,7 @@ from torch.nn.functional import linear
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeMoA, JetMoeMoE, JetMoeTopKGating
 
-from engine.experts.dispatch import bank_layer
-from engine.experts.standard_module import StandardExperts
+from engine.experts.dispatch import StandardExperts, bank_layer
 from engine.runtime.adapters import Adapter
 
 _RENAMED = {

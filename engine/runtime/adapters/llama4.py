@@ -8,7 +8,7 @@ import torch
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
-from engine.experts.standard_module import StandardExperts
+from engine.experts.dispatch import StandardExperts
 from engine.runtime.adapters import Adapter
 
 if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):

@@ -8,7 +8,7 @@ import torch
 from transformers.core_model_loading import WeightRenaming
 from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
 
-from engine.experts.standard_module import StandardExperts
+from engine.experts.dispatch import StandardExperts
 from engine.runtime.adapters import Adapter
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeSparseMLP
 
-from engine.experts.standard_module import StandardExperts
+from engine.experts.dispatch import StandardExperts
 from engine.runtime.adapters.encoder_decoder import EncoderDecoderAdapter
 
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from transformers.models.switch_transformers.modeling_switch_transformers import SwitchTransformersSparseMLP
 
-from engine.experts.standard_module import StandardExperts
+from engine.experts.dispatch import StandardExperts
 from engine.runtime.adapters.encoder_decoder import EncoderDecoderAdapter
 
 

@@ -29,7 +29,7 @@ from engine.planner.batch_prediction import (
     predict_on_cpu,
     predicted_on_card,
 )
-from engine.planner.engine_costs import engine_costs
+from engine.planner.costs import engine_costs
 from engine.planner.plan_parts import Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt

@@ -14,7 +14,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
-from engine.jobs.whole_job import Answerer, run_first_rows, run_job
+from engine.jobs.job import Answerer, run_first_rows, run_job
 from engine.runtime.batch.job_plan import JobPlan, SweepClock, plan_asked, plan_job, predicted_after
 from engine.runtime.batch.model_rows import ModelExecutor, ModelRows
 from engine.runtime.batch.policy import BatchPolicy

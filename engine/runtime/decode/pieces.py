@@ -15,7 +15,7 @@ from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Rese
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import STEP_ELEMENTS, HybridExperts
 from engine.experts.latency import LatencyModel
-from engine.experts.misses.on_cpu import OnCpu
+from engine.experts.misses import OnCpu
 from engine.runtime.kv.growing import grown_capacity
 from engine.runtime.loaded_model import LoadedModel
 

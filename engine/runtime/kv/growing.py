@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from engine.experts.record_memory import empty_in_huge_pages
+from engine.experts.record import empty_in_huge_pages
 
 _FIRST_CAPACITY = 256
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicLayer
 
-from engine.experts.record_memory import empty_in_huge_pages
+from engine.experts.record import empty_in_huge_pages
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType
 from engine.runtime.kv.growing import grown_capacity
 

@@ -24,8 +24,7 @@ from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor
 from engine.experts.latency import LatencyModel, load_latency, save_latency
 from engine.experts.latency_measurement import measure
-from engine.experts.misses import MIXED
-from engine.experts.misses.on_cpu import OnCpu
+from engine.experts.misses import MIXED, OnCpu
 from engine.experts.prediction.learning import Learning
 from engine.experts.prediction.prefetcher import Prefetcher, make_prefetcher
 from engine.experts.prediction.target import (
@@ -36,8 +35,7 @@ from engine.experts.prediction.target import (
     over_disk,
     over_link,
 )
-from engine.experts.record import RecordLayout
-from engine.experts.record_memory import HugePages
+from engine.experts.record import HugePages, RecordLayout
 from engine.experts.record_source import RecordSource
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker

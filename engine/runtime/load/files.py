@@ -19,7 +19,7 @@ from engine.experts.container import Container
 from engine.experts.early_reads import EARLY_READS
 from engine.experts.file_image import FileImage
 from engine.experts.ranges import unreadable
-from engine.experts.record_memory import HugePages
+from engine.experts.record import HugePages
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 
 _PIECE = 64 * 2**20

@@ -22,8 +22,7 @@ from engine.experts.bank import ExpertBank, LayerInPlace
 from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import BlockLayout
 from engine.experts.ranges import Part, Place
-from engine.experts.record import PartSpec, RecordLayout
-from engine.experts.record_memory import HugePages
+from engine.experts.record import HugePages, PartSpec, RecordLayout
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, ROUTERS, STORED
 from engine.formats.ggml import GGML, BlockFormat

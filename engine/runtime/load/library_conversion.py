@@ -34,7 +34,7 @@ from engine.checkpoint.expert_index import ExpertIndex, PartSources
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, Rows
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.record_memory import empty_in_huge_pages
+from engine.experts.record import empty_in_huge_pages
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.load.tensor_reader import LazyTensor, TensorReader

@@ -23,8 +23,7 @@ from engine.experts.bank import BankLayer
 from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.ranges import Part
-from engine.experts.record import PartSpec, RecordLayout, allocate_records
-from engine.experts.record_memory import RecordMemory
+from engine.experts.record import PartSpec, RecordLayout, RecordMemory, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels

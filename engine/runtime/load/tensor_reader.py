@@ -22,7 +22,7 @@ from engine.checkpoint.packed import PackedEntry, as_array, is_packed, unpacked
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.direct_file import bytes_of
 from engine.experts.ranges import OpenFiles, Place
-from engine.experts.record_memory import empty_in_huge_pages
+from engine.experts.record import empty_in_huge_pages
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import unpack_into
 from engine.runtime.load.blocks import blocks_of

@@ -16,11 +16,9 @@ from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed
 from engine.experts.disk_tier import DiskTier
 from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.ram_pressure import RamPressure
-from engine.experts.ram_tier import RamTier
+from engine.experts.ram_tier import RamPressure, RamTier
 from engine.experts.ranges import Part, RecordRanges, converted_part
-from engine.experts.record import LayerSpec, RecordTable
-from engine.experts.record_memory import HugePages
+from engine.experts.record import HugePages, LayerSpec, RecordTable
 from engine.experts.sites import ExpertsSite, bind, empty_modules
 from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix

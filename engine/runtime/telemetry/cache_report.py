@@ -11,8 +11,8 @@ import psutil
 from engine.common.kept_context import kept_context_settings
 from engine.experts.cache.tier import CacheSnapshot
 from engine.experts.dispatcher import HybridExperts
+from engine.experts.file_image import dropped_note
 from engine.experts.latency import LatencyModel
-from engine.experts.mapped_file import dropped_note
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.experts import ExpertUses, NumberedLayer
 from engine.telemetry.lanes import CPU_EXPERTS, DECODE, DISK, READ

@@ -15,8 +15,7 @@ from engine.experts.cache.policies import Key
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.executor import ExpertExecutor
 from engine.experts.recording import LAYER_NUMBER
-from engine.experts.replay.bounds import hit_ratio_curve, stack_distances
-from engine.experts.replay.trace_file import RoutingTrace
+from engine.experts.replay import RoutingTrace, hit_ratio_curve, stack_distances
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.lanes import layer_number
 from engine.telemetry.messages import ARRIVING, IN_RAM, IN_VRAM, ON_DISK, ExpertMap

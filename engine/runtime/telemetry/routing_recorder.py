@@ -10,7 +10,7 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.replay.trace_file import RoutingTrace, write_trace
+from engine.experts.replay import RoutingTrace, write_trace
 from engine.kernels.interface import ExpertKernel
 from engine.runtime.fast_path.decoder_layer import route_in_library
 from engine.runtime.loaded_model import LoadedModel

@@ -10,7 +10,6 @@ from engine.verbs.models import families, find, fit, library, pull
 
 
 def add_parser(subparsers: Any) -> None:
-    """Mount the verb."""
     parser = subparsers.add_parser("models", help="the model library")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(run=run, action=library.list_action)

@@ -6,14 +6,13 @@ import argparse
 from dataclasses import asdict
 
 from engine.families.known import Known, known_families
-from engine.verbs.models.actions import AddAction
+from engine.verbs.options import AddAction
 from engine.verbs.output import emit
 
 _COLUMNS = ("architecture", "GGUF files", "native steps", "rows together", "draft head")
 
 
 def add_actions(action: AddAction) -> None:
-    """Adds it to the verb."""
     listing = action("families", "the architectures that run, and what is done for each", _families)
     listing.add_argument("--dense", action="store_true", help="also those without experts")
 

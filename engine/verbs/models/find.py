@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from engine.common.sizes import about
-from engine.verbs.models.actions import AddAction
-from engine.verbs.options import positive_int
+from engine.verbs.options import AddAction, positive_int
 from engine.verbs.output import emit
 from engine.verbs.plan import add_limit_options, asked_limits, this_machine
 
@@ -23,7 +22,6 @@ _MOST = 100
 
 
 def add_actions(action: AddAction) -> None:
-    """Adds them to the verb."""
     searching = action("search", "models on a hub whose names match", _search)
     searching.add_argument("words", nargs="+", metavar="WORD", help="words of the name; modelscope: asks that hub")
     searching.add_argument("--limit", type=positive_int, default=20, metavar="N", help="at most so many (default: 20)")

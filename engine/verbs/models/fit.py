@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_up
 from engine.hardware.disk import free_disk_bytes
-from engine.verbs.models.actions import MODEL, AddAction
+from engine.verbs.options import MODEL, AddAction
 from engine.verbs.output import emit
 from engine.verbs.plan import add_plan_options, asked_limits, plan_of, this_machine, timing_text, workload_of
 
@@ -28,7 +28,6 @@ _AT_ONCE = 4
 
 
 def add_actions(action: AddAction) -> None:
-    """Adds them to the verb."""
     fitting = action("fit", "whether a model can run on a machine, and how fast, without downloading it", _fit)
     fitting.add_argument(
         "model",

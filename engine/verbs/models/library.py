@@ -8,22 +8,21 @@ from pathlib import Path
 
 from engine.checkpoint.importing import import_model
 from engine.checkpoint.library import LibraryEntry, Verification, look_around, resolve, show, starter_is_built, verify
+from engine.checkpoint.model_directories import FOLDER, OWN, add_model_folder, drop_model_folder, model_folders
 from engine.checkpoint.moving import export, move
 from engine.checkpoint.names import STARTER_NAME
+from engine.checkpoint.ownership import named
 from engine.checkpoint.removing import remove
-from engine.checkpoint.shelves import FOLDER, OWN, add_model_folder, drop_model_folder, model_folders
-from engine.checkpoint.whose import named
 from engine.common.paths import models_dir
 from engine.common.sizes import about
-from engine.verbs.models.actions import MODEL, AddAction
 from engine.verbs.models.progress import ProgressLine, stopped_by_sigterm
+from engine.verbs.options import MODEL, AddAction
 from engine.verbs.output import emit, note
 
 _LIST_WITHIN_S = 20.0
 
 
 def add_actions(action: AddAction) -> None:
-    """Adds them to the verb."""
     action("list", "all models on this machine (the default)", list_action)
     action("show", "one model, in full", _show).add_argument("model", metavar="M", help=MODEL)
     importing = action("import", "add a checkpoint directory or a GGUF file to the library", _import)

@@ -12,11 +12,10 @@ from engine.checkpoint.library import show
 from engine.checkpoint.names import STARTER_NAME
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about
-from engine.verbs.models.actions import AddAction
 from engine.verbs.models.fit import candidate_for_here
 from engine.verbs.models.library import details
 from engine.verbs.models.progress import ProgressLine, amount_words, stopped_by_sigterm
-from engine.verbs.options import parse_size
+from engine.verbs.options import AddAction, parse_size
 from engine.verbs.output import emit, note
 
 if TYPE_CHECKING:
@@ -26,7 +25,6 @@ _FOLLOW_S = 0.3
 
 
 def add_actions(action: AddAction) -> None:
-    """Adds them to the verb."""
     parser = action("pull", "download a model, or go on with a download", _pull)
     parser.add_argument(
         "model",

@@ -201,7 +201,7 @@ def test_speeds_are_predicted_once(
         return PlanAnswer(question, None if question.config.model == "bad" else plan)
 
     monkeypatch.setattr("app.services.planning.answer", answer)
-    monkeypatch.setattr("engine.tuning.machine_look.look_at_machine", lambda *_: look)
+    monkeypatch.setattr("engine.tuning.machine_state.look_at_machine", lambda *_: look)
     for _ in range(2):
         with qtbot.waitSignal(speeds.found) as found:
             speeds.ask(["good"])

@@ -30,8 +30,8 @@ from app.views.chat.picture_row import PictureRow
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
 from engine.common.paths import python_module
+from engine.remote.chat_form import MOST_PICTURES
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
-from engine.remote.picture_files import MOST_PICTURES
 from tests.app.scripted_engine import ScriptedEngine
 
 HERE = endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m", found=Found("llama.cpp", "", ("m", "blind"), (0, 0)))

@@ -21,9 +21,9 @@ from engine.hardware.probe import probe as probe_machine
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.planner.plan_parts import Limits, Plan
 from engine.planner.what_helps import Change, what_if
-from engine.tuning.keeping import all_results, kept_corrections, machine_changes, model_mark
+from engine.tuning.known_speed import best_settled, results_here, with_decode
 from engine.tuning.result import Correction
-from engine.tuning.settled import best_settled, results_here, with_decode
+from engine.tuning.saved_results import all_results, kept_corrections, machine_changes, model_mark
 
 _MUCH = 0.05
 """Share of a memory that other programs may take or give back before a plan is made again."""
@@ -133,7 +133,7 @@ def plan_here(
         change: other hardware, to see what it would do; of that nothing was timed.
 
     Raises:
-        EngineError: as `engine.tuning.settled.best_settled`.
+        EngineError: as `engine.tuning.known_speed.best_settled`.
     """
     mark = _mark(asked.model)
     if change is not None and change.gpu is not None:

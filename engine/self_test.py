@@ -1,6 +1,6 @@
 """Whether everything that answers works here: PyTorch, each card, the processor's kernels, and a tiny model's answer.
 
-    python -m engine.bench.self_test
+    python -m engine.self_test
 
 Prints one JSON object.  `problem` is empty if models can be answered; a card that does not compute is told in `cards`,
 and is no reason not to answer on the processor.
@@ -56,7 +56,7 @@ def _kernels() -> dict[str, Any]:
 
 
 def _answer() -> dict[str, Any]:
-    from engine.bench.synthetic import parse, write_checkpoint
+    from engine.checkpoint.synthetic import parse, write_checkpoint
     from engine.common.config import EngineConfig, SamplingParams
     from engine.protocol import ChatMessage
     from engine.runtime.engine import Engine

@@ -9,9 +9,9 @@ from pathlib import Path
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.library import is_about, model_files
 from engine.checkpoint.manifest import read_manifest
+from engine.checkpoint.model_directories import FOLDER, OWN, Found, find_models, origin_of
 from engine.checkpoint.names import find_named, in_library, is_path_like, not_in_library
 from engine.checkpoint.shards import PICKLE_SUFFIXES
-from engine.checkpoint.shelves import FOLDER, OWN, Found, find_models, origin_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import models_dir
 

@@ -14,12 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.checkpoint import library, shelves
+from engine.checkpoint import library, model_directories
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.library import LibraryEntry, look_around, resolve, show, verify
 from engine.checkpoint.manifest import MANIFEST_NAME
-from engine.checkpoint.names import check_new_name, folder_name, name_of
-from engine.checkpoint.shelves import (
+from engine.checkpoint.model_directories import (
     Found,
     add_model_folder,
     drop_model_folder,
@@ -27,6 +26,7 @@ from engine.checkpoint.shelves import (
     model_folders,
     origin_of,
 )
+from engine.checkpoint.names import check_new_name, folder_name, name_of
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
 from tests.refusals import refused
@@ -193,7 +193,7 @@ def test_ollama_manifests_of_any_content(tmp_path_factory: pytest.TempPathFactor
     manifest = store / "manifests" / "host" / "library" / "name" / "tag"
     manifest.parent.mkdir(parents=True)
     manifest.write_bytes(content)
-    assert list(shelves._ollama(store, shelves._Walk())) == []
+    assert list(model_directories._ollama(store, model_directories._Walk())) == []
 
 
 @pytest.mark.parametrize("links", [True, False])
@@ -372,7 +372,7 @@ def test_search_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         (folder / f"{number}.txt").write_text("")
     add_model_folder(folder)
     assert _entries() == {}
-    monkeypatch.setattr(shelves, "_MOST_ENTRIES", 20)
+    monkeypatch.setattr(model_directories, "_MOST_ENTRIES", 20)
     assert len(look_around().problems) == 1
 
 
@@ -385,13 +385,13 @@ def test_a_folder_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
     answers = threading.Event()
     searches: list[Path] = []
 
-    def tree(folder: Path, origin: str, walk: shelves._Walk) -> Iterator[Found]:
+    def tree(folder: Path, origin: str, walk: model_directories._Walk) -> Iterator[Found]:
         searches.append(folder)
         yield Found("first", slow / "first", origin)
         answers.wait()
         yield Found("second", slow / "second", origin)
 
-    monkeypatch.setattr(shelves, "_tree", tree)
+    monkeypatch.setattr(model_directories, "_tree", tree)
     try:
         while len((listing := look_around(within_s=0.1)).entries) < 2:
             pass
@@ -441,7 +441,7 @@ def test_any_name_makes_a_name_for_the_library(name: str) -> None:
 @given(st.lists(st.tuples(st.sampled_from(["a", "A", "a (folder)", "a (folder 2)", "ß", "SS", ""]), st.integers(0, 9))))
 def test_names_are_given_once(models: list[tuple[str, int]]) -> None:
     found = [Found(name, Path(str(number)), "folder") for name, number in models]
-    named = shelves._with_own_names(found)
+    named = model_directories._with_own_names(found)
     assert [model.path for model in named] == list(dict.fromkeys(model.path for model in found))
     assert len({model.name.casefold() for model in named}) == len(named)
     assert all(model.name for model in named)

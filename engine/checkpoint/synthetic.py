@@ -18,11 +18,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.bench.checkout import from_checkout
-from engine.bench.shapes import SHAPES, Role, Shape, TensorSpec, config_of, tensors_of
-from engine.checkpoint.library import resolve
 from engine.checkpoint.safetensors_numpy import to_bfloat16, write_safetensors
 from engine.checkpoint.staging import put_in_place, staging_folder
+from engine.checkpoint.synthetic_shapes import SHAPES, Role, Shape, TensorSpec, config_of, tensors_of
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import cache_dir
@@ -127,7 +125,6 @@ def _common(hidden: int) -> slice:
 _PREFIX = "synthetic:"
 _FORMAT = 2
 """Part of the folder's name: increase it when the weights of a shape change."""
-_FILE_TYPE = "gguf="
 _SMALLEST = {"layers": 1, "vocab": 259, "experts": 1}
 _LARGEST = {"layers": 1000, "vocab": 2**20, "experts": 4096}
 
@@ -135,33 +132,6 @@ _LARGEST = {"layers": 1000, "vocab": 2**20, "experts": 4096}
 def is_synthetic(model: str) -> bool:
     """Whether this names a synthetic model."""
     return model.startswith(_PREFIX)
-
-
-def resolve_model(model: str, say: Callable[[str], None]) -> Path:
-    """The checkpoint of a bench's model: as elsewhere, or a synthetic one; with `gguf=Q4_K_M`, as such a GGUF file.
-
-    Raises:
-        EngineError: as `engine.checkpoint.library.resolve`, `make_synthetic` and `make_synthetic_gguf`.
-    """
-    if not is_synthetic(model):
-        return resolve(model)
-    plain, kind = without_file_type(model)
-    if not kind:
-        return make_synthetic(model, say)
-    writer = from_checkout("gguf")
-    if writer is None:
-        raise EngineError(ErrorCode.INVALID_REQUEST, f"Only a checkout writes synthetic models as {kind} files.")
-    file: Path = writer.make_synthetic_gguf(plain, kind, say)
-    return file
-
-
-def without_file_type(model: str) -> tuple[str, str]:
-    """The same without `gguf=TYPE`, and that type, or ""."""
-    name, _, query = model.partition("?")
-    parts = query.split("&") if query else []
-    kinds = [part.removeprefix(_FILE_TYPE) for part in parts if part.startswith(_FILE_TYPE)]
-    rest = "&".join(part for part in parts if not part.startswith(_FILE_TYPE))
-    return (f"{name}?{rest}" if rest else name), kinds[-1] if kinds else ""
 
 
 def make_synthetic(model: str, say: Callable[[str], None] = lambda _text: None) -> Path:

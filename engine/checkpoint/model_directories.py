@@ -26,9 +26,9 @@ from pathlib import Path
 import platformdirs
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
-from engine.checkpoint.connected import check_connected, forget_disk, note_connected, trouble_with
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
+from engine.checkpoint.mounts import check_connected, forget_disk, note_connected, trouble_with
 from engine.checkpoint.shards import PICKLE_SUFFIXES, is_beside_weights
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import Lock, disk_errors_explained, private_folder, write_private
@@ -67,7 +67,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Shelf:
+class ModelDirectory:
     """A folder to look in, by the layout that its owner gives it."""
 
     origin: str
@@ -187,42 +187,42 @@ def _save(folders: tuple[Path, ...]) -> None:
     write_private(_list_file(), text)
 
 
-def shelves() -> list[Shelf]:
+def model_directories() -> list[ModelDirectory]:
     """All folders to look in, the library first.
 
     With `SWITCHYARD_FIND_MODELS=0` in the environment other programs' stores are not looked at.
     """
     own, *added = model_folders()
-    found = [Shelf(OWN, own), *(Shelf(FOLDER, folder) for folder in added)]
+    found = [ModelDirectory(OWN, own), *(ModelDirectory(FOLDER, folder) for folder in added)]
     if os.environ.get("SWITCHYARD_FIND_MODELS") != "0":
         with contextlib.suppress(RuntimeError):  # no home
             found += _stores(Path.home())
     return list(dict.fromkeys(found))
 
 
-def _stores(home: Path) -> Iterator[Shelf]:
-    yield Shelf(HUB_CACHE, _hub_cache_folder(home))
+def _stores(home: Path) -> Iterator[ModelDirectory]:
+    yield ModelDirectory(HUB_CACHE, _hub_cache_folder(home))
     for folder in dict.fromkeys((*_lm_studio_pointer(home), home / ".lmstudio", home / ".cache" / "lm-studio")):
-        yield Shelf(LM_STUDIO, folder / "models")
+        yield ModelDirectory(LM_STUDIO, folder / "models")
         yield from _set_elsewhere(LM_STUDIO, folder / "settings.json", "downloadsFolder")
     if os.environ.get("OLLAMA_MODELS"):
-        yield Shelf(OLLAMA, Path(os.environ["OLLAMA_MODELS"]))
-    yield Shelf(OLLAMA, home / ".ollama" / "models")
+        yield ModelDirectory(OLLAMA, Path(os.environ["OLLAMA_MODELS"]))
+    yield ModelDirectory(OLLAMA, home / ".ollama" / "models")
     if sys.platform == "linux":  # where its service runs as a user of its own
-        yield Shelf(OLLAMA, Path("/usr/share/ollama/.ollama/models"))
+        yield ModelDirectory(OLLAMA, Path("/usr/share/ollama/.ollama/models"))
     for folder in (
         Path(platformdirs.user_data_dir("Jan", appauthor=False, roaming=True)),
         Path(platformdirs.user_config_dir("Jan", appauthor=False, roaming=True)),
         Path(platformdirs.user_data_dir("jan.ai.app", appauthor=False, roaming=True)),
     ):
-        yield Shelf(JAN, folder / "data" / "llamacpp" / "models")
-        yield Shelf(JAN, folder / "data" / "models")
-        for shelf in _set_elsewhere(JAN, folder / "settings.json", "data_folder"):
-            yield Shelf(JAN, shelf.folder / "llamacpp" / "models")
-    yield Shelf(JAN, home / "jan" / "models")
-    yield Shelf(GPT4ALL, Path(platformdirs.user_data_dir("nomic.ai", appauthor=False)) / "GPT4All")
+        yield ModelDirectory(JAN, folder / "data" / "llamacpp" / "models")
+        yield ModelDirectory(JAN, folder / "data" / "models")
+        for directory in _set_elsewhere(JAN, folder / "settings.json", "data_folder"):
+            yield ModelDirectory(JAN, directory.folder / "llamacpp" / "models")
+    yield ModelDirectory(JAN, home / "jan" / "models")
+    yield ModelDirectory(GPT4ALL, Path(platformdirs.user_data_dir("nomic.ai", appauthor=False)) / "GPT4All")
     yield from _gpt4all_elsewhere(home)
-    yield Shelf(GPT4ALL, home / ".cache" / "gpt4all")
+    yield ModelDirectory(GPT4ALL, home / ".cache" / "gpt4all")
 
 
 def _hub_cache_folder(home: Path) -> Path:
@@ -241,7 +241,7 @@ def _lm_studio_pointer(home: Path) -> Iterator[Path]:
             yield folder
 
 
-def _gpt4all_elsewhere(home: Path) -> Iterator[Shelf]:
+def _gpt4all_elsewhere(home: Path) -> Iterator[ModelDirectory]:
     """The folder in GPT4All's settings, which Qt writes as INI: letters beyond ASCII are `\\x` and their code."""
     base = Path(os.environ.get("APPDATA") or home) if sys.platform == "win32" else home / ".config"
     with contextlib.suppress(OSError, ValueError):
@@ -251,15 +251,15 @@ def _gpt4all_elsewhere(home: Path) -> Iterator[Shelf]:
         folder = Path(path.replace("\\\\", "\\"))
         path.encode()  # raises where no file can have that name
         if folder.is_absolute() and "\0" not in path:
-            yield Shelf(GPT4ALL, folder)
+            yield ModelDirectory(GPT4ALL, folder)
 
 
-def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[Shelf]:
+def _set_elsewhere(origin: str, settings: Path, key: str) -> Iterator[ModelDirectory]:
     """The folder that a program's own settings name."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         folder = Path(parse_json(read_foreign(settings, _MOST_BYTES))[key])
         if folder.is_absolute() and "\0" not in str(folder):
-            yield Shelf(origin, folder)
+            yield ModelDirectory(origin, folder)
 
 
 def origin_of(model: Path) -> str:
@@ -268,9 +268,9 @@ def origin_of(model: Path) -> str:
     What lies in a store is its program's, even if the store is in a model folder, or if stores are not looked at.
     """
     with contextlib.suppress(RuntimeError):  # no home
-        for shelf in _stores(Path.home()):
-            if _is_in(model, shelf.folder):
-                return shelf.origin
+        for directory in _stores(Path.home()):
+            if _is_in(model, directory.folder):
+                return directory.origin
     is_ours = any(_is_in(model, folder) for folder in model_folders())
     return OWN if model.parent == models_dir() or (is_ours and (model / MANIFEST_NAME).is_file()) else FOLDER
 
@@ -288,16 +288,16 @@ def find_models(
     cancelled: Callable[[], bool] = lambda: False,
     look_at: Callable[[Found], None] = lambda _found: None,
 ) -> tuple[list[Found], list[str]]:
-    """All models of all shelves, each with a name of its own, and a sentence about each shelf that could not be read.
+    """All models of all directories, each with a name of its own, and a sentence about each that cannot be read.
 
-    A shelf that does not answer in time gives what it has given so far; its search goes on, and the next call with the
-    same `look_at` waits for it again instead of beginning another.
+    A directory that does not answer in time gives what it has given so far; its search goes on, and the next call with
+    the same `look_at` waits for it again instead of beginning another.
 
     Args:
         look_at: called with each model by the thread that found it, before it counts as found.
     """
-    around = shelves()
-    searches = [_search(shelf, look_at, around) for shelf in around]
+    around = model_directories()
+    searches = [_search(directory, look_at, around) for directory in around]
     until = time.monotonic() + within_s
     for search in searches:
         while search.is_alive() and time.monotonic() < until and not cancelled():
@@ -321,23 +321,25 @@ def name_at(path: Path) -> str:
 
 
 class _Search(threading.Thread):
-    """Looks through one shelf; `found` grows while it does."""
+    """Looks through one directory; `found` grows while it does."""
 
-    def __init__(self, shelf: Shelf, look_at: Callable[[Found], None], around: list[Shelf]) -> None:
-        super().__init__(name=f"models in {shelf.folder.name}", daemon=True)
-        self._shelf = shelf
+    def __init__(
+        self, directory: ModelDirectory, look_at: Callable[[Found], None], around: list[ModelDirectory]
+    ) -> None:
+        super().__init__(name=f"models in {directory.folder.name}", daemon=True)
+        self._directory = directory
         self._look_at = look_at
         self._walk = _Walk(frozenset(other.folder for other in around))
         self._problem = ""
         self.found: list[Found] = []
 
     def run(self) -> None:
-        folder, is_ours = self._shelf.folder, self._shelf.is_ours
+        folder, is_ours = self._directory.folder, self._directory.is_ours
         try:
             self._problem = trouble_with(folder) if is_ours else ""
             if self._problem:
                 return
-            for model in _models_of(self._shelf, self._walk):
+            for model in _models_of(self._directory, self._walk):
                 self._look_at(model)
                 self.found.append(model)
             if is_ours:
@@ -347,26 +349,26 @@ class _Search(threading.Thread):
                 self._problem = f"Cannot read the model folder {folder} ({reason(error)})."
 
     def trouble(self) -> str:
-        """What is wrong with the shelf, in a sentence; empty if nothing is."""
+        """What is wrong with the directory, in a sentence; empty if nothing is."""
         if self.is_alive():
-            return f"{self._shelf.folder} has not answered yet: models in it may be missing from the list."
+            return f"{self._directory.folder} has not answered yet: models in it may be missing from the list."
         if self._walk.is_cut:
-            return f"{self._shelf.folder} holds too many files: models in it may be missing from the list."
+            return f"{self._directory.folder} holds too many files: models in it may be missing from the list."
         return self._problem
 
 
-_running: dict[tuple[Shelf, Callable[[Found], None]], _Search] = {}
+_running: dict[tuple[ModelDirectory, Callable[[Found], None]], _Search] = {}
 _running_lock = threading.Lock()
 
 
-def _search(shelf: Shelf, look_at: Callable[[Found], None], around: list[Shelf]) -> _Search:
+def _search(directory: ModelDirectory, look_at: Callable[[Found], None], around: list[ModelDirectory]) -> _Search:
     """A search that begins now, or the one that has not ended yet."""
     with _running_lock:
         for key in [key for key, search in _running.items() if not search.is_alive()]:
             del _running[key]
-        search = _running.get((shelf, look_at))
+        search = _running.get((directory, look_at))
         if search is None:
-            search = _running[shelf, look_at] = _Search(shelf, look_at, around)
+            search = _running[directory, look_at] = _Search(directory, look_at, around)
             search.start()
         return search
 
@@ -409,20 +411,20 @@ class _Walk:
             return []
 
 
-def _models_of(shelf: Shelf, walk: _Walk) -> Iterator[Found]:
-    if shelf.origin == OWN:  # a folder per model, whatever state it is in
+def _models_of(directory: ModelDirectory, walk: _Walk) -> Iterator[Found]:
+    if directory.origin == OWN:  # a folder per model, whatever state it is in
         with contextlib.suppress(FileNotFoundError):
-            for name, entry in walk.open(shelf.folder).items():
-                if _is_dir(entry) and _may_be_a_model(shelf.folder / name):
-                    yield Found(name, shelf.folder / name, OWN)
+            for name, entry in walk.open(directory.folder).items():
+                if _is_dir(entry) and _may_be_a_model(directory.folder / name):
+                    yield Found(name, directory.folder / name, OWN)
         return
-    os.stat(shelf.folder)  # raises if it is not there
-    if shelf.origin == HUB_CACHE:
-        yield from _hub_cache(shelf.folder, walk)
-    elif shelf.origin == OLLAMA:
-        yield from _ollama(shelf.folder, walk)
+    os.stat(directory.folder)  # raises if it is not there
+    if directory.origin == HUB_CACHE:
+        yield from _hub_cache(directory.folder, walk)
+    elif directory.origin == OLLAMA:
+        yield from _ollama(directory.folder, walk)
     else:
-        yield from _tree(shelf.folder, shelf.origin, walk)
+        yield from _tree(directory.folder, directory.origin, walk)
 
 
 def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iterator[Found]:
