@@ -19,7 +19,7 @@ from app.widgets.fields import ComboBox, Slider
 from app.widgets.quantities import figures, memory, rough
 from engine.common.config import CACHE_POLICIES
 from engine.formats import FORMATS
-from engine.tuning.machine_look import MachineLook, look_at_machine
+from engine.tuning.machine_state import MachineLook, look_at_machine
 
 _SLIDER_PX = 180
 _SHARES = 32
