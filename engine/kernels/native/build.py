@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -243,6 +243,7 @@ def library_path() -> Path:
     return delivered if delivered.exists() else built
 
 
+@cache
 def library_name(machine: str, suffix: str) -> str:
     """File name of the library of these sources for a machine, as `platform.machine()` names it in lower case."""
     digest = hashlib.sha256()
