@@ -21,6 +21,10 @@ os.environ["PYTHON_KEYRING_BACKEND"] = "keyring.backends.null.Keyring"  # the us
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: handing over to a second thread costs more than it gives
 
+# Tests start some hundred Python processes: what is not kept compiled is compiled by each of them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # Where tests want more threads: one that waits for the others sleeps and does not spin, for there are other processes.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
@@ -38,13 +42,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["SWITCHYARD_HOME"] = os.path.join(_TEMPORARY, "home")
 os.environ["SWITCHYARD_FIND_MODELS"] = "0"  # other programs' models on this machine are none of ours
 
+gc.disable()
+
 import pytest  # noqa: E402
 from hypothesis import settings as hypothesis_settings  # noqa: E402
 
 from tests import leaks  # noqa: E402
 
-hypothesis_settings.register_profile("local", deadline=None)
-hypothesis_settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+hypothesis_settings.register_profile("local", deadline=None, max_examples=40)
+hypothesis_settings.register_profile("ci", deadline=None, max_examples=40, derandomize=True, database=None)
 hypothesis_settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
@@ -100,6 +106,11 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(_TEMPORARY, ignore_errors=True)
 
 
+def pytest_collection_finish() -> None:
+    """Only now: what is imported for all tests stays, and was looked through in vain while it grew."""
+    gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """`tests/e2e` and `tests/gpu` carry their markers by where they lie."""
     for item in items:
@@ -108,15 +119,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(folder)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def old_objects_are_not_looked_through() -> None:
-    """Takes what is there before each file out of the garbage collector's sight: it is there for good.
+@pytest.fixture(autouse=True)
+def libraries_are_not_looked_through() -> None:
+    """Takes what is there out of the garbage collector's sight, again once modules were imported: it is there for good.
 
-    Those are the libraries, for the most part: looking through all of torch and transformers takes a quarter of a
-    second, and each model that is closed collects what it leaves.
+    Looking through all of torch and transformers takes a quarter of a second, and each model that is closed collects
+    what it leaves.
     """
-    gc.collect()
-    gc.freeze()
+    global _modules_seen
+    if len(sys.modules) > _modules_seen + _FEW_MODULES:
+        gc.collect()
+        gc.freeze()
+        _modules_seen = len(sys.modules)
+
+
+_FEW_MODULES = 3
+_modules_seen = 0
 
 
 @pytest.fixture(autouse=True)

@@ -7,8 +7,6 @@ where one fails, and SWITCHYARD_DRAWN_SEED=... draws the same ones again.
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,15 +40,6 @@ class Expected:
     prompts: list[list[int]]
     logits: torch.Tensor
     answers: list[list[int]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _what_stands_is_not_searched() -> Iterator[None]:
-    """Each model that is closed collects garbage, among all that the libraries have imported: half of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 @pytest.mark.parametrize("which", range(DOZEN))
