@@ -104,14 +104,28 @@ def tiny_checkpoint(
         save: arguments for `save_pretrained` (`max_shard_size`, say).
         overrides: values of the configuration.
     """
-    model = tiny_model(family, **overrides)
-    if prepare is not None:
-        prepare(model)
-    if dtype != torch.float32:
-        _cast(model, dtype)
-    model.save_pretrained(folder, **(save or {}))
-    save_tiny_tokenizer(folder)
+    key = repr((family, dtype, save, sorted(overrides.items()))) if prepare is None else ""
+    files = _made.get(key)
+    if files is None:
+        model = tiny_model(family, **overrides)
+        if prepare is not None:
+            prepare(model)
+        if dtype != torch.float32:
+            _cast(model, dtype)
+        is_new = not any(folder.glob("*"))
+        model.save_pretrained(folder, **(save or {}))
+        save_tiny_tokenizer(folder)
+        if key and is_new:
+            _made[key] = {file.name: file.read_bytes() for file in folder.iterdir()}
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
     return folder
+
+
+_made: dict[str, dict[str, bytes]] = {}
+"""The files of every tiny checkpoint that this process has made: most tests of a family want the same one."""
 
 
 def model_class(config: Any) -> Any:

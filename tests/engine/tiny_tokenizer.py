@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -22,6 +24,12 @@ TEMPLATE = (
 
 def save_tiny_tokenizer(directory: Path, *, template: str | None = TEMPLATE) -> None:
     """Writes the tokenizer's files beside a model: 320 ids at most, 0 is padding, 1 begins, 2 ends a turn."""
+    for name, content in _files(template).items():
+        (directory / name).write_bytes(content)
+
+
+@cache
+def _files(template: str | None) -> dict[str, bytes]:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -36,4 +44,6 @@ def save_tiny_tokenizer(directory: Path, *, template: str | None = TEMPLATE) -> 
         tokenizer_object=tokenizer, pad_token="<|endoftext|>", bos_token="<|im_start|>", eos_token="<|im_end|>"
     )
     fast.chat_template = template
-    fast.save_pretrained(directory)
+    with tempfile.TemporaryDirectory() as folder:
+        fast.save_pretrained(folder)
+        return {file.name: file.read_bytes() for file in Path(folder).iterdir()}
