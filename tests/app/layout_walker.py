@@ -1,4 +1,4 @@
-"""Looks for what cannot be read or reached in a window: text without room, widgets on each other or out of reach."""
+"""Looks for what cannot be read, reached or named in a window: text without room, widgets on each other, and so on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from PySide6.QtCore import QPoint, QRect, QRectF, QSize, Qt
-from PySide6.QtGui import QFontMetrics, QPainter, QPixmap, QTextDocument
+from PySide6.QtGui import QAccessible, QFontMetrics, QPainter, QPixmap, QTextDocument
 from PySide6.QtWidgets import (
     QAbstractButton,
     QAbstractItemView,
@@ -22,17 +22,20 @@ from PySide6.QtWidgets import (
     QLabel,
     QLineEdit,
     QMainWindow,
+    QPlainTextEdit,
     QScrollArea,
     QScrollBar,
     QStyle,
     QStyleOptionComboBox,
     QStyleOptionSpinBox,
+    QTextEdit,
     QToolButton,
     QWidget,
 )
 
 from app.widgets.chip import ElidedLabel
 from app.widgets.popover import Popover
+from app.widgets.toast import Toast
 from app.widgets.wrapped_label import WrappedLabel
 
 SLACK_PX = 2
@@ -50,6 +53,45 @@ def layout_problems(window: QWidget, screen: QSize) -> list[str]:
             found += [f"{_name(widget)}: {problem}" for problem in (*_of_text(widget), *_of_place(widget))]
             found += _overlaps(widget)
     return found + _of_paint(window)
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+_USED = (QAbstractButton, QAbstractItemView, QAbstractSpinBox, QComboBox, QLineEdit, QPlainTextEdit, QTextEdit)
+"""What is used though keys may not reach it."""
+
+
+def without_name(window: QWidget) -> list[str]:
+    """Everything that can be used, shown now or not, of which somebody who cannot see the window is told nothing."""
+    found = []
+    for widget in window.findChildren(QWidget):
+        parent = widget.parent()
+        of_qt = widget.objectName().startswith("qt_") or isinstance(widget, QScrollBar)
+        of_another = isinstance(parent, QAbstractSpinBox | QComboBox | QAbstractItemView | QLineEdit)
+        of_another |= parent is not None and parent.inherits("QComboBoxPrivateContainer")
+        of_another |= _is_of_hidden_toast(widget)  # it has its words when it comes up
+        reached = widget.focusPolicy() & Qt.FocusPolicy.TabFocus or isinstance(widget, _USED)
+        if not reached or of_qt or of_another or widget.focusProxy() is not None:
+            continue
+        interface = QAccessible.queryAccessibleInterface(widget)
+        # A combo box's name is what is chosen in it, on some systems: that says nothing of what it is for.
+        name = widget.accessibleName() or ("" if isinstance(widget, QComboBox) else _spoken(interface))
+        if not name.strip():
+            found.append(f"{_name(widget)} has no name")
+    return found
+
+
+def _is_of_hidden_toast(widget: QWidget) -> bool:
+    around = widget.parentWidget()
+    while around is not None and not isinstance(around, Toast):
+        around = around.parentWidget()
+    return around is not None and not around.isVisible()
+
+
+def _spoken(interface: object) -> str:
+    text = getattr(interface, "text", None)
+    return str(text(QAccessible.Text.Name)) if text is not None else ""
 
 
 # --- the window -----------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """The whole window on a stage: its engine is scripted, and `SCENES` puts it into each of its states.
 
-What looks at every page (`test_layout`, `screenshots`) walks through the same scenes.
+What looks at every page (`test_scenes`, `screenshots`) walks through the same scenes.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from app.services.settings import Settings
 from app.views.first_run.engine_card import EngineCard
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common import installed
+from tests.app.layout_walker import without_name
 from tests.app.model_parts import ENGINE, ENGINE_DOWNLOAD
 from tests.app.scripted_parts import ScriptedDownloads, script
-from tests.app.test_accessible_names import without_name
 from tests.bundles import make_bundle, make_part
 
 NAME = ENGINE.name

@@ -32,12 +32,12 @@ from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Listing
 from engine.checkpoint.names import not_in_library
 from tests.app import tuning_results as made
+from tests.app.layout_walker import without_name
 from tests.app.model_parts import DOWNLOADS, RECOMMENDATIONS
 from tests.app.model_parts import MODELS as MODELS_HERE
 from tests.app.scripted_engine import STARTER as STARTER_INFO
 from tests.app.scripted_engine import ScriptedEngine
 from tests.app.stage import SCENES, staged
-from tests.app.test_accessible_names import without_name
 
 FOUND = (
     LibraryEntry("Granite", Path("/lm/granite"), bytes_on_disk=19_400_000_000, origin="LM Studio"),

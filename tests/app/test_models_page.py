@@ -35,8 +35,8 @@ from engine.planner.plan_parts import Limits
 from engine.tuning.fit import DiskBytes, FitCard
 from tests.app import model_parts as parts
 from tests.app import tuning_results as made
+from tests.app.layout_walker import without_name
 from tests.app.scripted_engine import STARTER, ScriptedEngine
-from tests.app.test_accessible_names import without_name
 
 
 class Recorder(QObject):

@@ -17,9 +17,9 @@ from engine.checkpoint.downloads.queue import DownloadState
 from engine.common import installed
 from engine.common.errors import EngineError, ErrorCode
 from engine.parts.updates import Update
+from tests.app.layout_walker import without_name
 from tests.app.model_parts import ENGINE_DOWNLOAD
 from tests.app.scripted_parts import ScriptedDownloads, script
-from tests.app.test_accessible_names import without_name
 from tests.bundles import make_bundle, make_part
 
 UPDATE = Update("0.3.0", "2026-12-01", "Faster.", "https://x.example/w.zip", "0" * 64, 92_000_000)
