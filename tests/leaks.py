@@ -26,8 +26,8 @@ _LIBRARY_THREADS = (
     "tqdm_monitor",  # tqdm's bar monitor, started at the first bar
     "InductorSubproc",
 )
-# Processes that are kept as long as this one: a library's, and the one that templates and tokenizers run in.
-_KEPT_PROCESSES = ("multiprocessing.resource_tracker", "engine.foreign_text.child", "engine.batch_files.document_child")
+# Processes that are kept as long as this one: a library's, and those that strangers' texts are read in.
+_KEPT_PROCESSES = ("multiprocessing.resource_tracker", "engine.batch_files.document_child")
 # What libraries keep in the temporary folder for the life of the process.
 _LIBRARY_FILES = ("torchinductor_",)
 
@@ -89,11 +89,20 @@ def _children() -> dict[int, str]:
         try:
             child = psutil.Process(pid)
             command = " ".join(child.cmdline())
-            if child.status() != psutil.STATUS_ZOMBIE and not any(name in command for name in _KEPT_PROCESSES):
+            is_kept = any(name in command for name in _KEPT_PROCESSES) or _is_of_foreign_text(child, command)
+            if child.status() != psutil.STATUS_ZOMBIE and not is_kept:
                 found[child.pid] = f"{child.pid} {command[:200]}"
         except psutil.Error:  # gone meanwhile
             continue
     return found
+
+
+def _is_of_foreign_text(child: psutil.Process, command: str) -> bool:
+    """Whether it is the process of templates and tokenizers that this one keeps, or that a child of it has."""
+    if "engine.foreign_text.child" not in command:
+        return False
+    module = sys.modules.get("engine.foreign_text.process")
+    return child.ppid() != os.getpid() or (module is not None and child.pid == module.FOREIGN_TEXT.pid)
 
 
 def _descendants() -> list[int]:

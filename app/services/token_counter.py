@@ -61,6 +61,7 @@ class TokenCounter(QObject):
         self._known: dict[str, int] = {}
         self._without_tokenizer = False
         self._samples: deque[_Question] = deque()
+        self._is_closed = False
         self._pause = QTimer(self, singleShot=True, interval=PAUSE_MS)
         self._pause.timeout.connect(self._ask)
         self._watch = QTimer(self, interval=_LOOK_MS)
@@ -68,6 +69,8 @@ class TokenCounter(QObject):
 
     def count(self, key: str, model_path: str, texts: Sequence[str]) -> None:
         """Request the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""
+        if self._is_closed:
+            return
         if self._question is not None and self._question.done is not None:
             self._samples.appendleft(self._question)
         self._question = _Question(key, model_path, tuple(texts))
@@ -76,6 +79,8 @@ class TokenCounter(QObject):
 
     def measure(self, model_path: str, texts: Sequence[str], done: Callable[[int], object]) -> None:
         """Tells `done` the tokens of these texts alone, when no prompt is to be counted."""
+        if self._is_closed:
+            return
         self._samples.append(_Question("", model_path, tuple(texts), done))
         if not self._pause.isActive():
             self._pause.start()
@@ -86,7 +91,8 @@ class TokenCounter(QObject):
         return sum(known.get(text, -(-len(text) // CHARACTERS_PER_TOKEN)) + TOKENS_PER_TURN for text in texts)
 
     def close(self) -> None:
-        """End the counting process; a later `count` starts another."""
+        """End the counting process for good: what a closing page still asks would start another that nobody ends."""
+        self._is_closed = True
         self._pause.stop()
         self._watch.stop()
         self._question = None
