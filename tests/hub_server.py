@@ -29,6 +29,8 @@ from typing import Any, BinaryIO
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 _CHUNK = 64 * 1024
+_TICK_S = 0.05
+"""A slow line sends what it may in so long, not a chunk at once: that would be a small part whole."""
 _SEND_BUFFER = 128 * 1024
 """Small, so that what counts as sent has nearly arrived."""
 LFS_BYTES = 100_000
@@ -489,7 +491,8 @@ class _Handler(BaseHTTPRequestHandler):
         begun = time.monotonic()
         try:
             while sent < count:
-                size = min(_CHUNK, count - sent)
+                slow = self.hub.per_connection_bytes_per_s
+                size = min(int(slow * _TICK_S) + 1 if slow else _CHUNK, count - sent)
                 if stop >= 0:
                     size = min(size, stop - sent)
                 if size <= 0:

@@ -40,8 +40,9 @@ def shared_view(qtbot: QtBot) -> tuple[AnswerView, AnswerView]:
 
 
 @pytest.fixture(autouse=True)
-def drawn(leak_check: None, qapp: QApplication) -> Iterator[Formulas]:
-    """The formulas of the program, which no test finds drawn already."""
+def drawn(leak_check: None, qapp: QApplication, monkeypatch: pytest.MonkeyPatch) -> Iterator[Formulas]:
+    """The formulas of the program, which no test finds drawn already, and which a busy machine has time to draw."""
+    monkeypatch.setattr("app.services.formulas.FORMULA_MS", 20_000)
     shared = formulas()
     yield shared
     shared.forget()

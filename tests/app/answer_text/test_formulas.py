@@ -62,7 +62,12 @@ def test_what_cannot_be_drawn_shows_its_source(
     assert view.toPlainText() == f"A {source} z and {OBJECT}"
 
 
-def test_one_that_takes_for_ever_costs_only_itself(drawn: Formulas, qtbot: QtBot) -> None:
+def test_one_that_takes_for_ever_costs_only_itself(
+    drawn: Formulas, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("app.services.formulas.FORMULA_MS", 300)
+    assert drawn.ask(Formula("z"))
+    wait(drawn, qtbot)  # the process is there
     endless = Formula(r"\frac{1}{" * 5 + r"\binom{a}{b}" * 150 + "}" * 5)
     assert drawn.ask(endless)
     assert drawn.ask(Formula("x"))
