@@ -1,4 +1,4 @@
-"""The families that need an adapter: what transformers says of the same files, without experts in the module."""
+"""Families with an adapter or an encoder: what transformers says of the same files, without experts in the module."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,10 @@ PUBLISHED = {
     "jetmoe": "model.layers.1.self_attention.experts.input_linear.weight",
     "longcat_flash": "model.layers.1.mlp.experts.7.gate_proj.weight",
     "step3p7": "model.layers.1.moe.gate_proj.weight",
+    "switch_transformers": "encoder.block.1.layer.1.mlp.experts.expert_11.wi.weight",
+    "nllb-moe": "model.decoder.layers.1.ffn.experts.expert_11.fc2.bias",
 }
-"""A name that the checkpoints of the family have on the hub."""
+"""A name that the checkpoints of the family have on the hub; more than ten experts test their order."""
 
 EXPERTS = {
     "dbrx": (8, 3),
@@ -60,6 +63,9 @@ EXPERTS = {
     "step3p7": (8, 2),
 }
 """How many there are, and how many are chosen."""
+ENCODERS = {"switch_transformers": (12, 1), "nllb-moe": (12, 2)}
+"""The same, of models with an encoder."""
+ANSWER = torch.tensor([[2, 17, 230, 5, 91, 64, 128, 7]])
 
 _ZERO_EXPERT = r"experts\.(8|9|10|11)\."
 
@@ -120,54 +126,102 @@ def test_step_in_fp8(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(ours.model), logits(same.model), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", ROUTERS)
-def test_a_chat_goes_on_as_the_library_would(family: str, tmp_path: Path) -> None:
-    tiny_checkpoint(family, tmp_path)
-    reference = model_class(tiny_config(family)).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    prompt = PROMPT[0].tolist()
-    with loaded(tmp_path, "fp32") as ours:
-        session = Alone(ours)
-        first = session.generate_from_ids(prompt, SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
-        assert list(first.token_ids) == library_tokens(reference, prompt, NEW_TOKENS)
-        prompt += [*first.token_ids, 7, 8, 9]
-        second = session.generate_from_ids(prompt, SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
-        assert list(second.token_ids) == library_tokens(reference, prompt, NEW_TOKENS)
-        assert second.reused_tokens >= PROMPT.shape[1]
+@dataclass(frozen=True)
+class Ours:
+    family: str
+    folder: Path
+    model: LoadedModel
 
 
-@pytest.mark.parametrize("family", ROUTERS)
-def test_what_is_known_of_the_model(family: str, tmp_path: Path) -> None:
-    tiny_checkpoint(family, tmp_path)
-    with loaded(tmp_path, "fp32") as ours:
-        info = ours.info
-        assert (info.experts, info.experts_per_token) == EXPERTS[family]
-        assert info.layers > 0
-        assert info.parameters == parameters_in_use(family, tmp_path)
+@pytest.fixture(scope="module", params=[*ROUTERS, *ENCODERS])
+def ours(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ours]:
+    """Every family here, loaded by us in fp32."""
+    folder = tiny_checkpoint(request.param, tmp_path_factory.mktemp(request.param))
+    with loaded(folder, "fp32") as model, torch.no_grad():
+        yield Ours(request.param, folder, model)
 
 
-@pytest.mark.parametrize("family", ROUTERS)
-def test_without_its_experts_a_model_says_so(family: str, tmp_path: Path) -> None:
+def test_a_chat_goes_on_as_the_library_would(ours: Ours) -> None:
+    if ours.family in ENCODERS:
+        pytest.skip("reads each request anew")
+    reference = model_class(tiny_config(ours.family)).from_pretrained(ours.folder, dtype=torch.float32).eval()
+    prompt, session = PROMPT[0].tolist(), Alone(ours.model)
+    first = session.generate_from_ids(prompt, SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
+    assert list(first.token_ids) == library_tokens(reference, prompt, NEW_TOKENS)
+    prompt += [*first.token_ids, 7, 8, 9]
+    second = session.generate_from_ids(prompt, SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
+    assert list(second.token_ids) == library_tokens(reference, prompt, NEW_TOKENS)
+    assert second.reused_tokens >= PROMPT.shape[1]
+
+
+def test_what_is_known_of_the_model(ours: Ours) -> None:
+    info = ours.model.info
+    assert (info.experts, info.experts_per_token) == {**EXPERTS, **ENCODERS}[ours.family]
+    assert info.layers == 4 if ours.family in ENCODERS else info.layers > 0
+    if ours.family in ROUTERS:
+        assert info.parameters == parameters_in_use(ours.family, ours.folder)
+
+
+def test_without_its_experts_a_model_says_so(ours: Ours, monkeypatch: pytest.MonkeyPatch) -> None:
     """No way of computing experts but ours is left, so nothing is ever computed from weights that are not there."""
-    tiny_checkpoint(family, tmp_path)
-    with loaded(tmp_path, "fp32") as ours, torch.no_grad():
-        assert ours.bank is not None
-        delattr(ours.model.get_submodule(next(iter(ours.bank.layers))), BANK_LAYER)
-        with pytest.raises(EngineError) as raised:
-            logits(ours.model)
-        assert raised.value.code == ErrorCode.INTERNAL
+    assert ours.model.bank is not None
+    monkeypatch.delattr(ours.model.model.get_submodule(next(iter(ours.model.bank.layers))), BANK_LAYER)
+    with pytest.raises(EngineError) as raised:
+        all_logits(ours.model.model)
+    assert raised.value.code == ErrorCode.INTERNAL
 
 
-@pytest.mark.parametrize("family", ROUTERS)
-def test_every_experts_module_takes_part(family: str, tmp_path: Path) -> None:
-    tiny_checkpoint(family, tmp_path)
+def test_every_experts_module_takes_part(ours: Ours) -> None:
+    assert ours.model.bank is not None
+    before = all_logits(ours.model.model)
+    for layer in ours.model.bank.layers.values():
+        kept = layer.records.clone()
+        layer.records.zero_()
+        assert (all_logits(ours.model.model) - before).abs().max() > 1e-4, layer.name
+        layer.records.copy_(kept)
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+@pytest.mark.parametrize(
+    ("save", "tied"), [({}, True), ({}, False), ({"max_shard_size": "20KB"}, False)], ids=["tied", "untied", "sharded"]
+)
+def test_an_encoder_and_a_decoder_are_the_librarys(
+    family: str, save: dict[str, Any], tied: bool, tmp_path: Path
+) -> None:
+    tiny_checkpoint(family, tmp_path, save=save, tie_word_embeddings=tied)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert (len(files) > 2) == bool(save)
+    assert any(PUBLISHED[family] in load_file(file) for file in files)
+    library_class = model_class(tiny_config(family))
     with loaded(tmp_path, "fp32") as ours, torch.no_grad():
-        assert ours.bank is not None
-        before = logits(ours.model)
-        for layer in ours.bank.layers.values():
-            kept = layer.records.clone()
-            layer.records.zero_()
-            assert (logits(ours.model) - before).abs().max() > 1e-4, layer.name
-            layer.records.copy_(kept)
+        reference = library_class.from_pretrained(tmp_path, dtype=torch.float32).eval()
+        assert_is_out_of_the_module(ours, moe=True)
+        assert not [name for name, _ in ours.model.named_parameters() if "expert" in name]
+        assert ours.info.parameters == sum(parameter.numel() for parameter in reference.parameters())
+        torch.testing.assert_close(all_logits(ours.model), all_logits(reference), rtol=0, atol=1e-5)
+        session = Alone(ours)
+        result = session.generate_from_ids(PROMPT[0].tolist(), SamplingParams(max_tokens=NEW_TOKENS), end_ids=NO_END)
+        wanted = reference.generate(
+            PROMPT,
+            attention_mask=torch.ones_like(PROMPT),
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            num_beams=1,
+            eos_token_id=None,
+        )
+        assert list(result.token_ids) == wanted[0, 1:].tolist()
+        assert session.kv_bytes > 0
+    with loaded(tmp_path, "bf16") as ours, torch.no_grad():
+        reference = library_class.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+        assert_buffers_equal(ours.model, reference)
+        torch.testing.assert_close(all_logits(ours.model).float(), all_logits(reference).float(), rtol=0, atol=2e-3)
+
+
+def all_logits(model: Any) -> torch.Tensor:
+    """Of a prompt, or of an answer to it where an encoder reads the prompt."""
+    more = {"decoder_input_ids": ANSWER} if model.config.is_encoder_decoder else {}
+    result: torch.Tensor = model(input_ids=PROMPT, **more).logits
+    return result
 
 
 def compare_with_library(family: str, folder: Path) -> None:
