@@ -206,33 +206,28 @@ def in_background(tmp_path: Path) -> Iterator[BackgroundTraining]:
     training.cancel()
 
 
-def test_training_in_the_background(in_background: BackgroundTraining, tmp_path: Path) -> None:
+def test_training_in_the_background_keeps_who_knows_more(
+    in_background: BackgroundTraining, trained: TrainedMlp, tmp_path: Path
+) -> None:
+    path = tmp_path / "trained" / "a.safetensors"
+    save_mlp(trained, path)
+    before = path.read_bytes()
     assert in_background.poll() is TrainingState.NONE
-    assert in_background.start(routes(200), 1)
+    assert in_background.start(routes(100), 1)  # a tiny network, one epoch
     assert not in_background.start(routes(200), 1)
     in_background.wait()
     assert in_background.poll() is TrainingState.DONE
     assert in_background.poll() is TrainingState.NONE
-    assert load_mlp(tmp_path / "trained" / "a.safetensors", LAYERS, EXPERTS) is not None
-    assert os.listdir(tmp_path / "trained") == ["a.safetensors"]
-    assert in_background.start(routes(10), 1)  # too few
-    in_background.wait()
-    assert in_background.poll() is TrainingState.FAILED
-    assert os.listdir(tmp_path / "trained") == ["a.safetensors"]
-
-
-def test_who_knows_more_is_kept(in_background: BackgroundTraining, trained: TrainedMlp, tmp_path: Path) -> None:
-    path = tmp_path / "trained" / "a.safetensors"
-    save_mlp(trained, path)
-    before = path.read_bytes()
-    assert in_background.start(routes(100), 1)  # a tiny network, one epoch
-    in_background.wait()
-    assert in_background.poll() is TrainingState.DONE
     assert path.read_bytes() == before
     assert in_background.start(routes(100), 2)  # of another distance
     in_background.wait()
     assert in_background.poll() is TrainingState.DONE
     assert path.read_bytes() != before
+    assert load_mlp(path, LAYERS, EXPERTS) is not None
+    assert in_background.start(routes(10), 1)  # too few
+    in_background.wait()
+    assert in_background.poll() is TrainingState.FAILED
+    assert os.listdir(tmp_path / "trained") == ["a.safetensors"]
 
 
 def test_the_loss_on_the_trace_it_was_trained_on_is_its_loss() -> None:

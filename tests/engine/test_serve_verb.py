@@ -46,6 +46,7 @@ def served(folder: Path, model: Path | None = None, *options: str) -> Iterator[t
 @pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
 def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
     with served(tmp_path) as (url, server):
+        ask_for_a_secret(url)
         body = {"messages": HI, "max_tokens": 3}
         answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 3
@@ -58,20 +59,30 @@ def test_it_says_where_it_is_and_ends_when_asked(tmp_path: Path) -> None:
                 break
             assert answer.status_code == 503
         assert answer.json()["usage"]["completion_tokens"] == 3
+    assert not kept_of_the_secret(tmp_path)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="asked to end by a signal")
-@pytest.mark.parametrize("options", [(), ("--keep-context",)])
-def test_nothing_that_is_asked_is_on_disk_unless_that_is_wanted(tmp_path: Path, options: tuple[str, ...]) -> None:
-    secret = "the password is hunter2"
-    body = {"messages": [{"role": "user", "content": f"{secret} " * 7}], "max_tokens": 3}
-    with served(tmp_path, None, *options) as (url, _server):
-        answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
-        assert answer.json()["usage"]["prompt_tokens"] > 64, answer.text
-    files = [path for path in (tmp_path / "home").rglob("*") if path.is_file()]
-    kept = [path for path in files if "context" in path.parts and path.name != "lock"]
-    assert bool(kept) is bool(options), kept
-    assert not any(secret.encode() in path.read_bytes() for path in files)
+def test_context_is_kept_on_disk_where_that_is_wanted(tmp_path: Path) -> None:
+    with served(tmp_path, None, "--keep-context") as (url, _server):
+        ask_for_a_secret(url)
+    assert kept_of_the_secret(tmp_path)
+
+
+SECRET = "the password is hunter2"
+
+
+def ask_for_a_secret(url: str) -> None:
+    body = {"messages": [{"role": "user", "content": f"{SECRET} " * 7}], "max_tokens": 3}
+    answer = httpx2.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    assert answer.json()["usage"]["prompt_tokens"] > 64, answer.text
+
+
+def kept_of_the_secret(folder: Path) -> list[Path]:
+    """The files of kept context; none of all files has the words themselves."""
+    files = [path for path in (folder / "home").rglob("*") if path.is_file()]
+    assert not any(SECRET.encode() in path.read_bytes() for path in files)
+    return [path for path in files if "context" in path.parts and path.name != "lock"]
 
 
 HI = [{"role": "user", "content": "Hi"}]

@@ -30,7 +30,9 @@ def machine() -> Probe:
     return replace(probe(), gpus=(), gpu_note="None here.", ram_available_bytes=2**34, models_disk_free_bytes=2**40)
 
 
-def test_here_it_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_here_it_tells_everything_and_makes_no_folder(
+    switchyard_home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = cli.main(["doctor", "--json"])
     document = json.loads(capsys.readouterr().out)
     assert code == (0 if document["healthy"] else 2)
@@ -39,10 +41,6 @@ def test_here_it_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"display", "data folder", "disk", "starter model"} <= names
     assert all(finding["action"] for finding in document["findings"] if finding["status"] == "problem")
     assert document["hardware"]["usable_cpus"] >= 1
-
-
-def test_it_makes_no_folder(switchyard_home: Path) -> None:
-    cli.main(["doctor", "--json"])
     made = {path.name for path in switchyard_home.rglob("*")} if switchyard_home.exists() else set()
     assert made <= {"logs"}
 
