@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import Acquired
 from tests.engine.made_up_records import flip, place_of, ranges_of, write_records
@@ -69,22 +69,6 @@ def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
     assert counters.evictions
 
 
-def test_a_read_that_failed_is_tried_anew() -> None:
-    disk = HeldDisk()
-    tier = make_tier(disk)
-    first = tier.acquire(0, [1])
-    disk.end(disk.waiting[0], EngineError(ErrorCode.CHECKPOINT_DAMAGED, "torn"))
-    with pytest.raises(EngineError, match="torn"):
-        first.wait()
-    second = tier.acquire(0, [1])
-    tier.release(first)
-    disk.end(disk.waiting[0])
-    second.wait()
-    assert torch.equal(tier.slots(0).records[second.slots[1]], RECORDS[0][1])
-    tier.release(second)
-    tier.close()
-
-
 def test_a_prefetch_that_is_wanted_is_hurried_and_counted() -> None:
     disk = HeldDisk()
     tier = make_tier(disk)
@@ -103,21 +87,6 @@ def test_a_prefetch_that_is_wanted_is_hurried_and_counted() -> None:
     assert tier.counters.prefetches_wasted == 1
     for read in list(disk.waiting):
         disk.end(read)
-    tier.close()
-
-
-def test_what_all_slots_are_too_few_for_is_left() -> None:
-    disk = HeldDisk()
-    tier = make_tier(disk)
-    first = tier.acquire(1, [0, 1, 2])
-    assert (sorted(first.slots), first.left) == ([0, 1], [2])
-    for read in list(disk.waiting):
-        disk.end(read)
-    second = tier.acquire(1, first.left)
-    assert (second.slots, second.left) == ({}, [2])  # all are held: it says so rather than wait for ever
-    tier.release(first)
-    assert list(tier.acquire(1, second.left).slots) == [2]
-    disk.end(disk.waiting[0])
     tier.close()
 
 

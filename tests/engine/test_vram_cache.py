@@ -80,77 +80,12 @@ def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) ->
     cache.close()
 
 
-def test_pinned_experts_outlive_any_need(device: Device, bank: list[BankLayer]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1, policy="lru")
-    fill(cache, bank, 0, [0])
-    lookup = cache.acquire(0, [0])
-    fill(cache, bank, 1, [1, 2])
-    assert cache.residents(0) == {0: 0}
-    assert cache.resize(0) == 1
-    cache.release(lookup)
-    cache.release(lookup)
-    assert cache.resize(0) == 0
-    assert cache.acquire(0, [0]).misses == [0]
-    cache.close()
-
-
-def test_a_failed_copy_gives_its_slot_up_and_the_next_works(device: Device, bank: list[BankLayer]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=2)
-
-    def fail() -> None:
-        raise RuntimeError("injected")
-
-    go_on = holding(device)
-    device.h2d_stream.submit(fail)
-    assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 2
-    go_on()
-    cache.wait()
-    assert cache.residents(0) == {}
-    assert (cache.counters.failures, cache.counters.post_fetched_bytes) == (2, 0)
-    fill(cache, bank, 0, [0, 1])
-    assert sorted(cache.residents(0)) == [0, 1]
-    cache.close()
-
-
-def test_cancelled_copies_give_their_slots_up(device: Device, bank: list[BankLayer]) -> None:
-    cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
-    go_on = holding(device)
-    cache.post_fetch(0, [0, 1, 2], kept(bank[0], [0, 1, 2]))
-    assert cache.cancel() == 3
-    go_on()
-    cache.wait()
-    assert cache.counters.cancelled == 3
-    assert cache.counters.failures == 0
-    fill(cache, bank, 0, [0, 1, 2])
-    assert len(cache.residents(0)) == 3
-    cache.close()
-
-
 def test_only_so_many_copies_are_in_flight(device: Device, bank: list[BankLayer]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
     go_on = holding(device)
     assert cache.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
     go_on()
     cache.close()
-
-
-def test_memory_goes_back_to_the_budget_and_comes_again(bank: list[BankLayer]) -> None:
-    with tiny_device() as device:
-        budget = device.memory
-        cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8, staging=2)
-        fill(cache, bank, 0, [0, 1, 2, 3])
-        fill(cache, bank, 1, [0, 1, 2, 3])
-        assert budget.use().by_category[MemoryCategory.EXPERTS] == 8 * RECORD
-        assert cache.resize(3) == 2
-        assert budget.use().by_category[MemoryCategory.EXPERTS] == 2 * RECORD
-        assert sum(len(cache.residents(layer)) for layer in range(2)) == 2
-        taken = budget.allocate(budget.free - 2 * RECORD, MemoryCategory.KV)
-        assert cache.resize(8) == 4
-        budget.release(taken)
-        assert cache.resize(100) == LAYERS * EXPERTS
-        cache.close()
-        cache.close()
-        assert budget.use().used == 0
 
 
 def test_where_memory_is_refused_the_cache_is_smaller_and_says_so(bank: list[BankLayer]) -> None:
