@@ -143,8 +143,7 @@ def test_what_the_window_opens_without_is_not_made_and_need_not_be_closed(
     assert client.state is EngineState.STOPPED
 
 
-@pytest.mark.parametrize("choice", ["light", "dark"])
-@pytest.mark.parametrize("font_px", [12, 14, 20])
+@pytest.mark.parametrize(("choice", "font_px"), [("dark", 12), ("light", 20)])
 def test_the_sidebar_s_labels_have_room(
     window: MainWindow, theme: ThemeController, qtbot: QtBot, choice: str, font_px: int
 ) -> None:

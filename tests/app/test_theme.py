@@ -7,9 +7,10 @@ import re
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import pytest
 from PySide6.QtCore import QEvent, QSize, Qt
-from PySide6.QtGui import QColor, QGuiApplication, QPalette
+from PySide6.QtGui import QColor, QGuiApplication, QImage, QPalette
 from PySide6.QtWidgets import QApplication, QCompleter, QLabel, QLineEdit, QPushButton, QWidget
 from pytestqt.qtbot import QtBot
 
@@ -228,8 +229,9 @@ def test_a_window_that_is_open_is_recoloured(
 
 
 def _seen(window: QWidget) -> set[str]:
-    image = window.grab().toImage()
-    return {image.pixelColor(x, y).name().upper() for x in range(0, image.width(), 3) for y in range(image.height())}
+    image = window.grab().toImage().convertToFormat(QImage.Format.Format_RGB32)
+    colours = np.unique(np.frombuffer(image.constBits(), np.uint32)) & 0xFFFFFF
+    return {f"#{colour:06X}" for colour in colours}
 
 
 def test_another_theme_is_no_edit_of_a_template(theme: ThemeController, qtbot: QtBot) -> None:

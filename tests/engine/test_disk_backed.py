@@ -134,7 +134,7 @@ def test_logits_and_tokens_equal_those_from_ram(family: str, tmp_path: Path, mon
         assert in_ram.disk_backed is None
         expected, parameters, experts = said(in_ram), in_ram.info.parameters, in_ram.info.experts
         all_bytes = in_ram.info.experts_bytes
-    for slots in (0, 1, 5, 100):
+    for slots in ((0, 5), (1, 100))[FAMILIES.index(family) % 2]:
         with on_disk(monkeypatch, folder, "fp32", slots=slots) as model:
             assert_says(model, expected, atol=1e-5)
             assert (model.info.parameters, model.info.experts) == (parameters, experts)

@@ -24,8 +24,8 @@ def _lacks_compiler() -> bool:
 
 pytestmark = pytest.mark.skipif(_lacks_compiler(), reason="needs a C++ compiler and contexts as on Linux")
 
-FEW_ORDERS, MANY_ORDERS = 1_000, 10_000
-FEW_STEPS, MANY_STEPS = 100_000, 10_000_000
+FEW_ORDERS, MANY_ORDERS = 300, 10_000
+FEW_STEPS, MANY_STEPS = 20_000, 10_000_000
 
 
 def _program(folder: Path, name: str, options: tuple[str, ...]) -> Path:

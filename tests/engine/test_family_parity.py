@@ -17,7 +17,7 @@ from tests.engine.tiny_configs import DENSE, FAMILIES
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 PROMPT = torch.tensor([[1, 5, 77, 200, 31, 8, 9, 300, 12, 44, 55, 66]])
-NEW_TOKENS = 64
+NEW_TOKENS = 28
 _ROUNDED = 4e-3
 """Between two results in bf16, each of which may be half as far from float32."""
 

@@ -51,7 +51,7 @@ def _assert_near(got: torch.Tensor, wanted: torch.Tensor, precision: str) -> Non
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),
@@ -79,7 +79,7 @@ def test_many_tokens_are_near_torch(
     _assert_near(native(x, index, share), in_torch(x, index, share), precision)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     kind=st.sampled_from(KINDS),
     bias=st.booleans(),

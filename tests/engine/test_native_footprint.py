@@ -21,7 +21,7 @@ from tests.engine.native_isas import isas
 from tests.engine.native_programs import FOLDER, HEADERS, run_program
 
 _ISAS = isas()
-_IDLE_S = 1.0
+_IDLE_S = 0.4
 _MOST_BUSY = 0.3
 """Part of one core.  A thread that spins takes all of one."""
 

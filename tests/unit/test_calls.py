@@ -225,7 +225,7 @@ _calls = st.lists(st.tuples(st.sampled_from(["weather", "weather_now"]), _argume
 
 
 @pytest.mark.parametrize("form", FORMS)
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_what_a_family_writes_reads_back_equal_however_it_is_cut(form: str, data: st.DataObject) -> None:
     family, written = FORMS[form]
@@ -237,7 +237,7 @@ def test_what_a_family_writes_reads_back_equal_however_it_is_cut(form: str, data
 
 
 @pytest.mark.parametrize("family", sorted({family for family, _written in FORMS.values()}))
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_any_text_streams_to_the_parts_of_the_whole(family: str, data: st.DataObject) -> None:
     piece = st.one_of(

@@ -23,12 +23,12 @@ _NOT_HERE = 1.3
 prompt it copies whole layers during attention, where a chat waits for the router (1.263 for GLM-4.5 on an RTX 3090)."""
 
 
-@pytest.mark.parametrize("cell", _SHUFFLED[:8], ids="/".join)
+@pytest.mark.parametrize("cell", _SHUFFLED[:5], ids="/".join)
 def test_no_policy_is_faster_than_the_plan(cell: tuple[str, str, str]) -> None:
     assert_nobody_is_faster(*cell)
 
 
-@pytest.mark.parametrize("cell", _SHUFFLED[8:12], ids="/".join)
+@pytest.mark.parametrize("cell", _SHUFFLED[8:10], ids="/".join)
 def test_a_plan_takes_the_first_of_them(cell: tuple[str, str, str]) -> None:
     machine, model, work = cell
     question = assert_nobody_is_faster(machine, model, work)
