@@ -45,7 +45,7 @@ def test_the_window_uses_only_the_light_side_of_the_engine() -> None:
 
 
 LIGHT = """
-app.main
+app.main app.services.engine_client
 engine.formats engine.families.family engine.protocol engine.checkpoint.library engine.checkpoint.catalogue
 engine.tuning.fit engine.jobs.job engine.parts.install engine.remote.client engine.remote.job
 engine.verbs.batch engine.hardware.probe engine.hardware.measured engine.cli engine.verbs.simulate
