@@ -39,6 +39,7 @@ _RANGES = tuple(
         (r"(^|_)layers$", 0, 4096),
         (r"^(num_selected_experts|moe_topk|moe_top_k|moe_k|top_k_experts)$|experts_per_to", 0, 2**12),
         (r"experts", 0, 2**20),
+        (r"^make_ngram_vocab_size_divisible_by$", 1, 2**36),  # of a GGUF file, all rows of its table
         (r"vocab_size", 1, 2**28),
         (r"^(hidden_size|d_model|n_embd|n_heads?|num_heads|num_attention_heads|num_key_value_heads)$", 1, 2**20),
         (r"heads$", 0, 2**16),

@@ -39,8 +39,14 @@ LONG_TOKENS = 2048
 """The same where experts come over a link or from disk: each chunk brings them once."""
 REPACKED_BYTES = 32 * 2**20
 """Bytes of a quantised checkpoint that are read while as many are repacked."""
+PASSING_MATRICES = 4
+"""That RAM holds at once on their way to a card: those that one call multiplies go together, copied to be joined."""
 LARGE_TABLE_BYTES = 32 * 2**20
 """An embedding that is smaller stays in memory: its rows are not worth a disk's time."""
+LARGE_LAYER_BYTES = 4 * 2**20
+"""A decoder layer with less stays in memory: a disk needs longer to find it than to read it."""
+LAYERS_AT_ONCE = 2
+"""That are in memory of those that come from disk for each pass: one is computed while the next is read."""
 KEPT_ROWS_BYTES = 16 * 2**20
 """Most bytes of rows used last that are kept of a table on disk."""
 _TOKENS_PER_EXPERT = 64

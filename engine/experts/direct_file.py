@@ -86,7 +86,7 @@ class DirectFile:
             if direct is not None and done % RECORD_ALIGNMENT:
                 direct = None
         if direct is None:
-            self._drop(offset, len(target))
+            self.drop(offset, len(target))
 
     def read_at_random(self) -> None:
         """Says that small pieces are going to be read here and there, around which nothing is needed."""
@@ -117,12 +117,17 @@ class DirectFile:
         done = 0
         while done < len(data):
             done += self._write(self._buffered, offset + done, data[done:])
-        self._drop(offset, len(data))  # the system begins to write it to the disk
+        self.drop(offset, len(data))  # the system begins to write it to the disk
 
     def sync(self) -> None:
         """Blocks until everything written has reached the disk."""
         os.fsync(self._buffered)
-        self._drop(0, 0)
+        self.drop(0, 0)
+
+    def drop(self, offset: int, nbytes: int) -> None:
+        """Lets the page cache forget these bytes; 0 are all that follow."""
+        if self._past_cache and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
         """Closes the file.  Idempotent."""
@@ -130,11 +135,6 @@ class DirectFile:
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
         self._direct, self._buffered = None, -1
-
-    def _drop(self, offset: int, nbytes: int) -> None:
-        """From the page cache; 0 bytes are all that follow."""
-        if self._past_cache and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def _open_direct(self, flags: int) -> int | None:
         try:

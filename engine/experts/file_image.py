@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import sys
@@ -23,13 +24,15 @@ import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
+
 from engine.experts.direct_file import DirectFile
 from engine.hardware.disk import stays_connected
 from engine.hardware.surroundings import available_ram, count_as_used
 
 HUGE = 2 * 2**20
 """Bytes of a huge page, at a multiple of which the memory begins."""
-_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 """MAP_NORESERVE: do not reserve swap for address space that is not yet used."""
 
 
@@ -42,7 +45,7 @@ def map_in_huge_pages(nbytes: int) -> tuple[mmap.mmap, int]:
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, max(nbytes, 1)), 0
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NO_RESERVE
         mapped = mmap.mmap(-1, nbytes + HUGE, flags=flags)
     except (OSError, OverflowError, ValueError) as error:
         raise MemoryError(f"{nbytes:,} bytes for weights were refused ({error})") from error
@@ -66,20 +69,30 @@ _MAPPED: dict[int, int] = {}
 
 
 class MappedFile:
-    """A private mapping: what is written to it does not reach the file.  It counts as used RAM as long as it lives.
+    """A private mapping: what is written to it does not reach the file.
+
+    Args:
+        is_held: whether all of it is to stay in memory; then it counts as used RAM as long as it lives.
 
     Attributes:
         memory: all of the file; only what `read` has read is sure to be there.
     """
 
-    def __init__(self, descriptor: int, nbytes: int) -> None:
-        self.memory = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        _begin_use(self._address, nbytes)
-        weakref.finalize(self.memory, _end_use, self._address).atexit = False
-        self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own, it lets others run meanwhile
-        with contextlib.suppress(OSError):
-            self.memory.madvise(mmap.MADV_HUGEPAGE)  # also: in huge pages from the disk
+    def __init__(self, descriptor: int, nbytes: int, *, is_held: bool = True) -> None:
+        if sys.platform == "win32":  # where what may be written to counts as memory that is in use
+            self.memory = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
+        else:
+            flags = mmap.MAP_PRIVATE | NO_RESERVE  # a file may be larger than all memory
+            self.memory = mmap.mmap(descriptor, nbytes, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        self._pages = np.frombuffer(self.memory, np.uint8)[::_PAGE]
+        self._address = self._pages.ctypes.data
+        if is_held:
+            _begin_use(self._address, nbytes)
+            weakref.finalize(self.memory, _end_use, self._address).atexit = False
+        if sys.platform == "linux":
+            self._madvise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own, it lets others run
+            with contextlib.suppress(OSError):
+                self.memory.madvise(mmap.MADV_HUGEPAGE)  # also: in huge pages from the disk
 
     def read(self, begin: int, nbytes: int) -> None:
         """Until these bytes, which begin with a page, are there.
@@ -90,6 +103,23 @@ class MappedFile:
         if self._madvise(ctypes.c_void_p(self._address + begin), ctypes.c_size_t(nbytes), _POPULATE_READ):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
+
+    def bring(self, begin: int, nbytes: int) -> None:
+        """As `read`, on any system: where that cannot say that a disk has failed, it ends the process."""
+        if sys.platform == "linux":
+            try:
+                self.read(begin, nbytes)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+            else:
+                return
+        self._pages[begin // _PAGE : -(-(begin + nbytes) // _PAGE)].max()
+
+    def leave(self, begin: int, nbytes: int) -> None:
+        """Lets the system have the memory of these pages, which are read again when they are needed."""
+        if hasattr(self.memory, "madvise"):
+            self.memory.madvise(mmap.MADV_DONTNEED, begin, nbytes)
 
 
 def map_file(path: Path, descriptor: int, nbytes: int) -> MappedFile | None:

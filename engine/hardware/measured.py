@@ -27,7 +27,15 @@ from engine.hardware.assumptions import (
     assumed_link,
     assumed_ram_bytes_per_s,
 )
-from engine.hardware.machine import CallProfile, CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
+from engine.hardware.machine import (
+    CallProfile,
+    CpuProfile,
+    GpuProfile,
+    HardwareProfile,
+    LinkProfile,
+    Origin,
+    usual_row_s,
+)
 from engine.hardware.probe import Probe
 from engine.hardware.profiles import EMULATED, emulated_cards, read_profile
 
@@ -225,6 +233,8 @@ def machine_profile(
     link = _link(probe, measurements, origins)
     disk = max((read.bytes_per_s for read in measurements.disk), default=0.0) if measurements else 0.0
     origins["disk_bytes_per_s"] = Origin.MEASURED if disk else Origin.ASSUMED
+    small = [each for each in measurements.disk if each.nbytes <= _ROW_BYTES] if measurements else []
+    disk = disk or assumed_disk_bytes_per_s(probe.models_disk)
     said = ", ".join(f"{name} {origin}" for name, origin in sorted(origins.items()))
     return HardwareProfile(
         name="this machine",
@@ -233,11 +243,16 @@ def machine_profile(
         gpu=gpu,
         link=link,
         cpu=cpu,
-        disk_bytes_per_s=disk or assumed_disk_bytes_per_s(probe.models_disk),
+        disk_bytes_per_s=disk,
         origins=origins,
         calls=_calls(measurements, origins),
         spread=max(measurements.spread, measurements.others) if measurements else 0.0,
+        disk_row_s=min((each.nbytes / each.bytes_per_s for each in small), default=usual_row_s(disk)),
     )
+
+
+_ROW_BYTES = 4096
+"""Reads of at most so many bytes are like those of rows of tables."""
 
 
 def _at_size(by_size: dict[int, float], nbytes: float) -> float:

@@ -113,6 +113,9 @@ def one_and_all(most: int) -> tuple[int, ...]:
     return tuple(sorted({1, most}))
 
 
+_ROWS = DiskReads(2 * _MIB, (16,), (4 * _KIB,), 3, 0.3, "rows on disk")
+"""As the engine reads those of tables; few, for a hard disk."""
+
 QUICK = MeasurementSet(
     "quick",
     256 * _MIB,
@@ -128,6 +131,7 @@ QUICK = MeasurementSet(
         Copies((64 * _KIB, 4 * _MIB, 32 * _MIB), 3, 1.5),
         RamBandwidth(one_and_all, 3, 0.6, AGAIN),
         DiskReads(256 * _MIB, (1, 4, 8), (2 * _MIB,), 3, 2.0),
+        _ROWS,
     ),
 )
 """Enough to plan with: about ten seconds."""
@@ -148,6 +152,7 @@ THOROUGH = MeasurementSet(
         RamBandwidth(thread_counts, 7, 4.0, AGAIN),
         PinnedLimit(256 * _GIB, 10.0),
         DiskReads(_GIB, (1, 2, 4, 8, 16, 32), (256 * _KIB, 2 * _MIB), 3, 20.0),
+        _ROWS,
     ),
 )
 """By threads, shapes, sizes and depths: about two minutes."""

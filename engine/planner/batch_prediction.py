@@ -186,11 +186,13 @@ def _sweep(costs: Costs, tokens: float, context: float, prompts: float, sequence
     attention = model.layers * (costs.cpu_layer(tokens, context, prompts=prompts) - layer)
     brought = model.moe_layers * used * costs.expert_bytes
     reading = min(brought / costs.cpu_bytes_per_s, experts) + min(costs.host_dense_bytes / costs.cpu_bytes_per_s, rest)
-    return _Sweep(
-        {
-            Bottleneck.WEIGHTS: reading,
-            Bottleneck.ARITHMETIC: experts + rest - reading,
-            Bottleneck.ATTENTION: max(0.0, attention),
-            Bottleneck.DISK: costs.disk(brought * disk_share) if disk_share else 0.0,
-        }
-    )
+    computing = {
+        Bottleneck.WEIGHTS: reading,
+        Bottleneck.ARITHMETIC: experts + rest - reading,
+        Bottleneck.ATTENTION: max(0.0, attention),
+    }
+    waiting = costs.look_up(tokens) + (costs.disk(brought * disk_share) if disk_share else 0.0)
+    layers = costs.disk(costs.streamed_bytes)  # read while others are computed: one of both takes no time of its own
+    if layers > sum(computing.values()):
+        return _Sweep({**dict.fromkeys(computing, 0.0), Bottleneck.DISK: waiting + layers})
+    return _Sweep({**computing, Bottleneck.DISK: waiting})

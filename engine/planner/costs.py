@@ -123,6 +123,8 @@ class Costs:
             RAM they are read.
         score_bytes: memory traffic of one attention score of a prompt: written in 32 bits, read for the softmax, then
             both again in 16 bits; 0 for a fused kernel.
+        streamed_bytes: of dense weights that each pass reads from disk, layer by layer, while it computes.
+        rows: of tables on disk that each token looks up; row_bytes: of these together.
         launches: operators of a pass on a card.
         steps: of one sequence, where they have less; None: as all passes.
     """
@@ -143,6 +145,9 @@ class Costs:
     card_dense_precision: str = "bf16"
     dispatch: Dispatch = field(default=Dispatch())
     score_bytes: float = 12.0
+    streamed_bytes: float = 0.0
+    rows: int = 0
+    row_bytes: int = 0
     launches: Launches = field(default=Launches())
     steps: DecodeSteps | None = None
 
@@ -352,6 +357,10 @@ class Costs:
 
     def disk(self, nbytes: float) -> float:
         return nbytes / self.machine.disk_bytes_per_s
+
+    def look_up(self, tokens: float) -> float:
+        """Rows of tables on disk for so many tokens, which nothing is computed beside."""
+        return max(tokens * self.rows * self.machine.disk_row_s, self.disk(tokens * self.row_bytes))
 
     def activations(self, rows: float) -> float:
         """`rows` hidden states over the link in one direction: a copy and the synchronisation after it, or flags."""

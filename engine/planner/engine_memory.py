@@ -36,6 +36,7 @@ class EngineMemory:
         card: None if everything is on the CPU.
         ram: weights and caches in RAM.
         disk: experts that do not fit into RAM.
+        streamed: weights of whole layers that come from disk for each pass.
         tables: embeddings whose rows are looked up on disk.
         written: what loading has to write of them to disk: those that are no ranges of the model's files.
         slots: experts on the card, without staging.
@@ -45,6 +46,7 @@ class EngineMemory:
     card: TierBytes | None
     ram: TierBytes
     disk: int = 0
+    streamed: int = 0
     slots: int = 0
     all_experts: bool = False
     written: int = 0
@@ -240,6 +242,14 @@ def engine_memory(
     return memory_of(placement, costs, limits)
 
 
+def from_disk(costs: Costs, memory: EngineMemory | None) -> Costs:
+    """Costs of passes that read on disk what has no room in this memory; a model that has none at all reads nothing."""
+    if memory is None:
+        return costs
+    tables = memory.tables if memory.tables.on_disk else Tables()
+    return replace(costs, streamed_bytes=float(memory.streamed), rows=tables.rows, row_bytes=tables.row_bytes)
+
+
 def written_bytes(costs: Costs, *, from_disk: bool) -> int:
     """Room on disk without which a model whose experts are, or are not, read from there cannot be loaded."""
     nbytes, must = converted_bytes(_weights(costs), from_disk=from_disk)
@@ -254,8 +264,12 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
     """
     ram = placement.ram
     if not placement.devices:
-        whole = _ram(costs, limits, ram.experts, dense=True, less=placement.tables.in_ram - placement.tables.kept)
-        return EngineMemory(None, whole, placement.on_disk, written=placement.written, tables=placement.tables)
+        streamed, tables = placement.streamed, placement.tables
+        less = tables.in_ram - tables.kept + streamed.nbytes - streamed.window
+        whole = _ram(costs, limits, ram.experts, dense=True, less=less)
+        return EngineMemory(
+            None, whole, placement.on_disk, streamed.nbytes, written=placement.written, tables=placement.tables
+        )
     devices, gpu = placement.devices, costs.machine.gpu
     assert gpu is not None
     card = TierBytes(
@@ -272,10 +286,10 @@ def memory_of(placement: Placement, costs: Costs, limits: Limits) -> EngineMemor
         card,
         _ram(costs, limits, ram.experts),
         placement.on_disk,
-        placement.slots,
-        placement.all_experts,
-        placement.written,
-        placement.tables,
+        slots=placement.slots,
+        all_experts=placement.all_experts,
+        written=placement.written,
+        tables=placement.tables,
     )
 
 
@@ -285,25 +299,45 @@ def _weights(costs: Costs) -> Weights:
     gpu = costs.machine.gpu
     plain = as_stored(precision).name
     is_quantised = format_of(precision).is_tiled and gpu is not None and not _is_emulated(gpu)
-    in_ram = dense_in_ram(model, STORED if _is_in_place(model, precision) else plain)
+    held_as = STORED if _is_in_place(model, precision) else plain
+    in_ram = dense_in_ram(model, held_as)
     layers, elsewhere = _spread(model, dense_on_card(costs), precision)
-    records = records_nbytes(model, precision)
+    records, tables = records_nbytes(model, precision), _tables(model, precision, len(layers))
+    on_their_way, of_tables = _on_their_way(model, precision, in_ram, tables)
+    lie_in_files = _is_in_place(model, precision) or (precision == BF16.name and model.stored is None)
     return Weights(
         precision,
         layers,
         elsewhere,
         in_ram,
         tuple(
-            Experts(record, model.experts, layer, records.index(record), made=_made(model, precision))
+            Experts(
+                record,
+                model.experts,
+                layer,
+                records.index(record),
+                is_on_demand=model.experts > 1,  # else it stands for a dense model's none
+                made=_made(model, precision),
+            )
             for layer, record in enumerate(records, model.dense_layers)
         )
         if model.experts
         else (),
         _working_bytes(model, precision),
-        in_ram if is_quantised else 0,
+        on_their_way + of_tables if is_quantised else 0,
         quantised_linears(model, precision),
-        _tables(model, precision, len(layers)),
+        _spread(model, in_ram, held_as)[0] if lie_in_files else (),
+        replace(tables, on_their_way=of_tables if is_quantised else 0),
     )
+
+
+def _on_their_way(model: ModelShape, precision: str, in_ram: int, tables: Tables) -> tuple[int, int]:
+    """RAM for dense weights on their way to cards: (of all but tables, more because of these)."""
+    if not _is_in_place(model, precision):
+        return in_ram - tables.in_ram, tables.in_ram
+    head = round(model.head_bytes_per_weight(precision) * model.vocabulary * model.hidden)
+    passing, with_tables = (footprint.PASSING_MATRICES * each for each in (head, max(head, tables.in_ram)))
+    return passing, with_tables - passing
 
 
 def _tables(model: ModelShape, precision: str, layers: int) -> Tables:

@@ -6,7 +6,8 @@ modifies its arguments.
 
 Decoder layers are cut into runs, one per device.  A device holds its dense weights, room for one chunk of a prompt and
 for a first context; the rest of its memory takes all experts, or as many slots as fit.  What is not on a device is in
-RAM; experts that do not fit there are read from disk into slots in RAM.
+RAM; experts that do not fit there are read from disk into slots in RAM.  Where even that is not enough, so are whole
+layers, one after the other for each pass: those that have no room, since what is used in turn no cache would hit.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Tables:
         on_disk: as the files do.
         kept: bytes of rows that stay in RAM in their place.
         rows, row_bytes: that a token looks up, and bytes of these together.
+        on_their_way: RAM that they take while dense weights go to devices.
     """
 
     layers: tuple[int, ...] = ()
@@ -92,6 +94,7 @@ class Tables:
     kept: int = 0
     rows: int = 0
     row_bytes: int = 0
+    on_their_way: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,8 @@ class Weights:
         working: additional RAM needed while experts are loaded.
         working_for_devices: more of it, needed when the dense weights go to devices.
         linears: those of linear layers that are quantised, which a file keeps if it keeps anything.
+        in_files: of `dense_in_ram`, what of each decoder layer is used as files have it, tables apart: it can be read
+            from there for each pass instead of being held.
         tables: those of the dense weights that may stay on disk.
         kept_rows: RAM for rows of tables that do.
     """
@@ -119,6 +124,7 @@ class Weights:
     working: int = 0
     working_for_devices: int = 0
     linears: int = 0
+    in_files: tuple[int, ...] = ()
     tables: Tables = Tables()
     kept_rows: int = 0
 
@@ -131,7 +137,7 @@ class Weights:
             dense_layers=tuple(nbytes - less for nbytes, less in zip(self.dense_layers, layers, strict=True)),
             dense_elsewhere=self.dense_elsewhere - tables.elsewhere,
             dense_in_ram=self.dense_in_ram - tables.in_ram + tables.kept,
-            working_for_devices=max(self.working_for_devices - tables.in_ram, 0),
+            working_for_devices=self.working_for_devices - tables.on_their_way,
             tables=Tables(),
             kept_rows=tables.kept,
         )
@@ -308,7 +314,7 @@ class InRam:
     """What RAM holds, in bytes.
 
     Attributes:
-        dense: weights other than experts, while the model is loaded.
+        dense: weights other than experts, while the model is loaded; of those that are streamed, the window.
         experts: experts that are all held, and slots.
         slots: the part of `experts` that is slots for experts read from disk; 0 if none are.
         working: working memory while the model is loaded.
@@ -328,6 +334,21 @@ class InRam:
 
 
 @dataclass(frozen=True, slots=True)
+class Streamed:
+    """Decoder layers whose dense weights come from disk for each pass, as the files have them.
+
+    Attributes:
+        layers: which.
+        nbytes: of these.
+        window: RAM for as many of the largest as are there at once.
+    """
+
+    layers: tuple[int, ...] = ()
+    nbytes: int = 0
+    window: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Placement:
     """Where the parts of a model go.
 
@@ -339,6 +360,7 @@ class Placement:
         context_tokens: context that fits on the devices if experts make room, at most the one requested.
         ram: contents of the RAM.
         on_disk: bytes of experts that are read from disk when needed.
+        streamed: what else is read there, for each pass.
         converted: bytes that a file keeps of what was converted, whether it is there yet or not.
         must_be_kept: whether experts are read from it: without room for it on the disk the model cannot be loaded.
         tables: embeddings whose rows are looked up on disk; none if all are in memory.
@@ -353,6 +375,7 @@ class Placement:
     context_tokens: int
     ram: InRam
     on_disk: int = 0
+    streamed: Streamed = Streamed()
     converted: int = 0
     must_be_kept: bool = False
     tables: Tables = Tables()
@@ -369,9 +392,14 @@ class Placement:
         return sum(device.slots for device in self.devices)
 
     @property
+    def waits_for_disk(self) -> bool:
+        """Whether tokens wait for more than rows of tables there."""
+        return bool(self.on_disk or self.streamed.layers)
+
+    @property
     def reach(self) -> Reach:
         """The slowest memory that a token may have to wait for."""
-        if self.on_disk:
+        if self.waits_for_disk:
             return Reach.DISK
         return Reach.DEVICE if self.devices else Reach.RAM
 
@@ -387,13 +415,13 @@ def resolve(config: EngineConfig, machine: Budgets, file: Sizes) -> Placement:
         file: the model, in one precision or in all that `auto` may choose from.
 
     Raises:
-        NotEnoughRamError: no precision fits; the message is about the last one.
+        NotEnoughRamError: no precision fits; the message is about the one that needs least, the coarsest of several.
     """
     roomy = file.context_tokens if config.context_tokens else min(file.context_tokens, footprint.ROOMY_KV_TOKENS)
     sizes, budgets = file, machine
     found, refused = _in_each_precision(sizes, budgets, config.cache, roomy)
     if not found:
-        raise refused[-1]
+        raise min(reversed(refused), key=lambda each: each.needed)
     chosen = best_in_reach({each.precision: each.reach for each in found}) if len(sizes.weights) > 1 else None
     taken = next((each for each in found if each.precision == chosen), found[0])
     best = sizes.weights[0]
@@ -428,11 +456,12 @@ def split_layers(layers: Sequence[int], elsewhere: int, capacities: Sequence[int
 
 
 def least_ram(sizes: Sizes) -> int:
-    """RAM needed at least to run the model on the CPU in its last precision, with experts read from disk."""
+    """RAM needed at least to run the model on the CPU in its last precision, with experts and layers read from disk."""
     weights = sizes.weights[-1].without_tables
     on_demand = [each for each in weights.experts if each.is_on_demand]
     kept = weights.experts_nbytes - sum(each.nbytes for each in on_demand)
-    fixed = weights.dense_in_ram + (kept + weights.working if kept or not on_demand else 0)
+    fixed = weights.dense_in_ram - _saved(_streamed(weights.in_files, weights.dense_in_ram))
+    fixed += kept + weights.working if kept or not on_demand else 0
     return fixed + _fewest_slot_bytes(on_demand, max(sizes.experts_per_token, 1))
 
 
@@ -486,13 +515,13 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSetting
     tables = weights.tables
     on_devices, free = sum(tables.layers) + tables.elsewhere, sum(device.free for device in budgets.devices)
     # A card's table takes no RAM, and lets whole steps run there: it leaves the card if it takes much of it.
-    stays = held is not None and (not held.on_disk or (held.devices and _MUCH_OF_A_CARD * on_devices < free))
+    stays = held is not None and (not held.waits_for_disk or (held.devices and _MUCH_OF_A_CARD * on_devices < free))
     if held is not None and stays and not held.notes:
         return held
     layers = tuple(max(all_of - less, 0) for all_of, less in zip(sizes.layers, tables.layers, strict=False))
     fewer = replace(sizes, layers=layers or sizes.layers, elsewhere=max(sizes.elsewhere - tables.elsewhere, 0))
     apart = replace(_placed(fewer, weights.without_tables, budgets, cache, roomy), tables=tables)
-    return held if held is not None and not held.on_disk and apart.notes else apart
+    return held if held is not None and not held.waits_for_disk and apart.notes else apart
 
 
 def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettings, roomy: int) -> Placement:
@@ -520,7 +549,7 @@ def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettin
         )
     experts = () if all_experts else weights.experts
     more = weights.working_for_devices
-    ram, on_disk = _in_ram(sizes, weights, budgets, dense=weights.kept_rows, experts=experts, more=more)
+    ram, on_disk, _ = _in_ram(sizes, weights, budgets, dense=weights.kept_rows, experts=experts, more=more)
     return Placement(
         precision=weights.precision,
         devices=tuple(
@@ -537,9 +566,19 @@ def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettin
 
 
 def _on_cpu(sizes: Sizes, weights: Weights, budgets: Budgets, notes: tuple[Note, ...]) -> Placement:
-    ram, on_disk = _in_ram(sizes, weights, budgets, dense=weights.dense_in_ram, experts=weights.experts)
+    dense, in_files = weights.dense_in_ram, weights.in_files
+    ram, on_disk, streamed = _in_ram(sizes, weights, budgets, dense=dense, experts=weights.experts, in_files=in_files)
     return Placement(
-        weights.precision, (), (), False, footprint.SHORT_TOKENS, sizes.context_tokens, ram, on_disk, notes=notes
+        weights.precision,
+        devices=(),
+        of_layer=(),
+        all_experts=False,
+        chunk_tokens=footprint.SHORT_TOKENS,
+        context_tokens=sizes.context_tokens,
+        ram=ram,
+        on_disk=on_disk,
+        streamed=streamed,
+        notes=notes,
     )
 
 
@@ -637,12 +676,20 @@ def _device_of(layer: int | None, of_layer: Sequence[int]) -> int:
 
 
 def _in_ram(
-    sizes: Sizes, weights: Weights, budgets: Budgets, *, dense: int, experts: Sequence[Experts], more: int = 0
-) -> tuple[InRam, int]:
-    """(contents of the RAM, bytes of experts that are read from disk).
+    sizes: Sizes,
+    weights: Weights,
+    budgets: Budgets,
+    *,
+    dense: int,
+    experts: Sequence[Experts],
+    in_files: Sequence[int] = (),
+    more: int = 0,
+) -> tuple[InRam, int, Streamed]:
+    """(contents of the RAM, bytes of experts that are read from disk, layers that are).
 
     Args:
         experts: those that are not on a device.
+        in_files: of `dense`, what each layer could leave on disk.
         more: additional working memory.
 
     Raises:
@@ -653,21 +700,43 @@ def _in_ram(
     on_demand = [each for each in experts if each.is_on_demand]
     usable, needed = budgets.ram_usable, dense + everything + working
     if needed <= usable:
-        return InRam(dense, everything, 0, working), 0
-    if not on_demand:
-        raise NotEnoughRamError(sizes.name, needed, budgets)
-    kept = everything - sum(each.nbytes for each in on_demand)
-    if not kept:  # experts on disk are prepared beforehand, layer by layer
+        return InRam(dense, everything, 0, working), 0, Streamed()
+    on_disk = sum(each.nbytes for each in on_demand)
+    kept = everything - on_disk
+    if on_demand and not kept:  # experts on disk are prepared beforehand, layer by layer
         working = 0
     at_least = max(sizes.experts_per_token, 1)
     least = _fewest_slot_bytes(on_demand, at_least)
-    fixed = dense + kept + working
-    if fixed + least > usable:
-        raise NotEnoughRamError(sizes.name, fixed + least, budgets, even=" even with its experts read from disk")
     spare = usable // _KEPT_FREE if budgets.ram_allowed is None else 0
-    on_disk = everything - kept
-    slots = min(on_disk, max(least, usable - fixed - spare))
-    return InRam(dense, kept + slots, slots, working, at_least), on_disk
+    streamed = Streamed()
+    missing = dense + kept + working + least - usable
+    if missing > 0:  # experts come first: a layer is needed for every token
+        streamed = _streamed(in_files, missing + spare)
+        if _saved(streamed) < missing:
+            even = " even with its experts read from disk" if on_demand else ""
+            even = even or (" even with its layers read from disk" if streamed.layers else "")
+            raise NotEnoughRamError(sizes.name, usable + missing - _saved(streamed), budgets, even=even)
+        dense -= _saved(streamed)
+    slots = min(on_disk, max(least, usable - dense - kept - working - spare))
+    return InRam(dense, kept + slots, slots, working, at_least), on_disk, streamed
+
+
+def _streamed(in_files: Sequence[int], missing: int) -> Streamed:
+    """As few layers, far from one another, as make room for so many bytes; else all that make any."""
+    able = [layer for layer, nbytes in enumerate(in_files) if nbytes >= footprint.LARGE_LAYER_BYTES]
+    found = Streamed()
+    for count in range(footprint.LAYERS_AT_ONCE + 1, len(able) + 1):
+        layers = tuple(able[(2 * place + 1) * len(able) // (2 * count)] for place in range(count))
+        largest = sorted((in_files[layer] for layer in layers), reverse=True)
+        found = Streamed(layers, sum(largest), sum(largest[: footprint.LAYERS_AT_ONCE]))
+        if _saved(found) >= missing:
+            break
+    return found
+
+
+def _saved(streamed: Streamed) -> int:
+    """RAM that they leave free."""
+    return streamed.nbytes - streamed.window
 
 
 def _fewest_slot_bytes(experts: Iterable[Experts], at_least: int) -> int:

@@ -222,6 +222,7 @@ def make_plan(
         alternatives=_alternatives(question, best, outcomes, measured=measured),
         roofline=roofline_picture(costs, workload),
         limits=limits,
+        streamed_bytes=memory.streamed,
         written_bytes=memory.written,
         table_bytes=memory.tables.on_disk,
         table_rows=memory.tables.rows if memory.tables.on_disk else 0,
@@ -296,14 +297,16 @@ def _does_not_fit(question: Question) -> EngineError:
         if engine_memory(lower, limits, on_card=False) is not None:
             words = _at(model, question.precision)
             return _error(f"{here} {words}: the nearest precision that fits is {model.words(precision)}.")
-    lowest = model.precisions[-1] if limits.precision == "auto" else question.precision
-    costs = Costs(question.machine, model, lowest)
-    least = least_ram(sizes_of(costs, limits, [lowest]))
-    usable = ram_usable(costs, limits)
+    asked_for = model.precisions if limits.precision == "auto" else (question.precision,)
+    tried = [sizes_of(Costs(question.machine, model, each), limits, [each]) for each in reversed(asked_for)]
+    least, sizes = min(((least_ram(each), each) for each in tried), key=lambda each: each[0])
+    (weights,) = sizes.weights
+    lowest, what = weights.precision, "experts and layers" if weights.in_files else "experts"
+    usable = ram_usable(Costs(question.machine, model, lowest), limits)
     needed = _ram_for(question, least)
-    on_card = dense_in_ram(model, lowest) + footprint.CARD_HEADROOM_BYTES
+    on_card = min(dense_in_ram(model, each) for each in asked_for) + footprint.CARD_HEADROOM_BYTES
     return _error(
-        f"{here}, even {_at(model, lowest)} with its experts read from disk. It needs {rounded_up(least)} of RAM, and "
+        f"{here}, even {_at(model, lowest)} with its {what} read from disk. It needs {rounded_up(least)} of RAM, and "
         f"only {rounded_down(usable)} can be used: {rounded_up(needed)} of RAM in total would be enough, or a graphics "
         f"card with {rounded_up(on_card)} for everything but the experts."
     )

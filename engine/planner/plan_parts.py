@@ -247,6 +247,7 @@ class Plan:
         card: bytes on the card(s); None if the CPU computes everything.
         ram: bytes in RAM.
         disk_bytes: experts that are read from disk when needed; 0 if all fit into RAM or on the card.
+        streamed_bytes: whole layers' weights that are read from disk for each token, or for all rows of a step.
         cache: the experts on the card.
         batch: how many sequences run together; None for a single one.
         speed: predicted or measured.
@@ -279,6 +280,7 @@ class Plan:
     alternatives: tuple[Alternative, ...]
     roofline: RooflinePicture
     limits: Limits
+    streamed_bytes: int = 0
     written_bytes: int = 0
     table_bytes: int = 0
     table_rows: int = 0

@@ -9,7 +9,7 @@ from typing import Any
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
 from engine.planner.costs import engine_costs
-from engine.planner.engine_memory import engine_memory, memory_rule
+from engine.planner.engine_memory import engine_memory, from_disk, memory_rule
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
 from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
@@ -73,6 +73,9 @@ class Question:
         machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
         costs = engine_costs(machine, self.model, self.precision, self.limits.threads)
         rule = memory_rule(costs, self.limits)
+        costs = from_disk(costs, engine_memory(costs, self.limits, on_card=False))
+        if machine.gpu is not None and (on_card := engine_memory(costs, self.limits, on_card=True)) is not None:
+            costs = replace(from_disk(costs, on_card), streamed_bytes=costs.streamed_bytes)
         return Setting(
             costs,
             self.workload,

@@ -9,6 +9,8 @@ from engine.planner.simulator.outcome import Outcome
 from engine.planner.step_time import costs_of_step
 from engine.planner.workload import Workload
 
+_OF_LAYERS = " Layers are read for each token: rows of a file share that, and gain most."
+
 
 def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, workload: Workload) -> str:
     """What limits decoding: the busiest lane, and why it is."""
@@ -30,10 +32,12 @@ def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, wo
             f"at {costs.machine.link.h2d / 1e9:.3g} GB/s."
         )
     if lane == "disk":
+        without_room = [(memory.disk, "of experts"), (memory.streamed, "of whole layers")]
+        told = " and ".join(f"{nbytes / 1e9:.3g} GB {what}" for nbytes, what in without_room if nbytes)
         return (
             f"The disk limits the speed: it is busy {use[lane]:.0%} of the time, at "
-            f"{costs.machine.disk_bytes_per_s / 1e9:.3g} GB/s, because {memory.disk / 1e9:.3g} GB of experts do not "
-            "fit into RAM."
+            f"{costs.machine.disk_bytes_per_s / 1e9:.3g} GB/s, because {told or 'rows of large embeddings'} do not fit "
+            f"into RAM.{_OF_LAYERS if memory.streamed else ''}"
         )
     step = costs_of_step(costs, "mixed", disk_share=float(memory.disk > 0), has_all=memory.all_experts)
     launches = (step.launches.layer + step.launches.experts) * costs.model.layers * step.efficiency.operator_s

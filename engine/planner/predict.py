@@ -37,7 +37,7 @@ from engine.common.model_info import ModelInfo
 from engine.formats import AUTO, is_precision
 from engine.hardware.machine import HardwareProfile, LinkProfile, Origin
 from engine.planner.costs import Costs, DecodeSteps, Dispatch, engine_costs
-from engine.planner.engine_memory import EngineMemory, budgets_of, memory_of, memory_rule, sizes_of
+from engine.planner.engine_memory import EngineMemory, budgets_of, from_disk, memory_of, memory_rule, sizes_of
 from engine.planner.placement import NotEnoughRamError, resolve
 from engine.planner.plan_parts import Limits
 from engine.planner.simulator.outcome import Outcome
@@ -250,7 +250,8 @@ def _placed(
     except NotEnoughRamError:
         raise _does_not_fit(model, machine) from None
     costs = engine_costs(machine, model, placement.precision, config.threads, captures=config.graphs != "off")
-    return costs, memory_of(placement, costs, limits)
+    memory = memory_of(placement, costs, limits)
+    return from_disk(costs, memory), memory
 
 
 def _simulated(

@@ -127,7 +127,9 @@ class StepTime:
         layer_s = sum(share * time for share, time in zip(self._draw(miss_ratio), self._layers_s, strict=True))
         rest = self.costs.model.moe_layers - whole_layers
         whole_s = whole_layers * self.whole_layer_s if whole_layers else 0.0
-        return self.drafts_s + self.without_experts_s + whole_s + rest * layer_s
+        computing_s = self.drafts_s + self.without_experts_s + whole_s + rest * layer_s
+        read_s = 0.0 if self.on_card else self.costs.disk(self.costs.streamed_bytes)
+        return self.costs.look_up(self.rows) + max(computing_s, read_s)
 
     @cached_property
     def _with_all(self) -> StepTime:

@@ -17,6 +17,7 @@ from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_backed import DiskBackedBank
+from engine.experts.layer_stream import LayerStream
 from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
 from engine.foreign_text.process import FOREIGN_TEXT
@@ -42,6 +43,7 @@ class ModelParts:
         bank: the weights of all experts but those on disk; `None` for a dense model.
         disk_backed: the experts that are read from disk as they are needed, if they do not fit into RAM.
         tables: reads rows of embeddings that stay on disk, if any do.
+        stream: reads decoder layers for each pass, if some have no room.
         kernels: the native CPU kernels that it computes with, if any.
 
         devices: what it runs on beside the CPU, if anything.
@@ -54,6 +56,7 @@ class ModelParts:
     bank: ExpertBank | None = None
     disk_backed: DiskBackedBank | None = None
     tables: TableReads | None = None
+    stream: LayerStream | None = None
     kernels: NativeKernels | None = None
 
     devices: ModelDevices | None = None
@@ -68,12 +71,13 @@ class ModelParts:
         opened = self.devices.devices if self.devices is not None else ()
         on_card = any(device.torch_device.type != "cpu" for device in opened)
         # Devices before the bank: what is on its way reads from it.
-        for held in (self.foresight, self.devices, self.bank, self.disk_backed, self.tables):
+        for held in (self.foresight, self.devices, self.bank, self.disk_backed, self.tables, self.stream):
             if held is not None:
                 # A lost card gives nothing back.
                 with suppress(EngineError, RuntimeError) if on_card else nullcontext():
                     held.close()
-        self.model = self.tokenizer = self.bank = self.disk_backed = self.devices = self.foresight = self.tables = None
+        self.model = self.tokenizer = self.bank = self.disk_backed = self.devices = self.foresight = None
+        self.tables = self.stream = None
         gc.collect()
         if self.kernels is not None:
             self.kernels.close()

@@ -93,7 +93,7 @@ class FitRow:
         candidate, bytes, quality: what it is; `bytes` to download.
         card: bars of the graphics card's memory; None if it is not used.
         ram, disk: bars of the others; `ram` is None if the model does not fit.
-        from_disk: bytes of experts that do not fit into memory, and are read again and again.
+        from_disk: bytes of experts and layers that do not fit into memory, and are read again and again.
         speed: None if the model does not fit.
         verdict: `fast`, `works`, `batch-only` or `too-large`.
         why: what the verdict rests on, in a sentence.
@@ -273,7 +273,7 @@ def _judged(row: FitRow, run: _Run) -> FitRow:
     """The row with the verdict on its speed."""
     rate, verdict = run.speed.decode, verdict_of(run.speed.decode)
     where = (
-        f"{about(run.from_disk)} of its experts are read from disk again and again"
+        f"{about(run.from_disk)} of it are read from disk again and again"
         if run.from_disk
         else "its experts stay in RAM"
         if run.card is None
@@ -334,7 +334,7 @@ def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path |
             return timed
     memory = found.memory
     speed = FitSpeed(found.tokens_per_s, found.low, found.high, found.ttft_s, "estimated")
-    return _Run(memory.card, memory.ram, memory.disk, memory.written, found.precision, speed)
+    return _Run(memory.card, memory.ram, memory.disk + memory.streamed, memory.written, found.precision, speed)
 
 
 def _timed(shape: ModelShape, look: MachineLook, limits: Limits, config: EngineConfig) -> _Run | None:
@@ -344,7 +344,7 @@ def _timed(shape: ModelShape, look: MachineLook, limits: Limits, config: EngineC
         return None
     told = plan.speed
     speed = FitSpeed(told.decode_tokens_per_s, told.low, told.high, told.ttft_s, "measured here")
-    return _Run(plan.card, plan.ram, plan.disk_bytes, plan.written_bytes, plan.precision, speed)
+    return _Run(plan.card, plan.ram, plan.disk_bytes + plan.streamed_bytes, plan.written_bytes, plan.precision, speed)
 
 
 def _predicted(

@@ -167,6 +167,8 @@ def plan_text(plan: Plan) -> str:
     lines.append(_tier("RAM", plan.ram))
     if plan.disk_bytes:
         lines.append(f"{'disk':<14}{plan.disk_bytes / 1e9:.1f} GB of experts, read as they are needed")
+    if plan.streamed_bytes:
+        lines.append(f"{'disk':<14}{plan.streamed_bytes / 1e9:.1f} GB of layers, read for each token, or step of rows")
     if plan.table_bytes:
         each = f"{plan.table_rows} {'row' if plan.table_rows == 1 else 'rows'}, {plan.table_row_bytes:,} bytes"
         lines.append(f"{'disk':<14}{plan.table_bytes / 1e9:.1f} GB of embeddings, of which a token reads {each}")

@@ -164,7 +164,7 @@ def test_dense_weights_on_a_real_card(folder: Path, precision: str, tied: bool) 
     assert dense_on_card(costs) == pytest.approx(sum(held.values()), rel=0.05)
 
 
-def stored_model(folder: Path, family: str, *, tied: bool = False) -> Path:
+def stored_model(folder: Path, family: str, *, tied: bool = False, layers: int | None = None) -> Path:
     """A small model in a GGUF file, of several types."""
     sizes = {
         "hidden_size": 256,
@@ -174,6 +174,7 @@ def stored_model(folder: Path, family: str, *, tied: bool = False) -> Path:
         "tie_word_embeddings": tied,
     }
     own = {"intermediate_size": 512} if family == "llama" else {"moe_intermediate_size": 256, "norm_topk_prob": True}
+    own |= {"num_hidden_layers": layers} if layers is not None else {}
     made = tiny_checkpoint(family, folder / family, **sizes, **own)
     return write_model(made, folder / f"{family}.gguf", family.replace("_", ""), quantised=type_of)
 

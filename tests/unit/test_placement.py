@@ -21,6 +21,7 @@ from engine.planner.placement import (
     Placement,
     Sizes,
     Weights,
+    least_ram,
     resolve,
 )
 from engine.planner.precision import Reach, best_in_reach
@@ -149,8 +150,9 @@ def test_the_best_quality_that_waits_for_the_nearest_memory(reach: tuple[Reach, 
 @st.composite
 def models(draw: st.DrawFn, *, auto: bool = False) -> Sizes:
     """Of a few layers, some with experts of one of two layouts, in one precision or, from fine to coarse, in all."""
-    layers = draw(st.integers(1, 4))
-    dense = [draw(st.integers(0, 4 * MIB)) for _ in range(layers)]
+    layers = draw(st.integers(1, 8))
+    dense = [draw(st.integers(0, 8 * MIB)) for _ in range(layers)]
+    in_files = [draw(st.integers(0, each)) for each in dense] if draw(st.booleans()) else []
     elsewhere = draw(st.integers(0, 4 * MIB))
     records = [draw(st.integers(1, 64)) * 4096 for _ in range(2)]
     groups = [
@@ -170,6 +172,7 @@ def models(draw: st.DrawFn, *, auto: bool = False) -> Sizes:
             tuple(replace(each, record=-(-each.record // part)) for each in groups),
             working,
             in_ram if part > 1 else 0,
+            in_files=() if part > 1 else tuple(in_files),
         )
 
     return Sizes(
@@ -220,7 +223,9 @@ def test_never_more_than_there_is(model: Sizes, there_is: Budgets, config: Engin
     assert placement.ram.held <= there_is.ram_usable
     weights = next(each for each in model.weights if each.precision == placement.precision)
     if not placement.devices:
-        assert placement.ram.dense == weights.dense_in_ram
+        streamed = placement.streamed
+        assert placement.ram.dense == weights.dense_in_ram - streamed.nbytes + streamed.window
+        assert streamed.nbytes == sum(weights.in_files[layer] for layer in streamed.layers)
     else:
         assert sum(device.dense for device in placement.devices) == sum(weights.dense_layers) + weights.dense_elsewhere
         for held, device in zip(placement.devices, there_is.devices, strict=True):
@@ -263,9 +268,42 @@ def test_more_memory_never_holds_less(
     if before.devices:
         assert after.context_tokens >= before.context_tokens
         assert after.chunk_tokens >= before.chunk_tokens
-    if before.all_experts == after.all_experts:
+    assert len(after.streamed.layers) <= len(before.streamed.layers)
+    if (before.all_experts, before.streamed) == (after.all_experts, after.streamed):
         assert after.ram.experts >= before.ram.experts
         assert after.on_disk <= before.on_disk
+
+
+def test_layers_that_do_not_fit_leave_room_for_the_others() -> None:
+    """As few of them as do, far from one another, and as many as it takes before a model is refused."""
+    each, beside = (8 * MIB,) * 12, 3 * MIB
+    weights = Weights("bf16", each, beside, 96 * MIB + beside, in_files=(*each[:-1], 2 * MIB))
+    model = Sizes("model", (weights,), each, beside, 0, 0, CONTEXT, 1)
+    whole = resolve(PLAIN, budgets(allowed=99 * MIB), model)
+    assert (whole.streamed.layers, whole.reach) == ((), Reach.RAM)
+    few = resolve(PLAIN, budgets(allowed=99 * MIB - 1), model)
+    assert few.streamed.layers == (1, 5, 9)
+    assert (few.streamed.nbytes, few.streamed.window, few.ram.dense) == (24 * MIB, 16 * MIB, 91 * MIB)
+    assert few.reach is Reach.DISK
+    with pytest.raises(NotEnoughRamError, match="even with its layers read from disk") as caught:
+        resolve(PLAIN, budgets(allowed=1), model)
+    least = caught.value.needed
+    assert least == least_ram(model) == beside + 8 * MIB + 16 * MIB  # the last one has too little in files
+    assert resolve(PLAIN, budgets(allowed=least), model).streamed.layers == tuple(range(11))
+    with pytest.raises(NotEnoughRamError):
+        resolve(PLAIN, budgets(allowed=least - 1), model)
+
+
+@given(models(), st.integers(1, 96 * MIB))
+def test_nothing_is_refused_above_the_least_that_is_named(model: Sizes, ram: int) -> None:
+    if tried(model, budgets(allowed=ram), PLAIN) is not None:
+        return
+    with pytest.raises(NotEnoughRamError) as caught:
+        resolve(PLAIN, budgets(allowed=ram), model)
+    needed = caught.value.needed
+    assert needed > ram
+    assert resolve(PLAIN, budgets(allowed=needed), model).ram.held <= needed
+    assert tried(model, budgets(allowed=needed - 1), PLAIN) is None
 
 
 @given(models(), st.integers(1, 32 * MIB), st.integers(0, MIB), configs)

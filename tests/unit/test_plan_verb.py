@@ -51,7 +51,7 @@ def test_fit_says_yes_or_no(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "fit", "deepseek-v3", *where, "--ram", "2GB"]) == 2
     document = json.loads(capsys.readouterr().out)
     assert document["fits"] is False
-    assert "int4" in document["why"]
+    assert "with its experts and layers read from disk" in document["why"]
     assert "GB of RAM" in document["why"]
 
 

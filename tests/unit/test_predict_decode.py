@@ -108,7 +108,7 @@ def test_headers_give_what_a_profile_says() -> None:
     slower = predict_decode(XEON, known, EngineConfig("m", device="cpu", precision="int4", ram_bytes=12 * 10**9))
     assert slower.memory.disk > 0
     with pytest.raises(EngineError) as refused:
-        predict_decode(XEON, known, EngineConfig("m", device="cpu", precision="bf16", ram_bytes=10**9))
+        predict_decode(XEON, known, EngineConfig("m", device="cpu", precision="bf16", ram_bytes=5 * 10**8))
     assert refused.value.code is ErrorCode.NOT_ENOUGH_MEMORY
 
 

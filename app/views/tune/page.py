@@ -51,6 +51,8 @@ def page_report(look: MachineLook | None, plan: Plan | None, result: TuningResul
         lines.append(_tier("RAM", plan.ram))
         if plan.disk_bytes:
             lines.append(f"  Disk: {memory(plan.disk_bytes)} of experts, read on demand")
+        if plan.streamed_bytes:
+            lines.append(f"  Disk: {memory(plan.streamed_bytes)} of layers, read for each token")
         parts.append("\n".join([*lines, f"  {plan.bottleneck}", f"  {plan.what_helps}"]))
     if result is not None:
         parts.append(report_text(result))

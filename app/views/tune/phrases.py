@@ -123,15 +123,22 @@ def disk_warning(plan: Plan, look: MachineLook | None) -> str:
 
 
 def tier_bars(plan: Plan, look: MachineLook | None) -> tuple[TierBar, ...]:
-    """A plan's memory for `PlanBars`: VRAM, RAM, and disk where experts stay there."""
+    """A plan's memory for `PlanBars`: VRAM, RAM, and disk where experts or layers stay there."""
     bars = []
     if plan.card is not None:
         bars.append(TierBar(translate("Tune", "VRAM"), memory_parts(plan.card, plan.cache.slots), plan.card.total))
     bars.append(TierBar(translate("Tune", "RAM"), memory_parts(plan.ram), plan.ram.total))
-    if plan.disk_bytes:
-        part = BarPart(translate("Tune", "experts read on demand"), plan.disk_bytes, "disk")
+    stays = [
+        BarPart(name, nbytes, "disk")
+        for name, nbytes in (
+            (translate("Tune", "experts read on demand"), plan.disk_bytes),
+            (translate("Tune", "layers read for each token"), plan.streamed_bytes),
+        )
+        if nbytes
+    ]
+    if stays:
         disk = look.probe.models_disk if look is not None else None
         free = disk.free_bytes if disk is not None and disk.free_bytes else 0
-        total = free if free > plan.disk_bytes else 0
-        bars.append(TierBar(translate("Tune", "Disk"), (part,), total))
+        total = free if free > plan.disk_bytes + plan.streamed_bytes else 0
+        bars.append(TierBar(translate("Tune", "Disk"), tuple(stays), total))
     return tuple(bars)

@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.common.footprint import LAYERS_AT_ONCE
 from engine.planner.costs import Costs
 from engine.planner.fiddler import runs_on_cpu
 from engine.planner.simulator.strategy import Miss, Prefetch, Residency, SimulatedResidents, Strategy
@@ -47,6 +48,7 @@ class RequestSimulation:
         self._slower = 1.0
         self._end_of_layer = [0.0, 0.0]
         self._layer_begun = 0.0
+        self._begun = [0.0]
         self.uses = 0
         self.hits = 0
         held = sum(residents.capacity) / max(1, len(residents.capacity) * costs.model.experts)
@@ -78,13 +80,15 @@ class RequestSimulation:
         self._costs = self._of_prompts if prefill else self._of_step(rows, context)
         costs, model = self._costs, self._costs.model
         seen = context / 2 if prefill else context
-        at, uses, hits = after, self.uses, self.hits
+        uses, hits = self.uses, self.hits
+        at = self._timeline.run("disk", costs.look_up(rows), "rows", after, step=step)
         for _ in range(model.dense_layers):
-            at = self._dense_layer(rows, seen, prompts, at, step)
+            at = self._dense_layer(rows, seen, prompts, self._streamed(at, step), step)
         begun = at
         for layer, load in enumerate(loads):
             coming = loads[layer + 1] if layer + 1 < len(loads) else following
             self._prefetch_at_start((layer + 1) % len(loads), coming, at, step)
+            at = self._streamed(at, step)
             if self._on_cpu(layer):
                 at = self._cpu_layer(layer, load, rows, seen, prompts, at, step)
                 continue
@@ -122,6 +126,17 @@ class RequestSimulation:
         layer = costs.cpu_layer if on_host else costs.gpu_layer
         seconds = layer(rows, context, dense=True, prompts=prompts)
         return self._timeline.run("cpu_attention" if on_host else "gpu", seconds, "dense layer", at, step=step)
+
+    def _streamed(self, at: float, step: int) -> float:
+        """When a layer's dense weights are there, those that come from disk spread over all: read while the layers
+        before are computed, as many as there is room for."""
+        costs = self._costs
+        nbytes = costs.streamed_bytes / costs.model.layers
+        if not nbytes or not self._strategy.host_only:
+            return at
+        self._begun = [*self._begun[1 - LAYERS_AT_ONCE :], at]
+        there = self._timeline.run("disk", costs.disk(nbytes), "layer", self._begun[0], step=step, nbytes=nbytes)
+        return max(at, there)
 
     def _on_cpu(self, layer: int) -> bool:
         return self._strategy.residency is Residency.LAYERS and not self._residents.capacity[layer]

@@ -87,6 +87,8 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     if least.for_experts < 0 and not strategy.host_only:
         return None
     dense_in_ram = costs.host_dense_bytes if strategy.host_only else 0.0
+    if costs.streamed_bytes:  # so many that the others fit
+        dense_in_ram = min(max(dense_in_ram - costs.streamed_bytes, 0.0), rule.ram)
     if dense_in_ram > rule.ram:
         return None
     together = 1

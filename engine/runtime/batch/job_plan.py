@@ -29,7 +29,7 @@ from engine.planner.batch_prediction import (
     predict_on_cpu,
     predicted_on_card,
 )
-from engine.planner.costs import engine_costs
+from engine.planner.costs import Costs, engine_costs
 from engine.planner.plan_parts import Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
@@ -199,9 +199,13 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     off = LOOKED_UP_OFF if measured is None else MEASURED_OFF
     if loaded.devices is None:
         policy = policy_for(loaded)
-        costs = engine_costs(machine, shape, precision, loaded.info.threads)
+        costs = _from_disk(engine_costs(machine, shape, precision, loaded.info.threads), loaded)
+        held = loaded.disk_backed
+        disk_share = 0.0 if held is None else max(0.0, 1 - held.nbytes / held.disk.table.nbytes)
         together = min(policy.rows, _rows_that_fit(policy, rows, shape)) if can_pack(loaded.model) else 1
-        predicted = predict_on_cpu(costs, rows, together, sweep_tokens=policy.sweep_tokens, off=off)
+        predicted = predict_on_cpu(
+            costs, rows, together, sweep_tokens=policy.sweep_tokens, disk_share=disk_share, off=off
+        )
         return JobPlan(policy, rows, predicted)
     if card is None:
         return JobPlan(policy_for(loaded), rows, None)
@@ -215,6 +219,13 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     plan, lane = best
     predicted = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
     return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
+
+
+def _from_disk(costs: Costs, loaded: LoadedModel) -> Costs:
+    """With what each sweep reads there besides experts."""
+    streamed = loaded.stream.nbytes if loaded.stream is not None else 0
+    rows, row_bytes = loaded.tables.per_token if loaded.tables is not None else (0, 0)
+    return replace(costs, streamed_bytes=float(streamed), rows=rows, row_bytes=row_bytes)
 
 
 def job_rows(

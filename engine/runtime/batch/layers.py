@@ -17,6 +17,7 @@ import torch
 
 from engine.common import clock
 from engine.experts.dispatch import experts_forward
+from engine.experts.layer_stream import STANDS_IN
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PagedLayer, Pieces
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
@@ -79,7 +80,7 @@ class DecoderLayers:
                     raise _Enough
                 return hidden_states
 
-            return note
+            return _standing_in(note)
 
         try:
             with _replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
@@ -103,7 +104,7 @@ class DecoderLayers:
 
         def stub(index: int) -> Callable[..., Any]:
             is_last = index == len(self._layers) - 1
-            return lambda hidden_states, *args, **kwargs: hidden if is_last else hidden_states  # noqa: ARG005
+            return _standing_in(lambda hidden_states, *args, **kwargs: hidden if is_last else hidden_states)  # noqa: ARG005
 
         with _replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
             out = self._forward(ids, torch.zeros_like(ids))
@@ -150,6 +151,8 @@ class NativeRows:
             if struct is None:
                 return self._layers.run(index, hidden, recording)
             layer = self._layers[index]
+            for listener in layer._forward_pre_hooks.values():  # nothing calls the module itself
+                listener(layer, (hidden,))
             cos, sin = recording.calls[index][1]["position_embeddings"]
             paged = self._states.layer_of(layer.self_attn)[1]
             begun_ns = clock.now_ns()
@@ -181,6 +184,11 @@ class NativeRows:
         """[1, R, H] after the last layer -> [R, V]."""
         with _replaced(self._head):
             return self._layers.logits(hidden)
+
+
+def _standing_in(forward: Callable[..., Any]) -> Callable[..., Any]:
+    setattr(forward, STANDS_IN, True)
+    return forward
 
 
 def _linears(part: Any, kernels: NativeKernels) -> list[tuple[Any, RowsLinear]]:

@@ -18,6 +18,7 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCan
 from engine.experts.container import Container
 from engine.experts.early_reads import EARLY_READS
 from engine.experts.file_image import FileImage
+from engine.experts.layer_stream import LayerStream
 from engine.experts.ranges import unreadable
 from engine.experts.record import HugePages
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
@@ -34,13 +35,16 @@ class Files:
     Args:
         whole: those that are to be in memory as a whole; of all others tensors are read.
         container: of converted weights, if there are any: what arrives of it is compared with its checksums.
+        stream: has the bytes of tensors that come and go.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if one cannot be opened, `NOT_ENOUGH_MEMORY`.
     """
 
-    def __init__(self, whole: Iterable[Path] = (), container: Container | None = None) -> None:
-        self._container, self._pages = container, HugePages()
+    def __init__(
+        self, whole: Iterable[Path] = (), container: Container | None = None, stream: LayerStream | None = None
+    ) -> None:
+        self._container, self._stream, self._pages = container, stream, HugePages()
         self._images: dict[Path, FileImage] = {}
         self._pool, self._checks = ThreadPoolExecutor(_CHECKERS, "arriving-file"), list[Future[None]]()
         self.on_progress: Callable[[int, int], None] = lambda _done, _total: None
@@ -107,7 +111,11 @@ class Files:
             EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
         """
         dtype = torch_dtype(entry)
-        if entry.file not in self._images or dtype is None or entry.offset % dtype.itemsize or not entry.nbytes:
+        if dtype is None or entry.offset % dtype.itemsize or not entry.nbytes:
+            return None
+        if self._stream is not None and (streamed := self._stream.view(entry)) is not None:
+            return streamed.view(dtype).view(entry.shape)
+        if entry.file not in self._images:
             return None
         self._is_there(entry.file, entry.offset + entry.nbytes)
         return self._view(entry).view(dtype).view(entry.shape)
@@ -119,6 +127,8 @@ class Files:
             EngineError, RequestCancelled: as `TensorReader.read`.
             UnusableContainerError: they are not what was converted.
         """
+        if self._stream is not None and (streamed := self._stream.view(entry)) is not None:
+            return streamed
         if entry.file in self._images:
             return self._view(entry)
         raw = self._pages.empty((entry.nbytes,), dtype=torch.uint8)

@@ -15,7 +15,7 @@ import torch
 
 from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
-from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, chunk_tokens_in_ram
 from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
@@ -34,7 +34,7 @@ from engine.kernels import card_note
 from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.planner.placement import Note, NoteCode
-from engine.runtime.decoder_layers import move_between
+from engine.runtime.decoder_layers import decoder_layers, move_between
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.reuse import exact_tokens
@@ -50,7 +50,7 @@ from engine.runtime.load.plan import Machine, Plan, resolve
 from engine.runtime.load.stored import stored_note
 from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
-from engine.runtime.load.weights import disk_note, read_weights, tables_note
+from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
 from engine.runtime.segments import SegmentedCapture
 
@@ -187,7 +187,11 @@ def build(
     if not waits_first:
         bind_dense(plan, parts)  # while experts arrive
     prepared = parts.wait_for_weights(cancelled)
-    with left_to_cpu() if plan.devices else contextlib.nullcontext(list[str]()) as left, _first_forward(file):
+    waits = parts.stream.until(cancelled) if parts.stream is not None else contextlib.nullcontext()
+    if parts.stream is not None:
+        parts.stream.follow(decoder_layers(model))
+    left_to = left_to_cpu() if plan.devices else contextlib.nullcontext(list[str]())
+    with left_to as left, waits, _first_forward(file):
         kv = measure_kv(model, plan.dense)  # before experts are bound: they get what room it leaves
     if waits_first:
         if plan.devices:
@@ -214,7 +218,7 @@ def _first_forward(opened: OpenedCheckpoint) -> Iterator[None]:
     """
     try:
         yield
-    except EngineError:
+    except (EngineError, RequestCancelled):
         raise
     except Exception as error:  # whatever a family's own code stumbles over
         if is_out_of_memory(error) or is_fault_of_device(error):
@@ -268,6 +272,7 @@ def _hand_over(
         devices_note(devices, sum(site.nbytes for site in plan.sites), all_experts=placement.all_experts),
         disk_note(parts.disk_backed) if parts.disk_backed is not None else "",
         tables_note(placement.tables.on_disk) if plan.tables else "",
+        layers_note(placement.streamed) if plan.streamed else "",
         file.left_out,
         f"Switchyard gives this model text only, no {file.unread.replace(' and ', ' or ')}." if file.unread else "",
         kv_note,
@@ -287,7 +292,8 @@ def _hand_over(
         experts=max((site.num_experts for site in plan.sites), default=0),
         experts_per_token=profile.experts_per_token,
         context_tokens=context,
-        weights_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers())),
+        weights_bytes=sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+        - (placement.streamed.nbytes - placement.streamed.window),
         experts_bytes=sum(each.nbytes for each in held if each is not None),
         kv_bytes_per_token=kv_bytes,
         device_note=_joined(*notes),
@@ -298,7 +304,7 @@ def _hand_over(
     )
     if plan.devices:
         chunk = placement.chunk_tokens
-    elif parts.disk_backed is not None:
+    elif placement.waits_for_disk:
         chunk = LONG_TOKENS
     else:
         chunk = chunk_tokens_in_ram(profile.experts, profile.experts_per_token)
@@ -309,6 +315,7 @@ def _hand_over(
         bank=parts.bank,
         disk_backed=parts.disk_backed,
         tables=parts.tables,
+        stream=parts.stream,
         kernels=parts.kernels,
         device=plan.dense,
         devices=devices if plan.devices else None,

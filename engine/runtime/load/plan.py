@@ -6,22 +6,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import precisions_of
 from engine.common.config import CacheSettings, EngineConfig, Graphs, KvPrecision
-from engine.common.footprint import activation_token_bytes
+from engine.common.footprint import PASSING_MATRICES, activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
 from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.early_reads import EARLY_READS
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.sites import ExpertsSite
-from engine.formats import AUTO, LADDER, STORED, careful, format_of
+from engine.formats import AUTO, LADDER, STORED, as_stored, careful, format_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
 from engine.kernels.gpu.proof import reads_blocks
 from engine.planner import placement as placing
@@ -38,14 +39,14 @@ from engine.runtime.load.in_place import (
     matrices_in_place,
     types_in_place,
 )
+from engine.runtime.load.library_conversion import parameter_dtypes
 from engine.runtime.load.library_models import tied_to
 from engine.runtime.load.records import lies_as_recorded, working_bytes
 from engine.runtime.load.stored import shape_of, sites_in, stored_linears
 from engine.runtime.load.tables import StoredTable, tables_in
+from engine.runtime.load.tensor_reader import torch_dtype
 
 _CPU = torch.device("cpu")
-_JOINED = 4
-"""Matrices that RAM holds at once: those that one call multiplies go to a card together, copied to be joined."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class Plan:
         dense_sizes: bytes of every tensor but experts, by name, as they will be held.
         dense_parameters: how many numbers they are.
         tables: embeddings that stay on disk, by the names of their weights.
+        streamed: where the weights of decoder layers lie that come from disk for each pass.
         in_place: types of the experts, linear layers and embeddings that are used as they lie in the model's files, on
             an emulated device experts alone; none if that is not done.
         linears_on_cards: the precision of linear layers on cards, if they are quantised there.
@@ -104,6 +106,7 @@ class Plan:
     dense_sizes: dict[str, int]
     dense_parameters: int
     tables: dict[str, StoredTable]
+    streamed: dict[int, list[TensorEntry]]
     in_place: frozenset[str]
     linears_on_cards: str | None
     has_kernels: bool
@@ -167,7 +170,7 @@ class Plan:
     @property
     def in_whole_files(self) -> bool:
         """Whether files are used in memory as a whole."""
-        return not self.devices and not self.on_disk and not self.tables
+        return not self.devices and not self.on_disk and not self.tables and not self.streamed
 
 
 def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> Plan:
@@ -194,6 +197,7 @@ def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> P
         dense_sizes={name: nbytes for name, nbytes in dense_sizes.items() if name not in tables},
         dense_parameters=_dense_parameters(file),
         tables=tables,
+        streamed=_streamed(file, placement, layers, in_place=in_place),
         in_place=in_place,
         linears_on_cards=dense_on_cards(file, [device.torch_device for device in used], precision),
         has_kernels=machine.has_kernels,
@@ -296,6 +300,7 @@ def _weights(
     in_ram, (dense, elsewhere) = sum(held.values()), layers.sums(there)
     layouts: dict[Any, int] = {}
     is_quantised = dense_on_cards(file, [device.torch_device for device in devices], precision) is not None
+    tables, in_files = tables_in(file), _in_files(file, precision, in_place=in_place)
     linears = _linears(machine, file, precision, in_place=in_place)
     return Weights(
         precision,
@@ -316,19 +321,67 @@ def _weights(
         working_bytes(file.plan, sites),
         _on_its_way(file, held, in_place=in_place) if is_quantised else 0,
         sum(layout.nbytes for layout in linears.values()),
-        _tables(tables_in(file), layers, held, there),
+        layers.sums({name: held[name] for name in in_files if name in held})[0],
+        _tables(
+            tables,
+            layers,
+            held,
+            there,
+            on_their_way=_on_its_way(file, held, in_place=in_place)
+            - _on_its_way(file, held, in_place=in_place, besides=tables)
+            if is_quantised
+            else 0,
+        ),
     )
 
 
-def _on_its_way(file: OpenedCheckpoint, held: Mapping[str, int], *, in_place: frozenset[str]) -> int:
-    """RAM for dense weights that are quantised there, on their way to cards; blocks pass through it a few at a time."""
-    passing = MatricesOnCards(file).names if in_place else set()
+def _on_its_way(
+    file: OpenedCheckpoint, held: Mapping[str, int], *, in_place: frozenset[str], besides: Collection[str] = ()
+) -> int:
+    """RAM for dense weights that are quantised there, on their way to cards, `besides` these; blocks pass through it a
+    few at a time."""
+    passing = MatricesOnCards(file, besides=besides).names if in_place else set()
     largest = max((held[name] for name in passing if name in held), default=0)
-    return sum(nbytes for name, nbytes in held.items() if name not in passing) + _JOINED * largest
+    rest = sum(nbytes for name, nbytes in held.items() if name not in passing and name not in besides)
+    return rest + PASSING_MATRICES * largest
+
+
+def _in_files(
+    file: OpenedCheckpoint, precision: str, *, in_place: frozenset[str]
+) -> dict[str, tuple[TensorEntry, ...]]:
+    """Where decoder layers' weights lie that the CPU uses as they do, by name, tables that may stay on disk apart."""
+    own, found = file.plan, dict[str, tuple[TensorEntry, ...]]()
+    if own.quantizer is not None or not (in_place or as_stored(precision).name == precision):
+        return found
+    dtype_of = parameter_dtypes(file.model, own.dtype)
+    dtypes = {name: dtype_of(name, parameter) for name, parameter in file.model.named_parameters()}
+    for name, entry in own.renamed.items():
+        if dtypes.get(name) == torch_dtype(entry) and entry.offset % dtypes[name].itemsize == 0 and entry.nbytes:
+            found[name] = (entry,)
+    for name, entry in matrices_in_place(file, in_place).items() if in_place else ():
+        found[name] = entry.stored
+    tables = tables_in(file)
+    return {name: entries for name, entries in found.items() if name not in tables}
+
+
+def _streamed(
+    file: OpenedCheckpoint, placement: Placement, layers: LayerNames, *, in_place: frozenset[str]
+) -> dict[int, list[TensorEntry]]:
+    found: dict[int, list[TensorEntry]] = {layer: [] for layer in placement.streamed.layers}
+    for name, entries in _in_files(file, placement.precision, in_place=in_place).items() if found else ():
+        layer = layers.index_of(name)
+        if layer in found:
+            found[layer] += entries
+    return found
 
 
 def _tables(
-    found: Mapping[str, StoredTable], layers: LayerNames, in_ram: Mapping[str, int], on_devices: Mapping[str, int]
+    found: Mapping[str, StoredTable],
+    layers: LayerNames,
+    in_ram: Mapping[str, int],
+    on_devices: Mapping[str, int],
+    *,
+    on_their_way: int,
 ) -> Tables:
     """What they take, given the bytes of all tensors in RAM and on devices."""
     tables = found.values()
@@ -339,6 +392,7 @@ def _tables(
         kept=sum(table.kept for table in tables),
         rows=sum(table.per_token for table in tables),
         row_bytes=sum(table.per_token * table.row_bytes for table in tables),
+        on_their_way=on_their_way,
     )
 
 

@@ -131,6 +131,12 @@ class TableReads:
         self._files, self._closed = OpenFiles(direct=False), False
         self._pool = ThreadPoolExecutor(_THREADS, "table-rows")
 
+    @property
+    def per_token(self) -> tuple[int, int]:
+        """Rows that a token looks up, and their bytes."""
+        stored = [table.stored for table in self.tables.values()]
+        return sum(each.per_token for each in stored), sum(each.per_token * each.row_bytes for each in stored)
+
     def open(self, table: StoredTable) -> None:
         """Opens the files of a table.
 
@@ -208,6 +214,7 @@ class RowTable(BlockEmbedding):
             `BlockEmbedding` does.
 
     Attributes:
+        stored: where its rows lie.
         dtype: of what it gives.
         numbers: while it is set, row numbers are expected, and nothing is given for them.
     """
@@ -223,7 +230,7 @@ class RowTable(BlockEmbedding):
         *,
         rounds: bool,
     ) -> None:
-        self._module, self._stored, self._reads, self._unpacking = module, table, reads, kernels
+        self._module, self.stored, self._reads, self._unpacking = module, table, reads, kernels
         self._type, self._rounds, self.dtype, self.numbers = dtype, rounds, dtype, False
         self._count = module.num_embeddings
         self._recent = torch.empty(table.kept // table.row_bytes, table.row_bytes, dtype=torch.uint8)
@@ -251,7 +258,7 @@ class RowTable(BlockEmbedding):
             self._keep(reading)
         at = np.searchsorted(reading.rows, wanted)
         raw = reading.raw if len(wanted) == len(reading.rows) else reading.raw[torch.from_numpy(at)]
-        rows = self._stored.unpack(raw, self._type if self._rounds else self.dtype, self._unpacking)
+        rows = self.stored.unpack(raw, self._type if self._rounds else self.dtype, self._unpacking)
         ids = torch.from_numpy(inverse.reshape(tuple(input.shape))).to(input.device)
         module, empty = self._module, self._module.weight
         module.weight = torch.nn.Parameter(rows.to(input.device), requires_grad=False)
@@ -264,7 +271,7 @@ class RowTable(BlockEmbedding):
     def _begin(self, rows: Rows) -> _Reading:
         if len(rows) and not 0 <= rows[0] <= rows[-1] < self._count:
             raise IndexError("index out of range in self")
-        raw = torch.empty(len(rows), self._stored.row_bytes, dtype=torch.uint8)
+        raw = torch.empty(len(rows), self.stored.row_bytes, dtype=torch.uint8)
         known = [(at, self._order[row]) for at, row in enumerate(rows.tolist()) if row in self._order]
         if known:
             here, there = torch.tensor(known).T
@@ -272,7 +279,7 @@ class RowTable(BlockEmbedding):
             for row in rows[here.numpy()].tolist():
                 self._order.move_to_end(row)
         missing = np.setdiff1d(np.arange(len(rows)), [at for at, _ in known], assume_unique=True)
-        return _Reading(rows, raw, missing, self._reads.start(self._stored, rows[missing], missing, raw))
+        return _Reading(rows, raw, missing, self._reads.start(self.stored, rows[missing], missing, raw))
 
     def _settle(self) -> _Reading | None:
         """What was expected, once it is there."""

@@ -15,6 +15,7 @@ from engine.experts.bank import ExpertBank
 from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed
 from engine.experts.disk_tier import DiskTier
+from engine.experts.layer_stream import LayerStream
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.ram_tier import RamPressure, RamTier
 from engine.experts.ranges import Part, RecordRanges, converted_part
@@ -24,7 +25,7 @@ from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.dense import card_layers, quantise_on_cards
 from engine.kernels.native.linear import StoredMatrices, keep_linears, keepable
-from engine.planner.placement import InRam
+from engine.planner.placement import InRam, Streamed
 from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, matrix_in, removed
 from engine.runtime.load.files import Files
 from engine.runtime.load.in_place import (
@@ -156,6 +157,7 @@ def _bytes_read(plan: Plan, conversion: Conversion | None, whole: list[Path]) ->
             apart |= {name for name, entry in own.renamed.items() if torch_dtype(entry) == own.dtype}
         apart |= plan.tables.keys()
         nbytes = sum(entry.nbytes for entry in own.rest.values()) - sum(own.renamed[name].nbytes for name in apart)
+        nbytes -= plan.placement.streamed.nbytes
     if plan.in_whole_files:
         read = [] if plan.in_place else [site for site in read if site.name not in there]
     for site in read:
@@ -183,7 +185,9 @@ class _Source:
         self.entries = self.container.entries if self.container is not None else {}
         conversion = converted.conversion if converted is not None else None
         whole, own = _whole_files(plan, conversion), [self.container.path] if self.container is not None else []
-        self.files = parts.files = Files([*own, *whole] if plan.in_whole_files else (), self.container)
+        if plan.streamed:
+            parts.stream = LayerStream(plan.streamed, plan.placement.streamed.window)
+        self.files = parts.files = Files([*own, *whole] if plan.in_whole_files else (), self.container, parts.stream)
         total = _bytes_read(plan, conversion, whole)
         self.reader = TensorReader(on_progress, cancelled, total, dtype=plan.file.plan.dtype, kernels=parts.kernels)
 
@@ -345,6 +349,14 @@ def _slots_over(disk: DiskTier, placed: InRam) -> DiskBackedBank:
 def tables_note(nbytes: int) -> str:
     """One sentence for the user."""
     return f"Embeddings of {rounded_up(nbytes)} stay on disk: the rows that a token needs are read there."
+
+
+def layers_note(streamed: Streamed) -> str:
+    """One sentence for the user, with the figures."""
+    return (
+        f"{len(streamed.layers)} of the model's layers do not fit into RAM: their {rounded_up(streamed.nbytes)} are "
+        "read from disk for each token, which is slow. Rows of a file share that: with many, each waits far less."
+    )
 
 
 def disk_note(bank: DiskBackedBank) -> str:

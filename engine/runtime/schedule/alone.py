@@ -7,7 +7,7 @@ once.  What was read is kept for the next request, which reads on from there.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, TypedDict, Unpack
 
@@ -251,7 +251,7 @@ class AloneAnswer:
         """
         try:
             self._record()
-            with torch.inference_mode():
+            with torch.inference_mode(), self._given_up():
                 done = self._go_on(until)
         except RequestCancelled:
             return self._cancelled()
@@ -267,6 +267,11 @@ class AloneAnswer:
         finally:
             RECORDER.end_request()
         return self._result(done) if done is not None else None
+
+    def _given_up(self) -> AbstractContextManager[None]:
+        """While layers come from disk, a step may take so long that nobody wants to wait for its end."""
+        stream = self._loaded.stream
+        return stream.until(self.asked.request.cancelled) if stream is not None else nullcontext()
 
     def _cancelled(self) -> GenerationResult:
         """What there is, if it is given up while something is read."""

@@ -64,7 +64,9 @@ class LinkBytes:
             counts[1] += copy.nbytes
 
 
-def counted(caches: list[VramCache], disk_backed: DiskBackedBank | None, link: LinkBytes) -> tuple[int, ...]:
+def counted(
+    caches: list[VramCache], disk_backed: DiskBackedBank | None, link: LinkBytes, streamed: int
+) -> tuple[int, ...]:
     """In the order of `engine.telemetry.records.COUNTERS`."""
     vram = [0] * 14
     vram[3], vram[13] = RECORDER.on_cpu, RECORDER.many_on_cpu
@@ -86,10 +88,10 @@ def counted(caches: list[VramCache], disk_backed: DiskBackedBank | None, link: L
         vram[12] += c.prefill_fetched
         vram[13] += c.prefill_on_cpu
     if disk_backed is None:
-        return (*vram, 0, 0, 0, 0, 0, 0, 0, *link.total(), 0)
+        return (*vram, 0, 0, 0, 0, 0, 0, 0, *link.total(), streamed)
     r = disk_backed.ram.counters
     ram = (r.hits, r.late, r.misses, r.evictions, r.prefetched, r.prefetches_used, r.prefetches_wasted)
-    return (*vram, *ram, *link.total(), disk_backed.disk.bytes_read)
+    return (*vram, *ram, *link.total(), disk_backed.disk.bytes_read + streamed)
 
 
 class ModelTelemetry:
@@ -162,4 +164,6 @@ class ModelTelemetry:
         return GPU if self._devices else CPU_ATTENTION
 
     def _counted(self) -> tuple[int, ...]:
-        return counted(self._loaded.caches, self._loaded.disk_backed, self._link)
+        stream = self._loaded.stream
+        read = stream.bytes_read if stream is not None else 0
+        return counted(self._loaded.caches, self._loaded.disk_backed, self._link, read)

@@ -71,6 +71,7 @@ def _fit(args: argparse.Namespace) -> int:
         "card_bytes": plan.card.held if plan.card is not None else 0,
         "ram_bytes": plan.ram.held,
         "disk_bytes": plan.disk_bytes,
+        "streamed_bytes": plan.streamed_bytes,
         "table_bytes": plan.table_bytes,
         "written_bytes": plan.written_bytes,
         "what_helps": plan.what_helps,

@@ -1,0 +1,121 @@
+"""Dense models larger than memory: planned layer by layer from disk, at the disk's speed, and refused below that."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.checkpoint.counted_shape import as_quantised
+from engine.checkpoint.model_shape import AttentionShape, ModelShape
+from engine.common.config import EngineConfig
+from engine.common.errors import EngineError, ErrorCode
+from engine.hardware.machine import read_machine
+from engine.planner.batch_prediction import Bottleneck, JobRows, predict_on_cpu
+from engine.planner.costs import engine_costs
+from engine.planner.engine_memory import sizes_of
+from engine.planner.placement import least_ram
+from engine.planner.plan import Limits, make_plan
+from engine.planner.predict import DecodePrediction, predict_decode
+from engine.planner.step_time import StepTime
+from engine.tuning.fit import verdict_of
+from engine.verbs.plan import plan_text
+
+GIB = 2**30
+WIDE = ModelShape(
+    name="70B",
+    hub_id="",
+    licence="",
+    source="Llama 3's 70B",
+    layers=80,
+    dense_layers=0,
+    full_attention_layers=80,
+    hidden=8192,
+    vocabulary=128_256,
+    experts=1,  # which stands for none
+    experts_per_token=1,
+    expert_width=1,
+    shared_width=0,
+    dense_width=28_672,
+    attention=AttentionShape(heads=64, kv_heads=8, head_dim=128),
+    context_tokens=8192,
+    parameters=70.6e9,
+    other_weights=70_553_706_496,
+)
+IN_BLOCKS = as_quantised(WIDE, "Q4_K_M")
+PC = read_machine("desktop-no-gpu-64gb")
+
+
+def test_a_dense_model_of_42_gb_is_planned_on_a_pc_with_16() -> None:
+    machine = PC.with_memory(ram_bytes=16 * GIB)
+    plan = make_plan(machine, IN_BLOCKS)
+    assert plan.disk_bytes == 0
+    assert 25e9 < plan.streamed_bytes < 42e9
+    assert plan.ram.held <= 16 * GIB
+    tpot_s = 1 / plan.speed.decode_tokens_per_s
+    assert plan.streamed_bytes / machine.disk_bytes_per_s <= tpot_s
+    assert tpot_s < 1.3 * plan.streamed_bytes / machine.disk_bytes_per_s
+    assert verdict_of(plan.speed.decode_tokens_per_s) == "batch-only"
+    assert f"{plan.streamed_bytes / 1e9:.3g} GB of whole layers do not fit into RAM" in plan.bottleneck
+    assert "GB of layers, read for each token" in plan_text(plan)
+
+
+def test_a_card_that_is_too_small_leaves_it_to_the_cpu() -> None:
+    machine = read_machine("laptop-rtx-4060-8gb").with_memory(vram_bytes=8 * GIB, ram_bytes=32 * GIB)
+    plan = make_plan(machine, IN_BLOCKS)
+    assert plan.card is None
+    assert plan.streamed_bytes
+
+
+def test_all_rows_of_a_step_share_what_is_read() -> None:
+    costs = replace(engine_costs(PC, IN_BLOCKS.in_place(), "stored"), streamed_bytes=30e9)
+    job = JobRows(1000, 100.0, 100.0)
+    alone, many = (predict_on_cpu(costs, job, rows, sweep_tokens=1024) for rows in (1, 64))
+    assert alone.bottleneck is Bottleneck.DISK
+    assert many.tokens_per_s > 10 * alone.tokens_per_s
+    step = StepTime(costs, on_card=False).seconds(0.0)
+    assert step == pytest.approx(costs.disk(30e9), rel=0.05)
+
+
+def predicted(ram: int, disk: float = 1.0) -> DecodePrediction | None:
+    machine = replace(PC, disk_bytes_per_s=disk * PC.disk_bytes_per_s)
+    config = EngineConfig("m", device="cpu", ram_bytes=ram, context_tokens=2048)
+    try:
+        return predict_decode(machine, IN_BLOCKS.in_place(), config, tokens=8)
+    except EngineError as error:
+        assert error.code is ErrorCode.NOT_ENOUGH_MEMORY  # noqa: PT017
+        return None
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(GIB, 48 * GIB), st.integers(0, 8 * GIB))
+def test_more_memory_never_reads_more_nor_answers_later(ram: int, more: int) -> None:
+    less, roomy = predicted(ram), predicted(ram + more)
+    least = least_ram(sizes_of(engine_costs(PC, IN_BLOCKS.in_place(), "stored"), Limits(), ["stored"]))
+    assert (less is not None) == (ram >= least)
+    if less is None:
+        return
+    assert roomy is not None
+    assert less.memory.ram.held <= ram + GIB  # with headroom and keys and values
+    # Layers of a file differ in size, so that a few more may be a few bytes less.
+    assert roomy.memory.streamed <= 1.05 * less.memory.streamed
+    assert roomy.tokens_per_s >= 0.95 * less.tokens_per_s
+    quicker = predicted(ram, 2.0)
+    assert quicker is not None
+    assert quicker.tokens_per_s >= less.tokens_per_s
+
+
+def test_rows_of_tables_take_time_where_they_are_on_disk() -> None:
+    costs = engine_costs(PC, IN_BLOCKS.in_place(), "stored")
+    looking = replace(costs, rows=17, row_bytes=17 * 160)
+    assert costs.look_up(100) == 0
+    assert looking.look_up(100) == pytest.approx(1700 * PC.disk_row_s)
+    slow = replace(looking, machine=replace(PC, disk_row_s=5e-3))
+    steps = [StepTime(each, on_card=False).seconds(0.0) for each in (costs, looking, slow)]
+    assert steps[0] < steps[1] < steps[2]
+    assert steps[2] - steps[0] == pytest.approx(17 * 5e-3)
+    job = JobRows(100, 50.0, 50.0)
+    jobs = [predict_on_cpu(each, job, 16, sweep_tokens=1024).tokens_per_s for each in (costs, looking, slow)]
+    assert jobs[0] > jobs[1] > jobs[2]
