@@ -26,6 +26,7 @@ from engine.planner.batch_prediction import (
     predicted_on_card,
 )
 from engine.planner.costs import Costs, engine_costs
+from engine.planner.engine_memory import engine_memory, from_disk
 from engine.tuning.machine_state import MachineLook, look_at_machine
 
 _READ_ROWS = 48
@@ -84,6 +85,12 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
     machine = look.machine(shape.measured_as(model.precision))
     if model.device == "cpu":
         costs = engine_costs(machine, shape, model.precision, model.threads)
+        if config is not None:
+            limits = look.limits(config)
+            others = max(0, limits.ram_of_others - model.weights_bytes - model.experts_bytes)
+            alone = replace(limits, ram_of_others=others)
+            held = replace(costs, model=alone.held(shape, machine))
+            costs = from_disk(costs, engine_memory(held, alone, on_card=False))
         return _on_cpu(look, costs, rows, off)
     if machine.gpu is None or config is None:
         return None

@@ -25,6 +25,7 @@ from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Size
 from engine.planner.plan import Limits, make_plan
 from engine.planner.predict import limits_of
 from engine.runtime.load.checkpoint import open_checkpoint
+from engine.runtime.load.in_place import BLOCKS
 from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.load.plan import Machine, usable_types
 from engine.runtime.load.plan import sizes_of as counted_sizes_of
@@ -207,6 +208,11 @@ def test_what_is_stored_is_planned_as_it_is_loaded(tmp_path: Path, family: str, 
     assert ours.dense_layers == pytest.approx(theirs.dense_layers, rel=0.01)
     assert ours.dense_in_ram == pytest.approx(theirs.dense_in_ram, rel=0.001)
     assert planned.kv_per_token == counted.kv_per_token
+    blocks = counted_sizes_of(config, Machine([card], Budgets(2**40), has_kernels=True), opened, BLOCKS).weights[0]
+    passing = sizes_of(replace(costs, model=shape.in_place()), limits_of(config), shape.precisions).weights[0]
+    for found in (passing, blocks):  # a few matrices at a time
+        assert 0 < found.working_for_devices < found.dense_in_ram
+    assert passing.working_for_devices == pytest.approx(blocks.working_for_devices, rel=0.5)
     on_cpu = engine_costs(machine(0), shape, STORED, 1)
     assert on_cpu.host_dense_bytes == pytest.approx(dense[1], rel=0.01)
 
