@@ -187,7 +187,8 @@ class Family:
         types: its `model_type`s; empty: the name of the library's package.
         refused: why its models cannot run, completing "it ..."; empty if they can.
         own: whether the library lacks it, and its classes are in `engine.runtime.own`.
-        adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface.
+        adapter: module of `engine.runtime.adapters`, for experts that do not go through the library's interface, and
+            layers that cannot go on from where they were.
         with_layer_types: the `model_type` whose code the library uses for configurations that have `layer_types`, if it
             is another one.
         experts_per_token: where the configuration does not give it.
@@ -197,8 +198,6 @@ class Family:
             one and sliding windows. Other layers keep extra state (Mamba, delta rules, convolutions), select tokens by
             an index, attend in chunks, or pass values from layer to layer. A test compares each family with the
             library.
-        continues: whether a forward over several tokens is exact on top of an earlier state; if not, a prompt is
-            processed in one chunk.
         rotates_again: whether the library recomputes the whole context when an answer crosses LongRoPE's boundary.
         exact_tokens: configuration -> the longest context within which an answer does not depend on which of its tokens
             are computed together, for a reason specific to this family; `None` if there is no limit.
@@ -218,7 +217,6 @@ class Family:
     experts_per_token: int = 0
     kv: KvNumbers = KvNumbers()
     packs_rows: bool = False
-    continues: bool = True
     rotates_again: bool = False
     exact_tokens: Callable[[Mapping[str, Any]], int | None] | None = None
     gate: ClampedGate | None = None

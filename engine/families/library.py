@@ -14,6 +14,12 @@ EXPERTS_INTERFACE = ("has_gate", "has_bias", "is_transposed", "has_post_expert_n
 """Attributes of modules whose experts any registered function may compute."""
 CHOSEN_EXPERTS = "_experts_implementation"
 """Where a configuration holds the name of that function."""
+ROUTER_CORRECTION = "e_score_correction_bias"
+"""What routers, or blocks with one, call what is added to the scores for the choice of experts only."""
+BLOCK_INDEX = "MiniMaxM3VLSparseCacheLayer"
+"""The class of cache layers with keys that blocks of tokens are chosen by."""
+COMPRESSING = ("DeepseekV4HCACache", "DeepseekV4CSACache")
+"""The classes of those with a sliding window, and sums of what lies before it."""
 _GATE, _USUAL_GATE = "_apply_gate", "_default_apply_gate"
 _RENAMES = "transformers.utils.deprecation"
 """The module with the wrapper that takes an argument by its former name, too."""

@@ -25,6 +25,8 @@ from engine.families.replies import (
     LFM,
     LLAMA,
     MINIMAX,
+    MINIMAX_M1,
+    MINIMAX_M3,
     MISTRAL,
     QWEN2,
 )
@@ -135,6 +137,7 @@ TABLE: dict[str, Family] = {
     ),
     "glm4v_moe": Family(types=("glm4v_moe_text",), replies=HERMES, packs_rows=True),
     "glm5_next": Family(replies=HERMES, gate=_TWO_HALVES_CLAMPED),
+    "glm5_next_text": Family(own=True, replies=HERMES),
     "glm_moe_dsa": Family(replies=HERMES),
     # gpt-oss: sinks (a logit per head of attending to nothing), norms that round once, and a gate of its own.
     # A softmax over the chosen logits is one over all of them, made to sum to 1.
@@ -178,7 +181,7 @@ TABLE: dict[str, Family] = {
         ),
     ),
     "hy_v4": Family(gate=_TWO_HALVES_CLAMPED),
-    "jamba": Family(continues=False),
+    "jamba": Family(adapter="jamba"),
     "jetmoe": Family(adapter="jetmoe", packs_rows=True),
     # K2 Horizon: dense, with experts, or with experts of attention's values, too.
     "k2_horizon": Family(own=True, packs_rows=True),
@@ -206,7 +209,8 @@ TABLE: dict[str, Family] = {
     ),
     # Layers with a window have twice the key-value heads of others.
     "mimo_v2_flash": Family(packs_rows=True, kv=KvNumbers(window_heads=2)),
-    "minimax": Family(continues=False),
+    # MiniMax-Text-01 and M1, by the library's names and by their makers'.
+    "minimax": Family(types=("minimax", "minimax_text_01", "minimax_m1"), own=True, replies=MINIMAX_M1),
     "minimax_m2": Family(
         replies=MINIMAX,
         packs_rows=True,
@@ -218,7 +222,11 @@ TABLE: dict[str, Family] = {
         ),
         mlx_experts={"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
-    "minimax_m3_vl": Family(replies=MINIMAX, gate=ClampedGate("halves", "swiglu_limit", "swiglu_alpha")),
+    "minimax_m3_vl": Family(
+        types=("minimax_m3_vl", "minimax_m3_vl_text"),
+        replies=MINIMAX_M3,
+        gate=ClampedGate("halves", "swiglu_limit", "swiglu_alpha"),
+    ),
     "ministral": Family(replies=MISTRAL, packs_rows=True, fast_path=fast_path("Ministral"), mlx_experts={}),
     "ministral3": Family(replies=MISTRAL),
     "mistral": Family(
@@ -307,7 +315,8 @@ TABLE: dict[str, Family] = {
         replies=HERMES, fast_path=fast_path("SmolLM3", rotates=lambda attention: bool(attention.use_rope))
     ),
     "solar_open": Family(packs_rows=True, fast_path=fast_path("SolarOpen", "MoE", GROUPED_SIGMOID)),
-    "step3p7": Family(types=("step3p7", "step3p5"), adapter="step3p7", packs_rows=True),
+    "step3p5": Family(own=True, adapter="step3p7", packs_rows=True),
+    "step3p7": Family(adapter="step3p7", packs_rows=True),
     "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1),
     "unlimited_ocr": Family(refused=READS_PICTURES),
 }

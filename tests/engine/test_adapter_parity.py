@@ -38,6 +38,7 @@ ROUTERS = {
     "llama4_text": "feed_forward.router",
     "jetmoe": "router.layer",
     "longcat_flash": "mlp.router",
+    "step3p5": "mlp.gate",
     "step3p7": "mlp.gate",
 }
 """How the names of the modules end whose (first) result says which experts a token goes to."""
@@ -48,6 +49,7 @@ PUBLISHED = {
     "llama4_text": "model.layers.1.feed_forward.experts.gate_up_proj",
     "jetmoe": "model.layers.1.self_attention.experts.input_linear.weight",
     "longcat_flash": "model.layers.1.mlp.experts.7.gate_proj.weight",
+    "step3p5": "model.layers.1.moe.gate_proj.weight",
     "step3p7": "model.layers.1.moe.gate_proj.weight",
     "switch_transformers": "encoder.block.1.layer.1.mlp.experts.expert_11.wi.weight",
     "nllb-moe": "model.decoder.layers.1.ffn.experts.expert_11.fc2.bias",
@@ -60,6 +62,7 @@ EXPERTS = {
     "llama4_text": (8, 1),
     "jetmoe": (8, 2),
     "longcat_flash": (8, 4),
+    "step3p5": (8, 2),
     "step3p7": (8, 2),
 }
 """How many there are, and how many are chosen."""
@@ -259,7 +262,7 @@ def parameters_in_use(family: str, folder: Path) -> int:
     unused = re.compile(r"vision_model|multi_modal_projector") if family == "llama4" else re.compile(r"^$")
     if family == "longcat_flash":
         unused = re.compile(rf"{_ZERO_EXPERT}|e_score_correction_bias")
-    if family == "step3p7":
+    if family.startswith("step3p"):
         unused = re.compile(r"router_bias")
     return sum(
         tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items() if not unused.search(name)

@@ -73,8 +73,7 @@ def test_the_repetition_penalty_is_transformers(width: int) -> None:
 @pytest.mark.parametrize("family", ["minimax", "deepseek_v4", "lfm2_moe", "zaya", "gemma4_text"])
 def test_caches_follow_their_beams(family: str) -> None:
     """Where the library's own reordering is not to be trusted, computing everything again is the judge."""
-    # MiniMax's cache knows no sliding window, not even for one sequence.
-    loaded = tiny_loaded(family, **({"sliding_window": None} if family == "minimax" else {}))
+    loaded = tiny_loaded(family)
     result = Alone(loaded).generate_from_ids(PROMPT, SamplingParams(max_tokens=10, beams=3), end_ids=NO_END)
     with torch.inference_mode():
         first = loaded.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[:, -1]

@@ -52,7 +52,9 @@ def test_each_family_is_named_like_the_package_that_has_its_model_types() -> Non
     theirs = {model_type: package for model_type, package in PACKAGES.items() if not TABLE[package].own}
     assert {model_type: model_type_to_module_name(model_type) for model_type in theirs} == theirs
     assert theirs.keys() <= CONFIG_MAPPING_NAMES.keys()
-    assert not CONFIG_MAPPING_NAMES.keys() & (PACKAGES.keys() - theirs.keys())
+    # The library has these as parts of others only, or computes something else than their makers.
+    ours = {"glm5_next_text", "minimax", "step3p5"}
+    assert CONFIG_MAPPING_NAMES.keys() & (PACKAGES.keys() - theirs.keys()) == ours
     listed = [row.types or (package,) for package, row in TABLE.items()]
     assert len(PACKAGES) == sum(map(len, listed))
 

@@ -125,7 +125,3 @@ def test_plain_layers_and_sliding_windows_grow_in_place() -> None:
     kinds = {type(layer).__name__ for layer in cache.layers}
     assert kinds == {"GrowingLayer", "GrowingWindowLayer"}
     assert cache_bytes(cache) < 100  # but for what the library's layers note down
-
-
-def test_some_models_make_their_own() -> None:
-    assert new_cache(tiny_loaded("minimax").model) is None

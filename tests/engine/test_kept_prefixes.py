@@ -121,6 +121,7 @@ def test_a_chat_goes_on_after_a_restart(qwen: LoadedModel, kept: KeptPrefixes, t
         ("glm_moe_dsa", {"index_topk": 32, "index_n_heads": 32}),
         ("hy_v4", {"index_topk": 32, "index_n_heads": 32}),
         ("qwen4_exp_text", {"indexer_budget": 32, "indexer_n_heads": 32}),
+        ("minimax_m3_vl_text", {"index_topk_blocks": 8}),
     ],
 )
 def test_an_index_of_tokens_is_kept_with_them(family: str, index: dict[str, int], tmp_path: Path) -> None:

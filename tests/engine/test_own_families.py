@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import linear, relu, silu
+from transformers.models.minimax.modeling_minimax import MiniMaxForCausalLM as LibraryMiniMax
 
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.profile import read_profile
@@ -58,6 +59,7 @@ class Plain:
         window: int = 0,
         rotates: bool = True,
         values: torch.Tensor | None = None,
+        rotated: int = 0,
     ) -> torch.Tensor:
         heads, of_keys = self.config["num_attention_heads"], self.config["num_key_value_heads"]
         width, tokens = self.config["head_dim"], len(hidden)
@@ -77,7 +79,10 @@ class Plain:
             place = slice(head * width, (head + 1) * width)
             shared = head * of_keys // heads
             theirs = slice(shared * width, (shared + 1) * width)
-            queries, keys = (self._rotated(each, theta) if rotates else each for each in (q[:, place], k[:, theirs]))
+            queries, keys = (
+                self._rotated(each, theta, rotated or width) if rotates else each
+                for each in (q[:, place], k[:, theirs])
+            )
             scores = queries @ keys.T / math.sqrt(width)
             for row in range(tokens):
                 first = max(0, row + 1 - window) if window else 0
@@ -86,11 +91,11 @@ class Plain:
         return out.flatten(1)
 
     @staticmethod
-    def _rotated(rows: torch.Tensor, theta: float) -> torch.Tensor:
-        half = rows.shape[-1] // 2
+    def _rotated(rows: torch.Tensor, theta: float, width: int) -> torch.Tensor:
+        half = width // 2
         angles = torch.arange(len(rows))[:, None] * theta ** (-torch.arange(half) / half)
-        turned = torch.complex(rows[:, :half], rows[:, half:]) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat((turned.real, turned.imag), -1)
+        turned = torch.complex(rows[:, :half], rows[:, half:width]) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat((turned.real, turned.imag, rows[:, width:]), -1)
 
     def mlp(self, name: str, hidden: torch.Tensor, names: str = "", gate: Gate = silu) -> torch.Tensor:
         g, u, d = names.split() or ("gate_proj", "up_proj", "down_proj")
@@ -173,6 +178,37 @@ def arctic(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.T
     return after + out
 
 
+def minimax(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
+    config, attention = model.config, f"{name}.self_attn"
+    heads, width = config["num_attention_heads"], config["head_dim"]
+    hidden = model.norm(f"{name}.input_layernorm", hidden)
+    kind = "linear_attn" if config["layer_types"][layer] == "linear_attention" else "full_attn"
+    if kind == "full_attn":
+        attended = model.attention(attention, hidden, rotated=config["rotary_dim"])
+        attended = linear(attended, model[f"{attention}.o_proj"])
+    else:
+        each = silu(linear(hidden, model[f"{attention}.qkv_proj"])).view(-1, heads, 3, width)
+        slopes = 2.0 ** (-8 * torch.arange(1, heads + 1) / heads)
+        slopes = slopes * (1 - layer / (config["num_hidden_layers"] - 1 + 1e-5) + 1e-5)
+        held, rows = torch.zeros(heads, width, width), []
+        for queries, keys, values in (token.unbind(1) for token in each):
+            held = held * torch.exp(-slopes)[:, None, None] + keys[:, :, None] * values[:, None, :]
+            rows.append((queries[:, None, :] @ held).flatten())
+        attended = torch.stack(rows)
+        attended = attended / (attended.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() * model[f"{attention}.norm"]
+        gates = linear(hidden, model[f"{attention}.output_gate"]).sigmoid()
+        attended = linear(attended * gates, model[f"{attention}.out_proj"])
+    hidden = hidden * config[f"{kind}_alpha_factor"] + attended * config[f"{kind}_beta_factor"]
+    hidden = model.norm(f"{name}.post_attention_layernorm", hidden)
+    scores, out = linear(hidden, model[f"{name}.block_sparse_moe.gate"]).softmax(-1), torch.zeros_like(hidden)
+    for at, row in enumerate(hidden):
+        experts = chosen(scores[at], config["num_experts_per_tok"])
+        for expert in experts:
+            share = scores[at, expert] / scores[at, experts].sum()
+            out[at] += share * model.mlp(f"{name}.block_sparse_moe.experts.{expert}", row, "w1 w3 w2")
+    return hidden * config["mlp_alpha_factor"] + out * config["mlp_beta_factor"]
+
+
 def k2_horizon(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> torch.Tensor:
     config, attention = model.config, f"{name}.self_attn"
     rows = model.norm(f"{name}.input_layernorm", hidden)
@@ -207,9 +243,12 @@ def k2_horizon(model: Plain, layer: int, name: str, hidden: torch.Tensor) -> tor
     return hidden + out
 
 
-LAYERS = {each.__name__: each for each in (arctic, deepseek, grove_moe, k2_horizon, smallthinker)}
+LAYERS = {each.__name__: each for each in (arctic, deepseek, grove_moe, k2_horizon, minimax, smallthinker)}
+PARTS = {"glm5_next_text": "glm5_next", "step3p5": "step3p7"}
+"""Of models that also see, of which the library has only the whole."""
 CASES: list[tuple[str, Config]] = [
-    *((family, {}) for family in OWN),
+    *((family, {}) for family in LAYERS),
+    ("minimax", {"rotary_dim": 8, "block_size": 64}),
     ("arctic", {"moe_layer_frequency": 2}),
     ("arctic", {"parallel_attn_mlp_res": False}),
     (
@@ -238,7 +277,53 @@ def test_logits_and_greedy_tokens_are_those_of_plain_mathematics(family: str, op
 
 
 def test_every_family_that_the_library_lacks_is_among_these() -> None:
-    assert {name for name, family in TABLE.items() if family.own and not family.refused} == OWN.keys() == LAYERS.keys()
+    own = {name for name, family in TABLE.items() if family.own and not family.refused}
+    assert own == LAYERS.keys() | PARTS.keys()
+    assert own == OWN.keys() | {"step3p5"}
+
+
+@pytest.mark.parametrize(("part", "whole"), PARTS.items())
+def test_a_part_alone_computes_what_it_does_in_the_whole(part: str, whole: str, tmp_path: Path) -> None:
+    tiny_checkpoint(whole, tmp_path / "whole")
+    tiny_checkpoint(part, tmp_path / "part")
+    every = load_file(tmp_path / "whole/model.safetensors")
+    own = {re.sub(r"\.language_model", "", name): each for name, each in every.items()}
+    kept = {name: own[name] for name in load_file(tmp_path / "part/model.safetensors")}
+    save_file(kept, tmp_path / "part/model.safetensors", {"format": "pt"})
+    with loaded(tmp_path / "whole", "fp32") as theirs, torch.no_grad():
+        wanted = logits(theirs.model)
+    with loaded(tmp_path / "part", "fp32") as ours, torch.no_grad():
+        assert ours.bank is not None
+        torch.testing.assert_close(logits(ours.model), wanted, rtol=0, atol=1e-6)
+
+
+def test_minimax_is_the_librarys_but_for_what_is_rotated(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("minimax", tmp_path, rotary_dim=8)
+    library = LibraryMiniMax.from_pretrained(folder, dtype=torch.float32).eval()
+    with loaded(folder, "fp32") as ours, torch.no_grad():
+        torch.testing.assert_close(logits(ours.model), logits(library), rtol=0, atol=1e-5)
+
+
+def test_minimax_as_its_makers_publish_it(tmp_path: Path) -> None:
+    folder = tiny_checkpoint("minimax", tmp_path)
+    with loaded(folder, "fp32") as ours, torch.no_grad():
+        wanted = logits(ours.model)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    names = {
+        "full_attn": "layernorm_full_attention",
+        "linear_attn": "layernorm_linear_attention",
+        "mlp": "layernorm_mlp",
+    }
+    for librarys, makers in names.items():
+        for which in ("alpha", "beta"):
+            config[f"{makers}_{which}"] = config.pop(f"{librarys}_{which}_factor")
+    config["attn_type_list"] = [int(each == "full_attention") for each in config.pop("layer_types")]
+    config["rope_theta"] = config.pop("rope_parameters")["rope_theta"]
+    config |= {"model_type": "minimax_m1", "architectures": ["MiniMaxM1ForCausalLM"], "shared_moe_mode": "sigmoid"}
+    file.write_text(json.dumps(config))
+    with loaded(folder, "fp32") as ours, torch.no_grad():
+        torch.testing.assert_close(logits(ours.model), wanted, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -249,6 +334,8 @@ def test_every_family_that_the_library_lacks_is_among_these() -> None:
         ("smallthinker", {"rope_layout": [1]}),
         ("smallthinker", {"moe_enable_secondary_experts": True}),
         ("smallthinker", {"moe_layer_layout": [0, 1]}),
+        ("minimax", {"postnorm": False}),
+        ("minimax", {"shared_intermediate_size": 16}),
         ("k2_horizon", {"rope_head_dim": 4}),
         ("k2_horizon", {"attention_gate_func": "tanh"}),
     ],

@@ -84,6 +84,26 @@ _BLOCKS_CHOSEN = {
     "index_topk_blocks": 2,
     "index_local_blocks": 1,
 }
+_POOLED = {
+    **_INDEXED,
+    "index_kpool": 2,
+    "qk_rope_head_dim": 0,
+    "num_hidden_layers": 3,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
+    "linear_head_dim": 8,
+    "linear_num_heads": 4,
+}
+_STEP = {
+    "num_hidden_layers": 4,
+    "share_expert_dim": 24,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "num_sliding_attention_heads": 8,
+    "swiglu_limits": [0.0, 0.0, 0.2, 0.2],
+    "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.2],
+    "moe_router_scaling_factor": 2.0,
+}
 _INDEXED_AND_SLIDING = {
     **_INDEXED,
     "layer_types": ["indexed_attention", "sliding_attention"],
@@ -173,7 +193,6 @@ MOE: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mellum": {},
     "mimo_v2_flash": {},
-    "minimax": {"layer_types": ["linear_attention", "full_attention"], "block_size": 8},
     "minimax_m2": {},
     "minimax_m3_vl_text": _BLOCKS_CHOSEN,
     "mistral4": _LATENT,
@@ -201,6 +220,7 @@ MOE: dict[str, dict[str, Any]] = {
 OWN: dict[str, dict[str, Any]] = {
     "arctic": {"moe_layer_frequency": 1, "parallel_attn_mlp_res": True},
     "deepseek": {},
+    "glm5_next_text": _POOLED,
     "grove_moe": {"num_experts_per_tok": 3, "parallel_expert_intermediate_size": 8},
     "k2_horizon": {
         "mlp_only_layers": [0],
@@ -212,6 +232,15 @@ OWN: dict[str, dict[str, Any]] = {
         "attention_gate_func": "softplus",
         "mova_num_experts": 6,
         "mova_num_experts_per_tok": 3,
+    },
+    "minimax": {
+        **_LINEAR,
+        "block_size": 8,
+        "rotary_dim": 4,
+        "sliding_window": None,
+        "linear_attn_alpha_factor": 1.5,
+        "full_attn_beta_factor": 0.75,
+        "mlp_alpha_factor": 1.25,
     },
     "smallthinker": {
         "rope_layout": [0, 1],
@@ -280,16 +309,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
     "gemma4": {"text_config": MOE["gemma4_text"]},
     "glm4v_moe": {"text_config": _THREE_AXES},
     "glm5_next": {
-        "text_config": {
-            **_INDEXED,
-            "index_kpool": 2,
-            "qk_rope_head_dim": 0,
-            "num_hidden_layers": 3,
-            "mlp_layer_types": ["dense", "sparse", "sparse"],
-            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"],
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-        },
+        "text_config": _POOLED,
         "vision_config": {"projection_intermediate_size": 32},
     },
     "inkling2": {"vision_config": {"text_hidden_size": 32, "projection_hidden_dim": 32, "posemb_grid_size": 4}},
@@ -366,18 +386,8 @@ ADAPTED: dict[str, dict[str, Any]] = {
         "zero_expert_num": 4,
         "moe_topk": 4,
     },
-    "step3p7": {
-        "text_config": {
-            "num_hidden_layers": 4,
-            "share_expert_dim": 24,
-            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
-            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
-            "num_sliding_attention_heads": 8,
-            "swiglu_limits": [0.0, 0.0, 0.2, 0.2],
-            "swiglu_limits_shared": [0.0, 0.0, 0.0, 0.2],
-            "moe_router_scaling_factor": 2.0,
-        },
-    },
+    "step3p5": _STEP,
+    "step3p7": {"text_config": _STEP},
     "switch_transformers": {
         "d_model": 32,
         "d_kv": 8,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.chat import Tool, ToolCall
+from engine.families.replies.calls import NEST
 from engine.families.replies.reader import Part, Spoken, Thought, form_of, reply_reader
 
 SCHEMA = {
@@ -278,6 +279,15 @@ def test_a_call_within_reasoning_ends_it(form: str) -> None:
             assert (parts[0], calls_of(parts), said_in(parts).strip()) == (Thought("Hm.\n"), [call], "Said.")
 
 
+def _nested(given: dict[str, Any]) -> str:
+    def value(each: Any) -> str:
+        if isinstance(each, dict):
+            return "".join(f"{NEST}<{key}>{value(inner)}{NEST}</{key}>" for key, inner in each.items())
+        return value({"item": each[0]}) + value({"item": each[1]}) if isinstance(each, list) else str(each)
+
+    return f'{NEST}<tool_call>\n{NEST}<invoke name="weather">{value(given)}{NEST}</invoke>\n'
+
+
 CITY, DAYS = {"city": "Rome"}, {"city": "Rome", "days": 3}
 PARAMETER = "<parameter=city>\nRome\n"
 BROKEN: list[tuple[str, str, list[dict[str, Any]]]] = [
@@ -336,6 +346,15 @@ BROKEN: list[tuple[str, str, list[dict[str, Any]]]] = [
         [CITY],
     ),
     ("mistral", '[TOOL_CALLS]weather{"city": "Rome"}', [CITY]),
+    ("minimax_m3_vl", f"{_nested(DAYS)}{NEST}</tool_call>", [DAYS]),
+    ("minimax_m3_vl", _nested({"city": "Rome <b>&</b>\n"}), [{"city": "Rome <b>&</b>\n"}]),
+    (
+        "minimax_m3_vl",
+        _nested({"more": {"a": ["x", {"b": "2"}], "c": "3"}}),
+        [{"more": {"a": ["x", {"b": 2}], "c": 3}}],
+    ),
+    ("minimax_m3_vl", f'{NEST}<tool_call>\n{NEST}<invoke name="weather">{NEST}</invoke>', [{}]),
+    ("minimax_m1", '<tool_calls>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_calls>', [CITY]),
     ("gpt_oss", '<|channel|>analysis to=weather<|message|>{"city": "Rome"} <|call|>', [CITY]),
     ("gpt_oss", "<|channel|>commentary to=functions.weather<|message|><|call|>", [{}]),
     ("qwen2", '```\n[{"name": "weather", "arguments": {"city": "Rome"}}]\n```', [CITY]),

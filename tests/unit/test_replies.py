@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.chat import Tool, ToolCall
+from engine.families.replies.calls import NEST
 from engine.families.replies.reader import Part, Spoken, Thought, form_of, reply_reader
 
 WEATHER = Tool(
@@ -91,6 +92,18 @@ FORMS = {
         "<think>\nHm.\n</think>\n\nLet me see.\n<minimax:tool_call>\n"
         '<invoke name="weather">\n<parameter name="city">Rome</parameter>\n<parameter name="days">3</parameter>\n'
         '</invoke>\n<invoke name="weather">\n<parameter name="city">007</parameter>\n</invoke>\n</minimax:tool_call>',
+    ),
+    "minimax m3": (
+        "minimax_m3_vl",
+        f"<mm:think>Hm.</mm:think>Let me see.{NEST}<tool_call>\n"
+        f'{NEST}<invoke name="weather">{NEST}<city>Rome{NEST}</city>{NEST}<days>3{NEST}</days>{NEST}</invoke>\n'
+        f'{NEST}<invoke name="weather">{NEST}<city>007{NEST}</city>{NEST}</invoke>\n{NEST}</tool_call>',
+    ),
+    "minimax m1": (
+        "minimax_m1",
+        "<think>\nHm.\n</think>\nLet me see.\n<tool_calls>\n"
+        '{"name": "weather", "arguments": {"city": "Rome", "days": 3}}\n'
+        '{"name": "weather", "arguments": {"city": "007"}}\n</tool_calls>',
     ),
     "llama 3.1": (
         "llama",

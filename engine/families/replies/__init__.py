@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.families.replies.calls import (
     DSML,
     MINIMAX_TAGS,
+    NEST,
     QWEN_TAGS,
     Arriving,
     Calls,
@@ -21,6 +22,7 @@ from engine.families.replies.calls import (
     json_calls,
     kimi_calls,
     mistral_calls,
+    nested_calls,
     python_calls,
     separated_calls,
     tool_call,
@@ -128,6 +130,11 @@ MINIMAX = ReplyForm(
         CallForm("<minimax:tool_call>", MINIMAX_TAGS.read, MINIMAX_TAGS.around),
         CallForm(MINIMAX_TAGS.opens, MINIMAX_TAGS.read_opened, MINIMAX_TAGS.around),
     )
+)
+MINIMAX_M1 = ReplyForm(calls=(CallForm("<tool_calls>", json_calls, ("</tool_calls>",)),))
+MINIMAX_M3 = ReplyForm(
+    thoughts=(("<mm:think>", "</mm:think>"), *MINIMAX.thoughts),
+    calls=(CallForm(f"{NEST}<tool_call>", nested_calls, (f"{NEST}</tool_call>",), (NEST,)), *MINIMAX.calls),
 )
 DEEPSEEK = ReplyForm(
     calls=(

@@ -124,10 +124,24 @@ class Tools:
             keys = {**declared, **keys} if isinstance(declared, Mapping) else keys
         return keys
 
-    def argument(self, name: str, key: str, text: str) -> Any:
-        """What an argument without quotes is: a text where the schema says so, else what can be read as allowed."""
+    def argument(self, name: str, key: str, said: Any) -> Any:
+        """What an argument without quotes is: a text where the schema says so, else what can be read as allowed.
+
+        Args:
+            said: a text, or lists and objects of texts.
+        """
         root = self._schemas[name]
-        kinds = _kinds(self.keys(name).get(key, root.get("additionalProperties")), root, {})
+        return self._typed(self.keys(name).get(key, root.get("additionalProperties")), root, said)
+
+    def _typed(self, schema: Any, root: Any, text: Any) -> Any:
+        if isinstance(text, list):
+            items = next((part["items"] for part in _parts(schema, root) if "items" in part), None)
+            return [self._typed(items, root, each) for each in text]
+        if isinstance(text, dict):
+            found = [part["properties"] for part in _parts(schema, root) if isinstance(part.get("properties"), Mapping)]
+            declared = {key: each for keys in reversed(found) for key, each in keys.items()}
+            return {key: self._typed(declared.get(key), root, each) for key, each in text.items()}
+        kinds = _kinds(schema, root, {})
         if kinds == {"string"}:
             return text
         kind, meant = _LAX_WORDS.get(text.strip().lower(), ("", None))
@@ -564,6 +578,49 @@ GLM_TAGS = Tagged("<tool_call>", "", "<arg_key>", ("</arg_key>",), "<arg_value>"
 MINIMAX_TAGS = _invokes("", "</minimax:tool_call>")
 DSML = _invokes("｜DSML｜", "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>")
 """DeepSeek-V3.2 and V4."""
+
+
+NEST = "]<]minimax[>["
+"""What stands before each tag of MiniMax-M3."""
+
+
+def nested_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
+    """`<invoke name="tool"><key>value</key></invoke>`, `NEST` before each tag; values may be such tags: MiniMax-M3."""
+
+    def one() -> Reading[tuple[str, dict[str, Any]]]:
+        yield from source.run(_SPACE)
+        yield from source.must(f'{NEST}<invoke name="')
+        name = yield from source.must(*tools.names)
+        yield from source.must('">')
+        said = yield from _nested(source, "invoke", 0)
+        said = {} if isinstance(said, str) and not said.strip() else said
+        if not isinstance(said, dict):
+            raise NoCall
+        return name, {key: tools.argument(name, key, each) for key, each in said.items()}
+
+    return (yield from _several(source, one))
+
+
+def _nested(source: Arriving, tag: str, depth: int) -> Reading[Any]:
+    """What stands in a tag, which is passed with what closes it: a text, an object, or a list of what is in `item`s."""
+    if depth > DEEPEST:
+        raise NoCall
+    begin, within = source.at, list[tuple[str, Any]]()
+    if not (yield from source.find(NEST)):
+        raise NoCall
+    text = source.text[begin : source.at - len(NEST)]
+    while not (yield from source.passes(f"</{tag}>")):
+        yield from source.must("<")
+        begin = source.at
+        if not (yield from source.find(">")):
+            raise NoCall
+        key = source.text[begin : source.at - 1]
+        within.append((key, (yield from _nested(source, key, depth + 1))))
+        yield from source.run(_SPACE)
+        yield from source.must(NEST)
+    if within and depth and all(key == "item" for key, _ in within):
+        return [each for _, each in within]
+    return dict(within) if within else text
 
 
 def tool_call(source: Arriving, tools: Tools) -> Reading[Calls]:

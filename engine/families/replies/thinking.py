@@ -19,6 +19,8 @@ _SWITCHES = {
     "thinking": re.compile(r"(?<![.\w])(?:if|and|or|not)\s+(?:not\s+)?thinking\b(?!\s*[.\[(])"),
 }
 """Variables that turn thinking on and off: Qwen's, which most took over, and that of Granite and DeepSeek."""
+_MODE = re.compile(r"(?<![.\w])thinking_mode\b(?!\s*=[^=])")
+"""MiniMax-M3's."""
 _EFFORT = re.compile(r"(?<![.\w])reasoning_effort\b(?!\s*=[^=])")
 """gpt-oss's."""
 _NO_EFFORT = re.compile(r"""['"]none['"]""")
@@ -29,7 +31,7 @@ def thinking_choices(template: str) -> tuple[Thinking, ...]:
     """The values of `SamplingParams.thinking` that a template knows, besides `auto`; empty if it knows none."""
     knows = _reading(template)
     efforts = _EFFORTS if knows(_EFFORT) else ()
-    switches = any(knows(pattern) for pattern in _SWITCHES.values())
+    switches = any(knows(pattern) for pattern in (_MODE, *_SWITCHES.values()))
     if switches:
         return ("off", *efforts) if efforts else ("off", "on")
     return ("off", *efforts) if efforts and _NO_EFFORT.search(template) else efforts
@@ -41,6 +43,8 @@ def thinking_values(template: str, thinking: Thinking) -> dict[str, Any]:
         return {}
     knows = _reading(template)
     values: dict[str, Any] = {name: thinking != "off" for name, pattern in _SWITCHES.items() if knows(pattern)}
+    if knows(_MODE):
+        values["thinking_mode"] = "disabled" if thinking == "off" else "enabled"
     if knows(_EFFORT):
         if thinking in _EFFORTS:
             values["reasoning_effort"] = thinking

@@ -33,12 +33,10 @@ from engine.runtime.kv.memory import cache_bytes, cache_layer_bytes
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.reuse import (
     KvSnapshot,
-    can_continue,
     can_take_back,
     exact_tokens,
     forgetful_bytes,
     long_rope_boundary,
-    reorder_cache,
     restart_angles,
 )
 from engine.runtime.load.devices import ModelDevices
@@ -92,10 +90,9 @@ class KvSession:
         self._fitting_tokens = loaded.context_tokens
         """Of a prompt at once that there has been memory for."""
         self._pieces = PromptPieces(loaded)
-        self._in_chunks = can_continue(loaded.model)
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
-        self._kept = kept if self._in_chunks else None
+        self._kept = kept
         self._form = CacheForm.of(new_cache(loaded.model)) if self._kept is not None else None
         self._cache: Cache | None = None
         self._ids: list[int] = []
@@ -300,7 +297,6 @@ class KvSession:
         return (
             self._drafter is not None
             and 0 < tokens <= MOST_ROWS
-            and self._in_chunks
             and type(self._cache) is DynamicCache
             and bool(self._ids)
         )
@@ -363,7 +359,7 @@ class KvSession:
 
     def _reads_less(self, tokens: int) -> bool:
         """After a piece of a prompt for which there was no memory: from now on they are shorter, if they can be."""
-        if not self._in_chunks or tokens <= PAGE_TOKENS:
+        if tokens <= PAGE_TOKENS:
             return False
         self._fitting_tokens = max(PAGE_TOKENS, tokens // 2)
         self._chunk_tokens = min(self._chunk_tokens, self._fitting_tokens)
@@ -389,7 +385,7 @@ class KvSession:
 
     def _chunks(self, begin: int, total: int, piece: int) -> Iterator[tuple[int, int]]:
         """From where to where each forward of a prompt goes, of up to so many tokens."""
-        if not self._in_chunks or total > self._exact or self._crosses(0, total):
+        if total > self._exact or self._crosses(0, total):
             yield begin, total
             return
         last = total - SNAPSHOT_TOKENS
@@ -404,7 +400,7 @@ class KvSession:
         return self._cache is not None and KvSnapshot.worth_taking(self._cache)
 
     def _take_snapshot(self) -> None:
-        if not (self._ids and self._in_chunks and self._cache is not None and self._forgets()):
+        if not (self._ids and self._cache is not None and self._forgets()):
             return
         now = KvSnapshot(self._cache, len(self._ids))
         earlier = [each for each in self._snapshots if each.length < now.length] if self._keeps_several else []
@@ -490,7 +486,6 @@ class KvSession:
             self._snapshots = [each for each in self._snapshots if each.length <= shared]
         keep = (
             shared > 0
-            and (self._in_chunks or len(prompt) - shared == 1)
             and max(held, len(prompt)) <= self._exact
             and not self._crosses(shared, len(prompt))
             and not self._crosses(shared, held)
@@ -568,7 +563,8 @@ class BeamCache:
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Sequence i continues what sequence `sources[i]` was; [B] int64."""
-        reorder_cache(self._cache, sources)
+        # Not `batch_select_indices` and the like: layers with recurrent states know only how to reorder.
+        self._cache.reorder_cache(sources)
 
 
 class KvRoom:

@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 )
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
+from engine.families.library import COMPRESSING
 from engine.runtime.kept.block import BLOCK_TOKENS, DTYPES, dtype_name
 from engine.runtime.kept.files import Key
 from engine.runtime.kv.growing import GrowingWindowLayer
@@ -34,7 +35,7 @@ _STATES = (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
-"""The library's, by exact class: all that they hold are tensors and plain values."""
+"""The library's, by exact class."""
 _MOST_LAYERS = 4096
 _MOST_DIMENSIONS = 8
 _Plain = bool | int | None
@@ -42,7 +43,12 @@ _Plain = bool | int | None
 
 def has_state(states: Any) -> bool:
     """Whether what a layer of this class holds can be kept, though it forgets tokens."""
-    return type(states) is GrowingWindowLayer or type(states) in _STATES
+    return type(states) is GrowingWindowLayer or _is_plain(states)
+
+
+def _is_plain(states: Any) -> bool:
+    """Whether all that a layer holds are tensors and plain values, some of them in dictionaries."""
+    return type(states) in _STATES or type(states).__name__ in COMPRESSING
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +216,9 @@ def _held_by(states: Any) -> tuple[list[tuple[str, torch.Tensor]], dict[str, _Pl
     for name, value in vars(states).items():
         each = {f"{name} {key}": item for key, item in value.items()} if isinstance(value, dict) else {name: value}
         for at, item in each.items():
-            if isinstance(item, torch.Tensor):
+            if isinstance(item, torch.Tensor) and not item.numel():
+                plain[at] = None  # as good as none
+            elif isinstance(item, torch.Tensor):
                 tensors.append((at, item))
             elif item is None or isinstance(item, bool | int):
                 plain[at] = item
@@ -235,7 +243,7 @@ def restore(cache: Any, layout: StateLayout, data: torch.Tensor, device_of: Call
                 _append(states, tensors)
         elif type(states) is GrowingWindowLayer:
             restore_window(states, tensors, layout.tokens)
-        elif type(states) in _STATES:
+        elif _is_plain(states):
             _restore_state(states, layer, tensors, device)
         else:
             raise LookupError("a layer of another kind")
@@ -268,7 +276,7 @@ def _restore_state(states: Any, layer: LayerState, tensors: list[torch.Tensor], 
         if name not in vars(states) or isinstance(now, dict) is not bool(key):
             raise LookupError(f"{name} is something else now")
         if isinstance(now, dict):
-            now[int(key)] = value
+            now[int(key) if key.isdecimal() else key] = value
         else:
             setattr(states, name, value)
     states.device = device

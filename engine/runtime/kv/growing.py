@@ -334,6 +334,10 @@ class GrowingIndexedLayer(GrowingLayer):
         self._indexed = end
         return buffer.narrow(1, 0, end)
 
+    def update_index(self, states: torch.Tensor) -> torch.Tensor:
+        """The same of [B, 1, q, D], as MiniMax-M3 calls it."""
+        return self.update_indexer(states[:, 0])[:, None]
+
     def _grow_index(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
         old, capacity = self._index_buffer, grown_capacity(self._indexed, tokens, self.most_tokens)
         shape = (like.shape[0], capacity, like.shape[2])

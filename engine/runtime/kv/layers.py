@@ -14,6 +14,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
+from engine.families.library import BLOCK_INDEX
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
@@ -73,7 +74,7 @@ def _growing(layer: Any, most_tokens: int | None, kv_type: KvType | None) -> Any
     """A new layer that does what the library's new `layer` does, in place where that is known."""
     if type(layer) is DynamicLayer:
         return GrowingLayer(most_tokens) if kv_type is None else NarrowLayer(kv_type, most_tokens)
-    if type(layer) is DynamicIndexedLayer:
+    if type(layer) is DynamicIndexedLayer or type(layer).__name__ == BLOCK_INDEX:
         return GrowingIndexedLayer(most_tokens)
     if type(layer) is DynamicSlidingWindowLayer:
         return GrowingWindowLayer(layer.sliding_window)

@@ -1,8 +1,7 @@
 """What may be done to a KV cache without changing a single later token.
 
-Three questions, answered from the layers that the cache really has rather than from the model's name: may its last
-tokens be taken back, if not, can it return to a snapshot, and may a prompt be read in chunks, each continuing the
-cache of the one before?
+Two questions, answered from the layers that the cache really has rather than from the model's name: may its last
+tokens be taken back, and if not, can it return to a snapshot?
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from transformers.cache_utils import (
     Cache,
     DummyLayer,
@@ -85,22 +83,6 @@ def can_take_back(cache: Cache, tokens: int) -> bool:
         elif type(layer) not in KEEPS_EVERY_TOKEN:
             return False
     return True
-
-
-def reorder_cache(cache: Cache, sources: torch.Tensor) -> None:
-    """Row i becomes what row `sources[i]` was; [B] int64, where B need not be the present number of rows.
-
-    Not `batch_repeat_interleave` or `batch_select_indices`: layers with recurrent states know only how to reorder.
-    """
-    cache.reorder_cache(sources)
-    # MiniMax's cache keeps linear-attention states beside its layers, where the library forgets to reorder them.
-    beside = getattr(cache, "linear_cache", [])
-    beside[:] = [s.index_select(0, sources) if isinstance(s, torch.Tensor) else s for s in beside]
-
-
-def can_continue(model: Any) -> bool:
-    """Whether several tokens on top of a cache give the same as all tokens at once."""
-    return family_of(model.config.get_text_config(decoder=True).model_type).continues
 
 
 _FEW_INDEX_HEADS = 16

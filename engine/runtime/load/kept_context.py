@@ -21,7 +21,7 @@ from engine.runtime.kept.files import KeptFiles, Key
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.kept.state import CacheForm
 from engine.runtime.kv.layers import new_cache
-from engine.runtime.kv.reuse import can_continue, exact_tokens, long_rope_boundary
+from engine.runtime.kv.reuse import exact_tokens, long_rope_boundary
 from engine.runtime.loaded_model import LoadedModel
 
 _RAM_SHARE = 8
@@ -49,11 +49,6 @@ def why_not_kept(model: Any) -> str:
     """Why nothing that this model reads is kept for other chats, as a sentence; empty if it is."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "What this model reads is not kept: it reads each prompt in one go."
-    if not can_continue(model):
-        return (
-            "What this model reads is not kept for other chats: it reads each prompt in one go, for some of its layers "
-            "sum up what they have read."
-        )
     if CacheForm.of(new_cache(model)) is None:
         return (
             "What this model reads is not kept for other chats: some of its layers hold more than keys, values and "

@@ -40,7 +40,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import IMPLEMENTATION, experts_forward
 from engine.families import family_of
 from engine.families.known import known_types, nearest
-from engine.families.library import CHOSEN_EXPERTS
+from engine.families.library import CHOSEN_EXPERTS, ROUTER_CORRECTION
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.later_modules import with_all_meta_operators
 from engine.runtime.own import make_known
@@ -161,7 +161,9 @@ def _read_by(config_class: Any) -> frozenset[str]:
                     for member in members:
                         if callable(member):
                             found |= _texts_in(getattr(inspect.unwrap(member), "__code__", None))
-    return frozenset(found)
+    # As in `kwargs.pop(f"swa_{name}")`.
+    begins = [each for each in found if each.isidentifier() and each[0] != "_" and each.endswith("_")]
+    return frozenset(found.union(*({begin + each for each in found} for begin in begins)))
 
 
 def _texts_in(code: CodeType | None) -> set[str]:
@@ -289,6 +291,16 @@ def _without_compiler(model_class: Any, config: Any) -> Any | None:
     return model
 
 
+def _keep_corrections(model: Any) -> None:
+    """What is added to routers' scores stays in float32, as in every checkpoint, where the library rounds it."""
+    for module in model.modules():
+        for held in (module._buffers, module._parameters):
+            tensor = held.get(ROUTER_CORRECTION)
+            if tensor is not None and tensor.dtype in (torch.bfloat16, torch.float16):
+                exact = tensor.float()
+                held[ROUTER_CORRECTION] = torch.nn.Parameter(exact, False) if held is module._parameters else exact
+
+
 def _as_the_library_does(model_class: Any, config: Any) -> Any:
     with_all_meta_operators()
     return model_class(config)
@@ -313,6 +325,7 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
         with ContextManagers([*model_class.get_init_context(dtype, False, False, False), _without_first_values()]):
             model = _without_compiler(model_class, config) or _as_the_library_does(model_class, config)
             patch_output_recorders(model)
+            _keep_corrections(model)
             if adapter is not None:
                 adapter.prepare(model)
     except EngineError:

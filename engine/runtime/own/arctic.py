@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
-from torch.nn.functional import silu
+from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeMLP
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 
-from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnMoE, SideBySideLayer, add, experts, stacked
 
 
 @strict
@@ -27,42 +27,12 @@ class ArcticConfig(OwnConfig):
     parallel_attn_mlp_res: bool = False
 
 
-class ArcticMLP(torch.nn.Module):
-    """Gated."""
-
-    def __init__(self, hidden: int, width: int) -> None:
-        super().__init__()
-        self.w1, self.w3 = (torch.nn.Linear(hidden, width, bias=False) for _ in range(2))
-        self.w2 = torch.nn.Linear(width, hidden, bias=False)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[..., H] -> [..., H]."""
-        out: torch.Tensor = self.w2(silu(self.w1(hidden_states)) * self.w3(hidden_states))
-        return out
-
-
-class ArcticMoE(torch.nn.Module):
-    """Mixtral's experts."""
-
-    def __init__(self, config: ArcticConfig) -> None:
-        super().__init__()
-        self.gate = MixtralTopKRouter(config)
-        self.experts = experts(config, config.num_local_experts, config.intermediate_size)
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, index = self.gate(rows)
-        out: torch.Tensor = self.experts(rows, index, weights.to(rows.dtype))
-        return out.view(hidden_states.shape)
-
-
 class ArcticBlock(torch.nn.Module):
     """What a layer without experts has."""
 
     def __init__(self, config: ArcticConfig) -> None:
         super().__init__()
-        self.mlp = ArcticMLP(config.hidden_size, config.intermediate_size)
+        self.mlp = Lfm2MoeMLP(config)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]."""
@@ -70,25 +40,25 @@ class ArcticBlock(torch.nn.Module):
         return out
 
 
-class ArcticDecoderLayer(OwnLayer):
+class ArcticDecoderLayer(SideBySideLayer):
     """Attention and a dense block, one after the other, with experts beside both."""
 
     def __init__(self, config: ArcticConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        del self.mlp
         is_sparse = (layer_idx + 1) % config.moe_layer_frequency == 0
         self.self_attn = LlamaAttention(config, layer_idx)
-        self.block_sparse_moe = ArcticMoE(config) if is_sparse else ArcticBlock(config)
+        self.block_sparse_moe: torch.nn.Module = ArcticBlock(config)
+        if is_sparse:
+            own = experts(config, config.num_local_experts, config.intermediate_size)
+            self.block_sparse_moe = OwnMoE(MixtralTopKRouter(config), own)
         self.is_parallel = is_sparse and config.parallel_attn_mlp_res
         if self.is_parallel:
             self.residual_layernorm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-            self.residual_mlp = ArcticMLP(config.hidden_size, config.hidden_size)
+            self.residual_mlp = Lfm2MoeMLP(config, config.hidden_size)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        after = hidden_states + attended
-        beside = hidden_states if self.is_parallel else after
+    def behind(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """See `SideBySideLayer`."""
+        beside = before if self.is_parallel else after
         if self.is_parallel:
             after = after + self.residual_mlp(self.residual_layernorm(after))
         out: torch.Tensor = after + self.block_sparse_moe(self.post_attention_layernorm(beside))

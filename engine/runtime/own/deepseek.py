@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch
 from huggingface_hub.dataclasses import strict
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP, Qwen2MoeTopKRouter
 
-from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, OwnMoE, add, experts, stacked
 
 
 @strict
@@ -42,22 +41,16 @@ class DeepseekAttention(LlamaAttention):  # type: ignore[misc]  # the library is
     """Llama's."""
 
 
-class DeepseekMoE(torch.nn.Module):
-    """Routed experts, and shared ones in one."""
+class DeepseekMoE(OwnMoE):
+    """With shared experts."""
 
     def __init__(self, config: DeepseekConfig) -> None:
-        super().__init__()
-        self.gate = Qwen2MoeTopKRouter(config)
-        self.experts = experts(config, config.n_routed_experts or 0, config.moe_intermediate_size)
-        shared = config.n_shared_experts
-        self.shared_experts = Qwen2MoeMLP(config, config.moe_intermediate_size * shared) if shared else None
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, index = self.gate(rows)
-        out: torch.Tensor = self.experts(rows, index, weights).view(hidden_states.shape)
-        return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+        width, shared = config.moe_intermediate_size, config.n_shared_experts
+        super().__init__(
+            Qwen2MoeTopKRouter(config),
+            experts(config, config.n_routed_experts or 0, width),
+            Qwen2MoeMLP(config, width * shared) if shared else None,
+        )
 
 
 class DeepseekDecoderLayer(OwnLayer):

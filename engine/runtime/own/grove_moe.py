@@ -7,7 +7,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, OwnMoE, add, experts, stacked
 
 
 @strict
@@ -51,22 +51,17 @@ class GroveMoeGroups(torch.nn.Module):
         return out
 
 
-class GroveMoeSparseMoeBlock(torch.nn.Module):
+class GroveMoeSparseMoeBlock(OwnMoE):
     """Experts, and those of their groups."""
 
     def __init__(self, config: GroveMoeConfig) -> None:
-        super().__init__()
-        self.scale = config.parallel_expert_scale
-        self.gate = Qwen2MoeTopKRouter(config)
-        self.experts = experts(config, config.num_experts, config.moe_intermediate_size)
-        self.groups = GroveMoeGroups(config)
+        super().__init__(Qwen2MoeTopKRouter(config), experts(config, config.num_experts, config.moe_intermediate_size))
+        self.scale, self.groups = config.parallel_expert_scale, GroveMoeGroups(config)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, index = self.gate(rows)
-        out: torch.Tensor = self.experts(rows, index, weights) + self.scale * self.groups(rows, index, weights)
-        return out.view(hidden_states.shape)
+    def routed(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """See `OwnMoE`."""
+        out: torch.Tensor = super().routed(rows, index, weights) + self.scale * self.groups(rows, index, weights)
+        return out
 
 
 def _once(groups: torch.Tensor, weights: torch.Tensor, nothing: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import (
 )
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeMLP
 
-from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, OwnMoE, add, experts, stacked
 
 
 @strict
@@ -108,25 +108,13 @@ class K2HorizonRouter(torch.nn.Module):
         return logits, (weights * self.scale).to(rows.dtype), index
 
 
-class K2HorizonMoE(torch.nn.Module):
-    """Routed experts, and shared ones in one."""
-
-    def __init__(self, config: K2HorizonConfig) -> None:
-        super().__init__()
-        width = config.moe_intermediate_size
-        self.gate = K2HorizonRouter(
-            config, config.num_experts, config.num_experts_per_tok, normalises=config.norm_topk_prob
-        )
-        self.experts = experts(config, config.num_experts, width)
-        shared = config.num_shared_experts
-        self.shared_experts = Qwen2MoeMLP(config, width * shared) if shared else None
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
-        _, weights, index = self.gate(rows)
-        out: torch.Tensor = self.experts(rows, index, weights).view(hidden_states.shape)
-        return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+def _moe(config: K2HorizonConfig) -> OwnMoE:
+    width, shared = config.moe_intermediate_size, config.num_shared_experts
+    return OwnMoE(
+        K2HorizonRouter(config, config.num_experts, config.num_experts_per_tok, normalises=config.norm_topk_prob),
+        experts(config, config.num_experts, width),
+        Qwen2MoeMLP(config, width * shared) if shared else None,
+    )
 
 
 class K2HorizonAttention(LlamaAttention):  # type: ignore[misc]  # the library is untyped
@@ -213,7 +201,7 @@ class K2HorizonDecoderLayer(OwnLayer):
         super().__init__(config, layer_idx)
         self.self_attn = K2HorizonAttention(config, layer_idx)
         if config.is_sparse(layer_idx):
-            self.mlp = K2HorizonMoE(config)
+            self.mlp = _moe(config)
         self.input_layernorm, self.post_attention_layernorm = _norm(config), _norm(config)
 
 

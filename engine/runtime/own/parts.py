@@ -94,20 +94,30 @@ class OwnLayers(Qwen2Model):  # type: ignore[misc]  # the library is untyped
     _init_weights = _first_values
 
 
+class OwnLayer(LlamaDecoderLayer):  # type: ignore[misc]  # the library is untyped
+    """A norm and attention, then a norm and a feed-forward block, each added to its input."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.layer_idx = layer_idx
+
+
 class OwnForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]  # the library is untyped
     """Layers and a head.
 
     Attributes:
+        layers: all of them.
         layer, norm, rotary: see `OwnLayers`.
     """
 
-    layer: Callable[[Any, int], torch.nn.Module]
+    layers: Callable[..., torch.nn.Module] = OwnLayers
+    layer: Callable[[Any, int], torch.nn.Module] = OwnLayer
     rotary: Callable[[Any], torch.nn.Module] = LlamaRotaryEmbedding
 
     def __init__(self, config: Any) -> None:
         super(Qwen2ForCausalLM, self).__init__(config)
         kind = type(self)
-        self.model = OwnLayers(config, kind.layer, kind.norm, kind.rotary)
+        self.model = kind.layers(config, kind.layer, kind.norm, kind.rotary)
         self.vocab_size = config.vocab_size
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -121,12 +131,53 @@ class OwnForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]  # the library is 
     _init_weights = _first_values
 
 
-class OwnLayer(LlamaDecoderLayer):  # type: ignore[misc]  # the library is untyped
-    """A norm and attention, then a norm and a feed-forward block, each added to its input."""
+def alone(layers: Callable[[Any], torch.nn.Module]) -> Callable[..., torch.nn.Module]:
+    """The library's layers of a part that writes text, for a model that is this part alone."""
+    return lambda config, *_parts: layers(config)
+
+
+class SideBySideLayer(OwnLayer):
+    """A layer whose experts see, or are chosen by, what comes before its attention."""
 
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.layer_idx = layer_idx
+        del self.mlp
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        """[B, S, H] -> [B, S, H]."""
+        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+        return self.behind(hidden_states, hidden_states + attended)
+
+    def behind(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """The layer's result, from what comes before attention and behind it."""
+        raise NotImplementedError
+
+
+class OwnMoE(torch.nn.Module):
+    """A router and experts, and in some models shared experts in one.
+
+    Attributes:
+        router_name: what checkpoints call it.
+    """
+
+    router_name = "gate"
+
+    def __init__(self, router: torch.nn.Module, experts: Any, shared: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        setattr(self, self.router_name, router)
+        self.experts, self.shared_experts = experts, shared
+
+    def forward(self, hidden_states: torch.Tensor, scored: torch.Tensor | None = None) -> torch.Tensor:
+        """[B, S, H], and what the router scores where that is something else -> [B, S, H]."""
+        rows = hidden_states.flatten(0, -2)
+        _, weights, index = getattr(self, self.router_name)(rows if scored is None else scored.flatten(0, -2))
+        out = self.routed(rows, index, weights.to(rows.dtype)).view(hidden_states.shape)
+        return out if self.shared_experts is None else out + self.shared_experts(hidden_states)
+
+    def routed(self, rows: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Rows [T, H] with their experts [T, k] and weights -> [T, H]."""
+        out: torch.Tensor = self.experts(rows, index, weights)
+        return out
 
 
 def experts(config: Any, count: int, width: int, activation: str = "silu") -> Any:

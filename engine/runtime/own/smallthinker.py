@@ -9,7 +9,7 @@ from huggingface_hub.dataclasses import strict
 from torch.nn.functional import linear
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3Attention
 
-from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnLayer, add, experts, stacked
+from engine.runtime.own.parts import OwnConfig, OwnForCausalLM, OwnMoE, SideBySideLayer, add, experts, stacked
 
 
 @strict
@@ -67,36 +67,24 @@ class SmallThinkerRouter(torch.nn.Module):
         return logits, (weights / weights.sum(-1, keepdim=True)).to(rows.dtype), index
 
 
-class SmallThinkerMoeBlock(torch.nn.Module):
+class SmallThinkerMoeBlock(OwnMoE):
     """A router of one input, and experts of another."""
 
-    def __init__(self, config: SmallThinkerConfig) -> None:
-        super().__init__()
-        self.primary_router = SmallThinkerRouter(config)
-        self.experts = experts(config, config.moe_num_primary_experts, config.moe_ffn_hidden_size, "relu")
-
-    def forward(self, layer_input: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] each -> [B, S, H]."""
-        width = hidden_states.shape[-1]
-        _, weights, index = self.primary_router(layer_input.reshape(-1, width))
-        out: torch.Tensor = self.experts(hidden_states.reshape(-1, width), index, weights)
-        return out.view(hidden_states.shape)
+    router_name = "primary_router"
 
 
-class SmallThinkerDecoderLayer(OwnLayer):
+class SmallThinkerDecoderLayer(SideBySideLayer):
     """Only some layers rotate; those slide."""
 
     def __init__(self, config: SmallThinkerConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        del self.mlp
         self.self_attn = SmolLM3Attention(config, layer_idx)
-        self.block_sparse_moe = SmallThinkerMoeBlock(config)
+        own = experts(config, config.moe_num_primary_experts, config.moe_ffn_hidden_size, "relu")
+        self.block_sparse_moe = SmallThinkerMoeBlock(SmallThinkerRouter(config), own)
 
-    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]."""
-        attended, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
-        after = hidden_states + attended
-        out: torch.Tensor = after + self.block_sparse_moe(hidden_states, self.post_attention_layernorm(after))
+    def behind(self, before: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+        """See `SideBySideLayer`."""
+        out: torch.Tensor = after + self.block_sparse_moe(self.post_attention_layernorm(after), before)
         return out
 
 
