@@ -136,17 +136,20 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """Numbers that are stored as a function of them: `lowered` by one, or the `logarithm` of what is
+    """Numbers that are stored as a function of them: `lowered` by one, `scaled`, or the `logarithm` of what is
     stored, which llama.cpp has with or without its sign, or there are zeros instead.
     """
 
-    how: Literal["lowered", "logarithm", "nothing"]
+    how: Literal["lowered", "scaled", "logarithm", "nothing"]
     order: NDArray[np.intp] | None = None
+    factor: float = 1.0
 
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
         values = numbers(entries[0].dtype, arrays[0])
         if self.how == "nothing":
             return np.zeros((1, values.size), np.float32)
+        if self.how == "scaled":
+            return values * np.float32(self.factor)
         with np.errstate(all="ignore"):  # a broken file may hold anything
             values = values - np.float32(1) if self.how == "lowered" else np.log(np.abs(values))
         return values if self.order is None else values.reshape(-1)[self.order]

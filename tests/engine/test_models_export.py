@@ -140,6 +140,16 @@ def test_what_llama_cpp_does_not_have_is_refused_in_a_sentence(
     assert not list(tmp_path.glob("*.gguf"))
 
 
+@pytest.mark.parametrize(
+    ("family", "why"), [("grove_moe", "another input"), ("k2_horizon", "branch"), ("smallthinker", "have a window")]
+)
+def test_families_that_are_not_written_say_why(family: str, why: str, tmp_path: Path) -> None:
+    checkpoint = tiny_checkpoint(family, tmp_path / "model")
+    with pytest.raises(EngineError, match=f"cannot be written as llama.cpp has it: .*{why}") as caught:
+        export_gguf(checkpoint, tmp_path, Quantisation.BF16, lambda _done, _total: None)
+    assert caught.value.code is ErrorCode.MODEL_UNSUPPORTED
+
+
 def test_nothing_is_overwritten(tmp_path: Path) -> None:
     checkpoint = tiny_checkpoint("llama", tmp_path / "model")
     (tmp_path / "a.gguf").write_text("mine")

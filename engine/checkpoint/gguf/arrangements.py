@@ -141,6 +141,12 @@ def _lowered(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> Tens
     return packed(sources[0].shape, sources, Changed("lowered"))
 
 
+def _latent_norm(sources: Sequence[TensorEntry], config: Mapping[str, Any]) -> TensorEntry:
+    """Without the factor of what is normalised, which the model applies itself."""
+    shape = sources[0].shape
+    return packed(shape, sources, Changed("scaled", factor=math.sqrt(shape[0] / config["hidden_size"])))
+
+
 def _logarithm(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
     """Of the numbers without their signs, in this shape."""
 
@@ -252,6 +258,7 @@ ARRANGEMENTS: dict[str, Arrangement] = {
     "alternating_transposed": _joined(transposed=True, alternating=True),
     "alternating_numbers": _joined(axis=-1, alternating=True),
     "latent_heads": _latent_heads,
+    "latent_norm": _latent_norm,
     "by_key_head": _by_key_head,
     **{f"delta_{part}": _delta(part) for part in ("qkv", "rows", "columns", "convolution", "numbers", "logarithm")},
     "delta_heads": _delta("heads"),

@@ -290,8 +290,9 @@ class _Keys:
             raise _lacks_tensor(self.file, tensor)
         return entry
 
-    def rope(self) -> dict[str, Any]:
-        return _rope(self, self.value(Key("rope.dimension_count", 0)))
+    def rope(self, rotated: int = 0) -> dict[str, Any]:
+        """See `engine.families.gguf.File`."""
+        return _rope(self, rotated or self.value(Key("rope.dimension_count", 0)))
 
     def _lacks(self, name: str) -> EngineError:
         return EngineError(
@@ -335,12 +336,13 @@ def _common(keys: _Keys, family: Gguf) -> dict[str, Any]:
     if embedding.shape[1] != hidden:
         raise keys._senseless("embedding_length", hidden)
     _check_vocabulary(file, embedding.shape[0])
-    rope = {} if family.own_rope else _rope(keys, head_dim)
-    rotated = keys.whole("rope.dimension_count", head_dim)
-    if rotated != head_dim and not family.own_rope:
-        if not family.partial_rotary or rotated > head_dim:
+    rope: dict[str, Any] = {}
+    if not family.own_rope:
+        rope, rotated = _rope(keys, head_dim), keys.whole("rope.dimension_count", head_dim)
+        if rotated != head_dim and (not family.partial_rotary or rotated > head_dim):
             raise keys.unsupported("rope.dimension_count", rotated)
-        rope["partial_rotary_factor"] = rotated / head_dim
+        if rotated != head_dim:
+            rope["partial_rotary_factor"] = rotated / head_dim
     return {
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
@@ -434,7 +436,8 @@ def _llama3_scaling(file: GgufFile, factors: NDArray[np.float32], theta: float, 
     another stay, and between them the share is linear in the frequency (Llama 3.1, `apply_scaling`). Two of the numbers
     are the two ends of that line; one of the four only scales another, and is taken as 1.
     """
-    if len(factors) != head_dim // 2 or not np.isfinite(factors).all() or factors.min() <= 0:
+    factors, beyond = np.split(factors, [head_dim // 2])
+    if len(factors) != head_dim // 2 or not np.isfinite(factors).all() or factors.min() <= 0 or np.any(beyond != 1):
         raise _odd_factors(file)
     if np.all(factors == 1):
         return {}

@@ -166,6 +166,8 @@ def described(checkpoint: Path, quantisation: Quantisation) -> tuple[Gguf, Metad
     family = gguf_of(config["model_type"])
     if family is None or not {"num_hidden_layers", "hidden_size", "num_attention_heads"} <= config.keys():
         raise _unsupported(f"models of the type {config['model_type']} are not written to GGUF")
+    if family.unwritten:
+        raise _unsupported(family.unwritten)
     entries = read_tensors(checkpoint)
     tensors = list(_tensors(family, config, entries))
     metadata = {

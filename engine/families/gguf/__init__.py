@@ -67,8 +67,8 @@ class File(Protocol):
     def numbers(self, tensor: str) -> list[float]:
         """A small tensor."""
 
-    def rope(self) -> dict[str, Any]:
-        """`rope_parameters` as most architectures have them."""
+    def rope(self, rotated: int = 0) -> dict[str, Any]:
+        """`rope_parameters` as most architectures have them; of a head `rotated` dimensions, or as many as it says."""
 
     def unsupported(self, name: str, value: object) -> Exception:
         """The error for a value of a key that the library's code cannot compute with."""
@@ -96,6 +96,7 @@ class Gguf:
         partial_rotary: whether only a part of each head may be rotated.
         layered: whether layers may have different numbers of heads: then `computed` says which.
         own_rope: whether `computed` gives `rope_parameters`.
+        unwritten: why its models are not written to such files; empty if they may be.
     """
 
     architecture: str
@@ -112,6 +113,7 @@ class Gguf:
     partial_rotary: bool = False
     layered: bool = False
     own_rope: bool = False
+    unwritten: str = ""
 
 
 def both(theirs: str, ours: str) -> Tensors:

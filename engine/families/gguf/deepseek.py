@@ -21,6 +21,8 @@ from engine.families.gguf import (
     correction,
     experts,
     layer,
+    of_one_value,
+    per_layer,
     scaled,
     shared_expert,
     stacked_experts,
@@ -99,18 +101,50 @@ TENSORS: Tensors = (
 )
 
 
-_INDEXER = layer(
+INDEXER = layer(
     {"wq_b": "indexer.attn_q_b", "wk": "indexer.attn_k", "k_norm": "indexer.k_norm", "weights_proj": "indexer.proj"},
     "self_attn.indexer",
 )
 """Which tokens a layer attends to."""
 
 
-def _indexers(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+def indexers(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     """Layers without an indexer attend to the same tokens as the one before."""
     layers = range(config["num_hidden_layers"])
     has = [file.has(f"blk.{n}.indexer.attn_k.weight") for n in layers]
     return {"indexer_types": ["full" if each else "shared" for each in has]}
+
+
+def _dots3(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers with a sliding window have heads, and a latent space, of their own."""
+    slides = per_layer(file, "attention.sliding_window_pattern", config)
+    counts = list(zip(per_layer(file, "attention.head_count", config), slides, strict=True))
+    heads, of_windows = (
+        of_one_value(file, "attention.head_count", [count for count, own in counts if own == kind])
+        for kind in (False, True)
+    )
+    width, rotated = file.value(Key("attention.key_length_mla_swa")), config["qk_rope_head_dim"]
+    sliding = {
+        "num_attention_heads": of_windows,
+        "num_key_value_heads": of_windows,
+        "q_lora_rank": config["q_lora_rank"],
+        "kv_lora_rank": file.value(Key("attention.kv_lora_rank_swa")),
+        "head_dim": width,
+        "qk_nope_head_dim": width - rotated,
+        "qk_rope_head_dim": rotated,
+        "v_head_dim": file.value(Key("attention.value_length_mla_swa")),
+    }
+    theta = {"rope_type": "default", "rope_theta": file.value(Key("rope.freq_base_swa"))}
+    return {
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "head_dim": config["qk_nope_head_dim"] + rotated,
+        "layer_types": ["sliding_attention" if each else "indexed_attention" for each in slides],
+        "sliding_window": file.value(Key("attention.sliding_window")),
+        "shared_experts_intermediate_size": config["moe_intermediate_size"],
+        "per_layer_config": {str(layer): sliding for layer, each in enumerate(slides) if each},
+        "rope_parameters": {"indexed_attention": config["rope_parameters"], "sliding_attention": theta},
+    }
 
 
 RANKS: dict[str, str | Key] = {
@@ -119,13 +153,27 @@ RANKS: dict[str, str | Key] = {
     "qk_rope_head_dim": "rope.dimension_count",
 }
 _CONFIG = ROUTED_EXPERTS | RANKS
-_INDEXES: dict[str, str | Key] = {
+INDEXES: dict[str, str | Key] = {
     "index_n_heads": "attention.indexer.head_count",
     "index_head_dim": "attention.indexer.key_length",
     "index_topk": "attention.indexer.top_k",
 }
 
 ROWS = (
+    # Factors of the latents are in the norms before them.
+    Gguf(
+        architecture="dots3note",
+        model_type="dots3_note_text",
+        head_dim="rope.dimension_count",
+        layered=True,
+        config={**_CONFIG, **INDEXES},
+        fixed={"expert_gating_func": SIGMOID},
+        computed=(latent, scaled, which_are_sparse, _dots3),
+        tensors=TENSORS
+        | INDEXER
+        | layer({"g_proj": "attn_gate", "k_rope_only_layernorm": "attn_k_norm"}, "self_attn")
+        | layer({"q_a_layernorm": "attn_q_a_norm", "kv_a_layernorm": "attn_kv_a_norm"}, "self_attn", "latent_norm"),
+    ),
     Gguf(
         architecture="deepseek2",
         model_type="deepseek_v2",
@@ -178,15 +226,15 @@ ROWS = (
             layered=True,
             config={
                 **_CONFIG,
-                **_INDEXES,
+                **INDEXES,
             },
             fixed={"expert_gating_func": SIGMOID},
             computed=(latent, scaled, which_are_sparse, *more),
-            tensors=TENSORS | _INDEXER,
+            tensors=TENSORS | INDEXER,
         )
         for architecture, model_type, more in (
             ("deepseek32", "deepseek_v32", ()),
-            ("glm-dsa", "glm_moe_dsa", (_indexers,)),
+            ("glm-dsa", "glm_moe_dsa", (indexers,)),
         )
     ),
     Gguf(
@@ -196,14 +244,14 @@ ROWS = (
         layered=True,
         config={
             **_CONFIG,
-            **_INDEXES,
+            **INDEXES,
             "swiglu_limit": Key("swiglu_clamp_exp", 0.0),
             "hc_mult": "hyper_connection.count",
             "hc_eps": "hyper_connection.epsilon",
             "hc_magnitude": "hyper_connection.magnitude",
         },
         fixed={"expert_gating_func": SIGMOID},
-        computed=(latent, scaled, which_are_sparse, _indexers),
+        computed=(latent, scaled, which_are_sparse, indexers),
         tensors={
             **ENDS,
             **NORMS,
@@ -213,7 +261,7 @@ ROWS = (
             **shared_expert("mlp.shared_experts"),
             **correction("mlp.gate.e_score_correction_bias"),
             **LATENT,
-            **_INDEXER,
+            **INDEXER,
             f"{LAYER}.self_attn.sinks": "blk.{n}.attn_sinks.weight",
             **{
                 f"{LAYER}.{block}_hc.{part}": f"blk.{{n}}.hc_{block}_{part}.weight"

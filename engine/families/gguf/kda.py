@@ -1,4 +1,4 @@
-"""Kimi Linear and Ling 3: linear attention with a gate per channel (KDA), between layers of latent attention."""
+"""Kimi Linear, Ling 3 and GLM-5.3-Flash: linear attention with a gate per channel (KDA) between latent attention."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from engine.families.gguf import (
     LOCAL_EXPERTS,
     NORMS,
     OWN_WIDTH,
+    ROUTED_EXPERTS,
     SIGMOID,
     File,
     Gguf,
@@ -28,7 +29,7 @@ from engine.families.gguf import (
     shared_expert,
     which_are_sparse,
 )
-from engine.families.gguf.deepseek import LATENT, RANKS, latent
+from engine.families.gguf.deepseek import INDEXER, INDEXES, LATENT, RANKS, indexers, latent
 
 KDA: Tensors = {
     **layer(
@@ -67,7 +68,64 @@ def _kinds(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def _glm5(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    shared = file.value(Key("swiglu_clamp_shexp", config["swiglu_limit"]))
+    if shared != config["swiglu_limit"]:
+        raise file.unsupported("swiglu_clamp_shexp", shared)
+    return {
+        "num_key_value_heads": config["num_attention_heads"],
+        "qk_rope_head_dim": 0,
+        "qk_nope_head_dim": file.value(Key("attention.key_length_mla")),
+        "v_head_dim": file.value(Key("attention.value_length_mla")),
+        "layer_types": [each.replace("full", "indexed") for each in _kinds(file, config)["layer_types"]],
+        "linear_num_heads": config["num_attention_heads"],
+    }
+
+
 ROWS = (
+    Gguf(
+        architecture="glm5-next",
+        model_type="glm5_next_text",
+        head_dim="kda.head_dim",
+        layered=True,
+        own_rope=True,
+        config={
+            **ROUTED_EXPERTS,
+            **INDEXES,
+            "q_lora_rank": "attention.q_lora_rank",
+            "kv_lora_rank": "attention.kv_lora_rank",
+            "index_kpool": "attention.indexer.kpool",
+            "index_kpool_always_select_tail": Key("attention.indexer.kpool_select_tail", True),
+            "linear_head_dim": "kda.head_dim",
+            "linear_conv_kernel_dim": "ssm.conv_kernel",
+            "linear_lower_bound": Key("kda.gate_lower_bound", None),
+            "swiglu_limit": "swiglu_clamp_exp",
+            "hc_mult": "hyper_connection.count",
+            "hc_sinkhorn_iters": "hyper_connection.sinkhorn_iterations",
+            "hc_eps": "hyper_connection.epsilon",
+        },
+        fixed={"expert_gating_func": SIGMOID, "rope.dimension_count": 0},
+        computed=(scaled, which_are_sparse, indexers, _glm5),
+        tensors=ENDS
+        | NORMS
+        | feed_forward()
+        | LATENT
+        | KDA
+        | INDEXER
+        | experts()
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.gate.e_score_correction_bias")
+        | {f"{LAYER}.self_attn.A_log": Made("logarithm", "blk.{n}.ssm_a")}
+        | {
+            f"{LAYER}.self_attn.indexer.index_kpool_compress_{part}": f"blk.{{n}}.indexer_compressor_{part}.weight"
+            for part in ("ape", "gate")
+        }
+        | {
+            f"{LAYER}.hc_{block}_{part}": f"blk.{{n}}.hc_{block}_{part}.weight"
+            for block in ("attn", "ffn")
+            for part in ("fn", "base", "scale")
+        },
+    ),
     Gguf(
         architecture="kimi-linear",
         model_type="kimi_linear",

@@ -25,6 +25,7 @@ from engine.families.gguf import (
     SHARED_WIDTH,
     SIGMOID,
     SOFTMAX,
+    TIMES,
     File,
     Gguf,
     Key,
@@ -147,12 +148,47 @@ def _mimo(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     return {"num_key_value_heads": narrow, "rope_parameters": rope}
 
 
+def _minimax_01(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    layers, names = range(config["num_hidden_layers"]), ("full_attn", "linear_attn", "mlp")
+    sums = [file.has(f"blk.{n}.attn_gate.weight") for n in layers]
+    return {
+        "layer_types": ["linear_attention" if each else "full_attention" for each in sums],
+        **{f"{name}_alpha_factor": file.value(Key("residual_scale")) for name in names},
+    }
+
+
 def _minimax_m3(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
     layers = range(config["num_hidden_layers"])
     has = [file.has(f"blk.{n}.indexer.k_proj.weight") for n in layers]
     return {
         "shared_intermediate_size": file.value(Key("expert_shared_count", 1)) * config["intermediate_size"],
         "layer_types": ["minimax_m3_sparse" if each else "full_attention" for each in has],
+    }
+
+
+def _step35(file: File, config: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = config["layer_types"]
+    heads = list(zip(per_layer(file, "attention.head_count", config), kinds, strict=True))
+    full, of_windows = (
+        of_one_value(file, "attention.head_count", [count for count, own in heads if own == kind])
+        for kind in ("full_attention", "sliding_attention")
+    )
+    key_heads = per_layer(file, "attention.head_count_kv", config)
+    rotated = file.value(Key("rope.dimension_count", config["head_dim"]))
+    # llama.cpp halves it for layers without a window.
+    rope, part = file.rope(rotated // 2), rotated / config["head_dim"]
+    theta = {"rope_type": "default", "rope_theta": file.value(Key("rope.freq_base_swa", rope["rope_theta"]))}
+    return {
+        "num_attention_heads": full,
+        "num_sliding_attention_heads": of_windows,
+        "num_key_value_heads": of_one_value(file, "attention.head_count_kv", key_heads),
+        "moe_router_scaling_factor": scale_of_weights(file),
+        "swiglu_limits": per_layer(file, "swiglu_clamp_exp", config, 0.0),
+        "swiglu_limits_shared": per_layer(file, "swiglu_clamp_shexp", config, 0.0),
+        "rope_parameters": {
+            "full_attention": {**rope, "partial_rotary_factor": part / 2},
+            "sliding_attention": {**theta, "partial_rotary_factor": part},
+        },
     }
 
 
@@ -412,6 +448,7 @@ ROWS = (
         constants={"norm_topk_prob": True, **_ALL_SPARSE},
         fixed=routing(norm=True),
         tensors=ENDS | NORMS | ATTENTION | experts() | _GROVES,
+        unwritten="llama.cpp gives its experts of groups another input than the model's makers do",
     ),
     Gguf(
         architecture="hunyuan-dense",
@@ -457,6 +494,7 @@ ROWS = (
         | correction("mlp.gate.bias")
         | layer({"gate_proj": "attn_gate", "v_router": "attn_v_gate"}, "self_attn")
         | {f"{LAYER}.self_attn.v_experts.{{e}}.weight": "blk.{n}.attn_v_exps.weight"},
+        unwritten="only a branch of llama.cpp by the model's makers reads such files",
     ),
     Gguf(
         architecture="laguna",
@@ -542,6 +580,26 @@ ROWS = (
         | experts()
         | correction("mlp.gate.e_score_correction_bias")
         | {f"{LAYER}.self_attn.attention_sink_bias": "blk.{n}.attn_sinks.weight"},
+    ),
+    Gguf(
+        architecture="minimax-01",
+        model_type="minimax",
+        partial_rotary=True,
+        config=LOCAL_EXPERTS,
+        constants={"router_jitter_noise": 0.0},
+        fixed=routing(norm=True),
+        computed=(_minimax_01,),
+        tensors=ENDS
+        | NORMS
+        | ATTENTION
+        | _MIXTRALS
+        | layer({"qkv_proj": "attn_qkv", "output_gate": "attn_gate", "norm": "attn_norm_2"}, "self_attn")
+        | {
+            f"{LAYER}.self_attn.{theirs}_proj.weight": Made(
+                "first", "blk.{n}.attn_output.weight", f"blk.{{n}}.attn_{beside}.weight"
+            )
+            for theirs, beside in {"o": "q", "out": "gate"}.items()
+        },
     ),
     Gguf(
         architecture="minimax-m2",
@@ -679,6 +737,7 @@ ROWS = (
         | NORMS
         | ATTENTION
         | experts("block_sparse_moe", gate="gate", up="up", down="down", router="primary_router"),
+        unwritten="which of its layers rotate, and which have a window, is not written",
     ),
     Gguf(
         architecture="smollm3",
@@ -686,5 +745,29 @@ ROWS = (
         constants=_NO_WINDOW,
         computed=(_smollm3,),
         tensors=DENSE | ROTATED_ATTENTION,
+    ),
+    Gguf(
+        architecture="step35",
+        model_type="step3p5",
+        layered=True,
+        own_rope=True,
+        config={
+            "n_routed_experts": "expert_count",
+            **TIMES,
+            **OWN_WIDTH,
+            "share_expert_dim": "expert_shared_feed_forward_length",
+        },
+        fixed={"expert_weights_norm": True, "expert_gating_func": SIGMOID},
+        computed=(windows(), which_are_sparse, _step35),
+        tensors=ENDS
+        | ATTENTION
+        | FEED_FORWARD
+        | layer({"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm"}, how="lowered")
+        | layer({"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}, "self_attn", "lowered")
+        | {"model.norm.weight": Made("lowered", "output_norm.weight")}
+        | layer({"self_attn.g_proj": "attn_gate", "mlp.gate": "ffn_gate_inp"})
+        | stacked_experts("mlp.experts")
+        | shared_expert("mlp.shared_experts")
+        | correction("mlp.gate.e_score_correction_bias"),
     ),
 )
