@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.common.config import SamplingParams
+from engine.planner.placement import NotEnoughRamError
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
@@ -14,8 +16,9 @@ from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
-from tests.engine.loaded_tiny import NO_END, random_prompt
-from tests.engine.tiny_families import tiny_checkpoint
+from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.test_family_parity import loaded as loaded_there
+from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config
 
 LENGTHS = [1, 40, 70, 12, 33]
 
@@ -59,3 +62,53 @@ def test_answers_are_those_of_the_cpu(family: str, tmp_path: Path) -> None:
             finally:
                 executor.close()
             assert answers == wanted, schedule
+
+
+MANY_HEADS = {"index_topk": 8, "index_n_heads": 32}
+"""With few heads many tokens are equally important."""
+CHOOSING = {
+    "deepseek_v32": MANY_HEADS,
+    "glm_moe_dsa": MANY_HEADS,
+    "hy_v4": MANY_HEADS,
+    "dots3_note_text": MANY_HEADS,
+    "glm5_next_text": MANY_HEADS,
+    "minimax_m3_vl_text": {},
+    "qwen4_exp_text": {"indexer_budget": 8, "indexer_n_heads": 32},
+}
+"""Families whose layers attend to some tokens, or blocks of them, only: fewer here than a prompt has."""
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk", "card"])
+@pytest.mark.parametrize("family", CHOOSING)
+def test_rows_of_models_that_choose_tokens_are_the_librarys(family: str, place: str, tmp_path: Path) -> None:
+    def spread(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            output_embeddings(model).weight.mul_(40)
+
+    folder = tiny_checkpoint(family, tmp_path, prepare=spread, **CHOOSING[family])
+    config = tiny_config(family, **CHOOSING[family])
+    library = model_class(config).from_pretrained(folder, dtype=torch.float32).eval()
+    wanted = {row.row: tuple(library_tokens(library, row.ids, 5)) for row in _rows()}
+    options = {"cpu": {}, "disk": {"ram_bytes": _least(folder)}, "card": {"cache_slots": 3}}[place]
+    with on_devices.opened(folder, int(place == "card"), **options) as loaded:
+        assert (loaded.disk_backed is not None) == (place == "disk")
+        policy = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=100, micro_batch_rows=2)
+        executor, answers = BatchExecutor(loaded, policy), dict[int, tuple[int, ...]]()
+        try:
+            executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
+        finally:
+            executor.close()
+        assert answers == wanted
+        assert _alone(loaded) == wanted
+        for row in _rows():
+            with torch.inference_mode():
+                ids = torch.tensor([row.ids])
+                found, theirs = (model(input_ids=ids).logits for model in (loaded.model, library))
+            torch.testing.assert_close(found, theirs, rtol=0, atol=1e-3)
+
+
+def _least(folder: Path) -> int:
+    """The RAM in which the model just fits, its experts on disk."""
+    with pytest.raises(NotEnoughRamError) as caught, loaded_there(folder, "fp32", ram_bytes=1):
+        pass
+    return caught.value.needed
