@@ -15,6 +15,7 @@ from engine.families.family import (
     fast_path,
 )
 from engine.families.replies import (
+    COHERE,
     COMMON,
     DEEPSEEK,
     GEMMA,
@@ -40,7 +41,8 @@ TABLE: dict[str, Family] = {
     "aria": Family(types=("aria_text",), packs_rows=True),
     "axk1": Family(packs_rows=True),
     "beam": Family(packs_rows=True),
-    "cohere2_moe": Family(packs_rows=True),
+    "cohere2": Family(replies=COHERE),
+    "cohere2_moe": Family(replies=COHERE, packs_rows=True),
     "dbrx": Family(adapter="dbrx", packs_rows=True),
     # DeepSeek-MoE, the first of all.
     "deepseek": Family(

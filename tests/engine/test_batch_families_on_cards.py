@@ -72,6 +72,7 @@ CHOOSING = {
     "hy_v4": MANY_HEADS,
     "dots3_note_text": MANY_HEADS,
     "glm5_next_text": MANY_HEADS,
+    "deepseek_v4": MANY_HEADS,
     "minimax_m3_vl_text": {},
     "qwen4_exp_text": {"indexer_budget": 8, "indexer_n_heads": 32},
 }

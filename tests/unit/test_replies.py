@@ -99,6 +99,12 @@ FORMS = {
         f'{NEST}<invoke name="weather">{NEST}<city>Rome{NEST}</city>{NEST}<days>3{NEST}</days>{NEST}</invoke>\n'
         f'{NEST}<invoke name="weather">{NEST}<city>007{NEST}</city>{NEST}</invoke>\n{NEST}</tool_call>',
     ),
+    "cohere": (
+        "cohere2_moe",
+        "<|START_THINKING|>Hm.<|END_THINKING|><|START_TEXT|>Let me see.<|END_TEXT|><|START_ACTION|>[\n"
+        '    {"tool_call_id": "0", "tool_name": "weather", "parameters": {"city": "Rome", "days": 3}},\n'
+        '    {"tool_call_id": "1", "tool_name": "weather", "parameters": {"city": "007"}}\n]<|END_ACTION|>',
+    ),
     "minimax m1": (
         "minimax_m1",
         "<think>\nHm.\n</think>\nLet me see.\n<tool_calls>\n"

@@ -87,11 +87,8 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
     config = gguf_config(file)
     family, file = _opened(file)
     layers = int(config["num_hidden_layers"])
-    if guesses and family_of(family.model_type).draft_head == DraftHead():
-        family = replace(family, tensors={**family.tensors, **DRAFT_HEAD})
-        further = [(name, ways) for name, ways in expanded(family, range(layers, layers + 1)) if f".{layers}." in name]
-    else:
-        further = []
+    head = family_of(family.model_type).draft_head if guesses else None
+    further = list(_of_head(family, head, layers)) if head is not None else []
     left = dict.fromkeys(name for name in file.tensors if not _predicts_further(name, layers))
     tensors: dict[str, TensorEntry] = {}
     prefix = f"{file.architecture}."
@@ -129,6 +126,21 @@ def gguf_tensors(file: GgufFile, *, guesses: bool = False) -> dict[str, TensorEn
             "wrong.",
         )
     return tensors
+
+
+def _of_head(family: Gguf, head: DraftHead, layers: int) -> Iterator[tuple[str, list[Made]]]:
+    """As `expanded`, of the layer that guesses tokens, by the names that checkpoints of the family have."""
+    own: dict[str, Any] = dict(DRAFT_HEAD)
+    last = family.tensors.get("model.norm.weight")
+    if isinstance(last, Made):  # norms are stored in another way
+        own |= {name: Made(last.how, source) for name, source in own.items() if name.endswith("norm.weight")}
+    names = {"enorm": head.embedding_norm, "hnorm": head.hidden_norm, "eh_proj": head.projection}
+    names["shared_head.norm"] = head.norm
+    begins, prefix = f"model.layers.{layers}.", head.prefix.format(layers=layers)
+    for name, ways in expanded(replace(family, tensors={**family.tensors, **own}), range(layers, layers + 1)):
+        if name.startswith(begins):
+            module, _, kind = name.removeprefix(begins).rpartition(".")
+            yield f"{prefix}{names.get(module, head.layer + module)}.{kind}", ways
 
 
 def _first(source: str) -> str:

@@ -131,6 +131,11 @@ MINIMAX = ReplyForm(
         CallForm(MINIMAX_TAGS.opens, MINIMAX_TAGS.read_opened, MINIMAX_TAGS.around),
     )
 )
+COHERE = ReplyForm(
+    thoughts=(("<|START_THINKING|>", "<|END_THINKING|>"),),
+    calls=(CallForm("<|START_ACTION|>", json_calls, ("<|END_ACTION|>",)),),
+    left_out=("<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+)
 MINIMAX_M1 = ReplyForm(calls=(CallForm("<tool_calls>", json_calls, ("</tool_calls>",)),))
 MINIMAX_M3 = ReplyForm(
     thoughts=(("<mm:think>", "</mm:think>"), *MINIMAX.thoughts),

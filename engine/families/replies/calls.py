@@ -357,6 +357,7 @@ def _kinds(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:
 # Forms
 
 _CALL_KEYS = {"name", "arguments", "parameters", "type", "function", "id", "call_id", "index"}
+_CALL_KEYS |= {"tool_name", "tool_call_id"}
 """One of which an object begins with that is a call."""
 
 
@@ -397,7 +398,8 @@ def _entries(source: Arriving, tools: Tools) -> Reading[list[dict[str, Any]]]:
         yield from source.run(_SPACE)
         said = yield from _object(source, 0, check)
         said = said["function"] if isinstance(said.get("function"), dict) else said
-        if said.get("name") not in tools.names:
+        said["name"] = said.get("name", said.get("tool_name"))
+        if said["name"] not in tools.names:
             raise NoCall
         return said
 
@@ -420,7 +422,7 @@ def _entries(source: Arriving, tools: Tools) -> Reading[list[dict[str, Any]]]:
 def json_calls(source: Arriving, tools: Tools) -> Reading[Calls]:
     """`{"name": ..., "arguments": {...}}`, several of these, or a list: Hermes, Qwen, Granite, Mistral and many others.
 
-    Llama writes `parameters`.
+    Llama writes `parameters`, Cohere that and `tool_name`.
     """
     entries = yield from _entries(source, tools)
     return [(each["name"], arguments_of(each.get("arguments", each.get("parameters")))) for each in entries]
