@@ -18,6 +18,7 @@ _CLASSES = {
     "qwen3_omni_moe_thinker": "qwen3_omni_moe",
     "sarvam_mla": "deepseek_v3",
     "sarvam_moe": "glm4_moe",
+    "step3p7": "step3p5",
 }
 """Types whose layers that write text are another family's."""
 

@@ -318,7 +318,7 @@ TABLE: dict[str, Family] = {
     ),
     "solar_open": Family(packs_rows=True, fast_path=fast_path("SolarOpen", "MoE", GROUPED_SIGMOID)),
     "step3p5": Family(own=True, adapter="step3p7", packs_rows=True),
-    "step3p7": Family(adapter="step3p7", packs_rows=True),
+    "step3p7": Family(adapter="step3p7"),
     "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1),
     "unlimited_ocr": Family(refused=READS_PICTURES),
 }

@@ -77,21 +77,24 @@ CHOOSING = {
     "qwen4_exp_text": {"indexer_budget": 8, "indexer_n_heads": 32},
 }
 """Families whose layers attend to some tokens, or blocks of them, only: fewer here than a prompt has."""
+SUMMING: dict[str, dict[str, int]] = {"jamba": {}, "minimax": {}}
+"""Families of which we compute such layers ourselves as sum up what they have read."""
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk", "card"])
-@pytest.mark.parametrize("family", CHOOSING)
-def test_rows_of_models_that_choose_tokens_are_the_librarys(family: str, place: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", [*CHOOSING, *SUMMING])
+def test_rows_of_models_that_choose_or_sum_up_are_the_librarys(family: str, place: str, tmp_path: Path) -> None:
     def spread(model: torch.nn.Module) -> None:
         with torch.no_grad():
             output_embeddings(model).weight.mul_(40)
 
-    folder = tiny_checkpoint(family, tmp_path, prepare=spread, **CHOOSING[family])
-    config = tiny_config(family, **CHOOSING[family])
+    options = {**CHOOSING, **SUMMING}[family]
+    folder = tiny_checkpoint(family, tmp_path, prepare=spread, **options)
+    config = tiny_config(family, **options)
     library = model_class(config).from_pretrained(folder, dtype=torch.float32).eval()
     wanted = {row.row: tuple(library_tokens(library, row.ids, 5)) for row in _rows()}
-    options = {"cpu": {}, "disk": {"ram_bytes": _least(folder)}, "card": {"cache_slots": 3}}[place]
-    with on_devices.opened(folder, int(place == "card"), **options) as loaded:
+    where = {"cpu": {}, "disk": {"ram_bytes": _least(folder)}, "card": {"cache_slots": 3}}[place]
+    with on_devices.opened(folder, int(place == "card"), **where) as loaded:
         assert (loaded.disk_backed is not None) == (place == "disk")
         policy = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=100, micro_batch_rows=2)
         executor, answers = BatchExecutor(loaded, policy), dict[int, tuple[int, ...]]()

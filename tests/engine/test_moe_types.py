@@ -96,6 +96,15 @@ def test_a_model_that_could_see_says_that_it_does_not(family: str, sees: bool, t
         assert ("images" in ours.info.device_note) == sees
 
 
+def test_minimax_m2_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> None:
+    file = tiny_checkpoint("minimax_m2", tmp_path) / "config.json"
+    config = {**json.loads(file.read_text()), "rotary_dim": 4, "rope_theta": 5e6}
+    del config["rope_parameters"]
+    file.write_text(json.dumps(config))
+    with loaded(tmp_path, "fp32") as ours:
+        assert ours.model.model.rotary_emb.inv_freq.shape == (2,)
+
+
 def test_the_kinds_that_are_known_without_the_library_are_those_it_knows() -> None:
     """Before a download nothing asks the library. To renew: write this, sorted, a name a line."""
     tasks = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM")
