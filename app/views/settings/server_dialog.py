@@ -224,7 +224,9 @@ class ServerDialog(QDialog):
         self._area.setMinimumWidth(self._form.minimumSizeHint().width())
         below = max(self._below.totalHeightForWidth(width), self._below.totalSizeHint().height())
         high = self._form.sizeHint().height() + below + scaled(24)
-        self.resize(width, min(high, max(scaled(360), self.parentWidget().window().height() - scaled(20))))
+        over = self.parentWidget()
+        room = over.window().height() - scaled(20) if over is not None else high
+        self.resize(width, min(high, max(scaled(360), room)))
 
     # --- what was entered ---
 
