@@ -17,8 +17,8 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.engine import Engine
+from engine.runtime.kv.pages import PagePool
 from engine.runtime.schedule import together
-from engine.runtime.schedule.row import PagePool
 from tests.engine.tiny_families import tiny_checkpoint
 
 _MIB = 2**20

@@ -10,8 +10,8 @@ from typing import Any
 
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.kv.moving import append, can_move, move
 from engine.runtime.schedule.alone import AloneAnswer
-from engine.runtime.schedule.moving import append, can_move, move
 from engine.runtime.schedule.request import PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.together import ContinuousBatch

@@ -26,6 +26,7 @@ from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.decode.sequence import SequenceError, of_one
+from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
 from engine.runtime.schedule.asked import Asked, OnEnd, Outcome
@@ -34,7 +35,7 @@ from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.loan import Loan
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation, PreparedRow
-from engine.runtime.schedule.row import PagedRow, pages_for
+from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch

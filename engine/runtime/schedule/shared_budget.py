@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.runtime.schedule.row import PagePool
+from engine.runtime.kv.pages import PagePool
 
 _FEWEST_PAGES = 16
 """Given back at a time."""

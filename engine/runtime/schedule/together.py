@@ -20,10 +20,11 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kv.moving import can_move, move, move_back
+from engine.runtime.kv.pages import PagePool, pages_for
 from engine.runtime.schedule.lane import Lane, RowSource
-from engine.runtime.schedule.moving import can_move, move, move_back
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
-from engine.runtime.schedule.row import PagedRow, PagePool, pages_for
+from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 

@@ -1,0 +1,207 @@
+"""Pages of rows in any order of their lives: none is lost, taken twice, or written to while others hold it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from itertools import chain
+from types import SimpleNamespace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.runtime.kv.pages import PagePool, pages_for
+from engine.runtime.schedule.row import PagedRow
+
+_BEGINNINGS = [[kind] * length for kind in (1, 2) for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
+"""Few kinds, so that many rows begin alike."""
+
+
+@dataclass(eq=False)
+class _Row:
+    """A row, and what its model would have written."""
+
+    row: PagedRow
+    ids: list[int]
+    waits: bool = False
+    """Whether it has no pages reserved, and must not take any."""
+
+
+class PagesInAnyOrder(RuleBasedStateMachine):
+    """Rows that begin, share, read, answer, step aside, take over and end, over one pool."""
+
+    @initialize(capacity=st.integers(1, 12))
+    def start(self, capacity: int) -> None:
+        self.pool = PagePool(capacity)
+        self.alive: list[_Row] = []
+        self.forks: list[dict[int, list[int]]] = []
+        self.held: dict[int, list[int]] = {}
+        """Page -> all tokens up to its last one, as they were written."""
+
+    @precondition(lambda self: len(self.alive) < 6)
+    @rule(
+        beginning=st.sampled_from(_BEGINNINGS),
+        rest=st.lists(st.integers(1, 3), min_size=1, max_size=PAGE_TOKENS + 2),
+        most=st.integers(1, 2 * PAGE_TOKENS),
+        ahead=st.one_of(st.none(), st.integers(1, PAGE_TOKENS)),
+    )
+    def begin(self, beginning: list[int], rest: list[int], most: int, ahead: int | None) -> None:
+        ids: list[int] = []
+        prompt = [*beginning, *rest]
+        request: Any = SimpleNamespace(row=0, chat="", on_reused=None)
+        sequence: Any = SimpleNamespace(ids=ids)
+        row = PagedRow(request, prompt, sequence, most, self.pool, ahead)
+        if row.reserve():
+            self.alive.append(_Row(row, ids))
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 5), most=st.integers(1, PAGE_TOKENS + 5))
+    def read(self, which: int, most: int) -> None:
+        mine = self._of(which)
+        if mine.waits or not mine.row.is_reading:
+            return
+        mine.row.share_pages()
+        self._write(mine, min(most, len(mine.row.prompt) - mine.row.held))
+        if not mine.row.is_reading:
+            mine.ids.append(7 + len(mine.ids) % 2)
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 5), tokens=st.integers(1, 40))
+    def answer(self, which: int, tokens: int) -> None:
+        mine = self._of(which)
+        for _ in range(tokens):
+            if mine.waits or mine.row.is_reading or not mine.ids or self._is_full(mine):
+                return
+            if not mine.row.reserve_next():
+                return
+            self._write(mine, 1)
+            mine.ids.append(7 + len(mine.ids) % 2)
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 5))
+    def abandon_a_step(self, which: int) -> None:
+        """Pages are taken, but what was computed is thrown away."""
+        mine = self._of(which)
+        if not mine.waits and mine.row.is_reading:
+            mine.row.piece(1)
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 5))
+    def step_aside(self, which: int) -> None:
+        mine = self._of(which)
+        mine.row.step_aside()
+        mine.waits = True
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 5))
+    def come_back(self, which: int) -> None:
+        mine = self._of(which)
+        if mine.waits and (mine.row.reserve() or mine.row.reserve_least()):
+            mine.waits = False
+
+    @precondition(lambda self: self.alive)
+    @rule(which=st.integers(0, 5))
+    def end(self, which: int) -> None:
+        mine = self._of(which)
+        self.alive.remove(mine)
+        mine.row.close()
+        mine.row.close()  # whoever is not sure may say so twice
+
+    @precondition(lambda self: self.alive and len(self.forks) < 4)
+    @rule(which=st.integers(0, 5))
+    def fork(self, which: int) -> None:
+        """Others go on from the whole pages that a row has."""
+        mine = self._of(which)
+        pages = mine.row.pages.tolist()[: mine.row.held // PAGE_TOKENS]
+        for page in pages:
+            self.pool.fork(page)
+            assert self.pool.is_forked(page)
+        self.forks.append({page: list(self.held[page]) for page in pages})
+
+    @precondition(lambda self: self.forks)
+    @rule(which=st.integers(0, 3))
+    def end_fork(self, which: int) -> None:
+        for page in self.forks.pop(which % len(self.forks)):
+            self.pool.release(page)
+
+    @rule(pages=st.integers(1, 3))
+    def grow(self, pages: int) -> None:
+        self.pool.grow(pages)
+
+    @rule(most=st.integers(1, 4))
+    def give_memory_back(self, most: int) -> None:
+        held = self._uses()
+        for page in self.pool.give_back(most):
+            assert page not in held
+            self.held.pop(page, None)
+
+    @rule()
+    def forget(self) -> None:
+        self.pool.forget_prefixes()
+
+    @invariant()
+    def every_row_finds_what_it_wrote(self) -> None:
+        for mine in self.alive if hasattr(self, "pool") else ():
+            tokens = mine.row.read
+            for place, page in enumerate(mine.row.pages.tolist()[: pages_for(len(tokens))]):
+                wanted = tokens[: (place + 1) * PAGE_TOKENS]
+                assert self.held[page][: len(wanted)] == wanted
+        for fork in getattr(self, "forks", ()):
+            assert all(self.held[page] == tokens for page, tokens in fork.items())
+
+    @invariant()
+    def pages_are_counted(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        uses = self._uses()
+        assert all(0 <= page < self.pool.capacity for page in uses)
+        for mine in self.alive:
+            assert len(set(mine.row.pages.tolist())) == len(mine.row.pages)
+        assert self.pool.held == len(uses)
+        assert self.pool.held <= self.pool.in_use <= self.pool.capacity
+        shared = [page for page, count in uses.items() if count > 1]
+        for page in shared:  # only whole pages are shared: nobody writes to one
+            holders = [mine.row for mine in self.alive if page in mine.row.pages.tolist()]
+            assert all(row.held >= (row.pages.tolist().index(page) + 1) * PAGE_TOKENS for row in holders)
+
+    def teardown(self) -> None:
+        for mine in getattr(self, "alive", ()):
+            mine.row.close()
+        for page in chain.from_iterable(getattr(self, "forks", ())):
+            self.pool.release(page)
+        if hasattr(self, "pool"):
+            assert (self.pool.held, self.pool.in_use) == (0, 0)
+            assert self.pool.reserve(self.pool.capacity)  # none is lost
+            assert len({self.pool.take() for _ in range(self.pool.capacity)}) == self.pool.capacity
+
+    def _uses(self) -> Counter[int]:
+        """How many hold each page."""
+        rows = chain.from_iterable(mine.row.pages.tolist() for mine in self.alive)
+        return Counter(chain(rows, *self.forks))
+
+    def _of(self, which: int) -> _Row:
+        return self.alive[which % len(self.alive)]
+
+    def _is_full(self, mine: _Row) -> bool:
+        return pages_for(mine.row.held + 1) > len(mine.row._table)
+
+    def _write(self, mine: _Row, tokens: int) -> None:
+        row = mine.row
+        row.piece(tokens)
+        pages, begin = row.pages.tolist(), row.held
+        new = (row.next_ids(tokens) if row.is_reading else mine.ids[-1:])[:tokens]
+        before = row.read
+        for place in range(begin, begin + tokens):
+            page, slot = pages[place // PAGE_TOKENS], place % PAGE_TOKENS
+            assert self._uses()[page] == 1, "a page is written to while somebody else holds it"
+            so_far = [*before, *new[: place - begin + 1]]
+            assert slot == 0 or self.held[page] == so_far[:-1]
+            self.held[page] = so_far
+        row.has_read(tokens)
+
+
+TestPagesInAnyOrder = PagesInAnyOrder.TestCase
+TestPagesInAnyOrder.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
