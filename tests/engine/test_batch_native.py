@@ -11,7 +11,7 @@ import torch
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
-from engine.runtime.batch.few_rows import FewRows
+from engine.runtime.batch.layers import NativeRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -115,22 +115,22 @@ def test_logits_are_those_of_the_library(
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
-def test_a_few_rows_go_through_all_layers_in_native_calls(
+def test_a_few_rows_go_through_all_layers_in_one_native_call(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = _load(tiny_checkpoint(family, tmp_path, **_WIDE))
-    calls, own = list[int](), FewRows.__call__
+    calls, own = list[int](), NativeRows.few
 
-    def counted(self: FewRows, ids: list[int], *rest: Any) -> torch.Tensor:
+    def counted(self: NativeRows, ids: list[int], *rest: Any) -> torch.Tensor:
         calls.append(len(ids))
         return own(self, ids, *rest)
 
     try:
-        monkeypatch.setattr(FewRows, "__call__", counted)
+        monkeypatch.setattr(NativeRows, "few", counted)
         rows = _rows([5, 40, 33], 9)
         _, few = _answers(loaded, rows, monkeypatch)
         assert (len(calls), max(calls)) == (8, 3)
-        monkeypatch.setattr(FewRows, "takes", lambda _self, _tokens: False)
+        monkeypatch.setattr(NativeRows, "takes_few", lambda _self, _rows: False)
         _, many = _answers(loaded, rows, monkeypatch)
     finally:
         loaded.close()

@@ -144,7 +144,7 @@ def test_a_step_agrees_with_the_librarys_way_over_the_same_weights(
         loaded.close()
 
 
-def test_beams_and_prompts_go_the_librarys_way_and_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beams_and_prompts_agree_with_the_librarys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint("qwen3_moe", tmp_path)
     answers = []
     # Without the kernels hidden states would be in bf16, which decides near ties otherwise than float32 does.

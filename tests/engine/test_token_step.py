@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,11 +13,16 @@ from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
-from engine.kernels.native.paged_attention import KvType
+from engine.kernels.native.paged_attention import KvType, Piece, Pieces
+from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.beam_pages import BeamPages
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.moving import can_move, move
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.loaded_tiny import random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -33,6 +40,8 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v2", {}),
     ("deepseek_v3", {}),
 ]
+LARGER = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}
+"""Enough for a head of the kernels' own."""
 PROMPT, END = 250, 262
 """The angles of 256 positions are computed together: some of either side of that."""
 
@@ -81,8 +90,7 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
     kv_type: KvType | None,
     tmp_path: Path,
 ) -> None:
-    larger = {"hidden_size": 256, "head_dim": 64, "num_key_value_heads": 4}  # enough for a head of the kernels' own
-    loaded = _load(tiny_checkpoint(family, tmp_path, **larger, **options), precision)
+    loaded = _load(tiny_checkpoint(family, tmp_path, **LARGER, **options), precision)
     try:
         torch.manual_seed(8)
         ids = torch.randint(3, loaded.model.config.vocab_size, (1, 30))
@@ -108,6 +116,95 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
         for mine, theirs in zip(one.layers, other.layers, strict=True):
             assert torch.equal(mine.keys, theirs.keys)
             assert torch.equal(mine.values, theirs.values)
+    finally:
+        loaded.close()
+
+
+@pytest.mark.parametrize(("precision", "kv_type"), [("bf16", None), ("int4", KvType.INT8)])
+@pytest.mark.parametrize(("family", "options"), [*FAMILIES[:4], *FAMILIES[5:8], ("gpt_oss", {"sliding_window": 64})])
+def test_rows_over_pages_are_as_each_alone(
+    family: str,
+    options: dict[str, Any],
+    precision: Literal["bf16", "int8", "int4"],
+    kv_type: KvType | None,
+    tmp_path: Path,
+) -> None:
+    loaded = _load(tiny_checkpoint(family, tmp_path, **LARGER, **options), precision)
+    packed = PackedModel(loaded, BatchPolicy(kv_bytes=2**22, kv_type=kv_type))
+    try:
+        packed.allocate(40)
+        places = torch.randperm(40, dtype=torch.int32)
+        pages = [places[10 * row : 10 * (row + 1)].contiguous() for row in range(3)]
+        layers = packed.layer_pages()
+        states = [packed._states.layer_of(layer.self_attn)[1].held for layer in loaded.model.model.layers]
+        alone, together = StepModel(loaded.model, 300), TokenStep.of(loaded.model)
+        assert together is not None
+        assert together.takes_rows(3)
+        # A window that is full orders its tokens otherwise, and keeps them in bf16.
+        is_window = bool(options.get("sliding_window"))
+        lengths = [3, 40, 55] if is_window else [3, PROMPT, 90]
+        ids = torch.randint(3, loaded.model.config.vocab_size, (3, 300))
+        with torch.inference_mode():
+            caches = []
+            for row, length in enumerate(lengths):
+                cache = new_cache(loaded.model, 300, kv_type)
+                alone(ids[row : row + 1, :length], cache, 0)
+                if is_window and kv_type is not None:
+                    assert not can_move(cache, layers, length)
+                    return
+                move(cache, layers, pages[row], length)
+                caches.append(cache)
+            for step in range(END - PROMPT - 4):
+                at = [length + step for length in lengths]
+                chosen = [int(ids[row, place]) for row, place in enumerate(at)]
+                pieces = Pieces([Piece(its, held, 1) for its, held in zip(pages, at, strict=True)])
+                got = together.rows(chosen, at, states, pieces)
+                for row, cache in enumerate(caches):
+                    wanted, _ = alone(ids[row : row + 1, at[row] : at[row] + 1], cache, at[row])
+                    assert torch.equal(got[row], wanted[0])
+    finally:
+        packed.close()
+        loaded.close()
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "kv_type"),
+    [
+        ("qwen3_moe", {}, None),
+        ("qwen3_moe", {}, KvType.INT8),
+        ("mixtral", {"sliding_window": 64}, None),
+        ("deepseek_v3", {}, None),
+        ("llama", {}, KvType.FP16),
+    ],
+)
+def test_beams_over_pages_are_sequences_of_their_own(
+    family: str, options: dict[str, Any], kv_type: KvType | None, tmp_path: Path
+) -> None:
+    larger = LARGER if family != "deepseek_v3" else {"hidden_size": 256}
+    loaded = _load(tiny_checkpoint(family, tmp_path, **larger, **options))
+    try:
+        step, ids = StepModel(loaded.model, 300), random_prompt(31)
+        cache = new_cache(loaded.model, 300, kv_type)
+        assert cache is not None
+        with torch.inference_mode():
+            step(torch.tensor([ids]), cache, 0)
+            rows = step.rows_of(3)
+            assert rows is not None
+            assert BeamPages.can_fork(cache, len(ids))
+            beams = BeamPages(rows, cache, len(ids), 3)
+            alone = [copy.deepcopy(cache) for _ in range(3)]
+            chance = random.Random(5)
+            for at in range(len(ids), 62 if options else 150):  # a window that is full orders its tokens otherwise
+                if chance.random() < 0.4:
+                    sources = [chance.randrange(3) for _ in range(3)]
+                    beams.reorder(torch.tensor(sources))
+                    alone = [copy.deepcopy(alone[source]) for source in sources]
+                tokens = [chance.randrange(3, 90) for _ in range(3)]
+                got = beams.step(torch.tensor(tokens)[:, None])
+                for beam, token in enumerate(tokens):
+                    wanted, _ = step(torch.tensor([[token]]), alone[beam], at)
+                    assert torch.equal(got[beam], wanted[0])
+        assert cache.get_seq_length() == len(ids)
     finally:
         loaded.close()
 

@@ -23,7 +23,7 @@ from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 20
+_ABI = 21
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -90,32 +90,10 @@ class NativeKernels:
         library.switchyard_experts.argtypes = [pointer, pointer, i32, i32, pointer, pointer, pointer, pointer]
         library.switchyard_linear.argtypes = [pointer, pointer, i32, pointer, pointer, i32, pointer]
         library.switchyard_sparse_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
-        library.switchyard_attention_step.argtypes = [
-            pointer,
-            pointer,
-            i32,
-            *[pointer] * 3,
-            i32,
-            i64,
-            i32,
-            *[pointer] * 4,
-            i64,
-            i64,
-            pointer,
-        ]
-        library.switchyard_latent_step.argtypes = [
-            pointer,
-            pointer,
-            i32,
-            *[pointer] * 3,
-            i32,
-            i64,
-            *[pointer] * 2,
-            i64,
-            pointer,
-        ]
+        for step in (library.switchyard_attention_step, library.switchyard_latent_step):
+            step.argtypes = [*[pointer] * 4, i32, *[pointer] * 3, i32, i64, pointer]
         library.switchyard_delta_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
-        library.switchyard_model_step.argtypes = [pointer, pointer, i32, *[pointer] * 3]
+        library.switchyard_model_step.argtypes = [pointer, pointer, i32, i32, *[pointer] * 3]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
         library.switchyard_repack.argtypes = [pointer, pointer, i64, i32]

@@ -12,6 +12,7 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.given_back import give_back
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.structs import PagesStruct, PieceStruct
 
 PAGE_TOKENS = 32
 """Tokens per page, all of one sequence."""
@@ -35,20 +36,10 @@ class PagedLayerStruct(ctypes.Structure):
     """`SwitchyardPagedLayer`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales", "sinks")),
+        ("held", PagesStruct),
+        ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
-        *((name, ctypes.c_int32) for name in ("type", "heads", "kv_heads", "key_dim", "value_dim", "window", "kept")),
-    )
-
-
-class PieceStruct(ctypes.Structure):
-    """`SwitchyardPiece`."""
-
-    _fields_ = (
-        ("pages", ctypes.c_void_p),
-        ("held", ctypes.c_int64),
-        ("tokens", ctypes.c_int32),
-        ("first", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("heads", "kv_heads", "key_dim", "value_dim")),
     )
 
 
@@ -126,6 +117,19 @@ class PagedLayer:
         layer.keys, layer.values = keys, values
         return layer
 
+    def with_more(self, pages: int) -> PagedLayer:
+        """The same pages, in other memory, and so many more behind them."""
+        more = PagedLayer(self.shape, self.kv_type, self.keys.shape[0] + pages)
+        for mine, its in (
+            (self.keys, more.keys),
+            (self.values, more.values),
+            (self.key_scales, more.key_scales),
+            (self.value_scales, more.value_scales),
+        ):
+            if mine is not None and its is not None:
+                its[: mine.shape[0]] = mine
+        return more
+
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
         runs = list[tuple[int, int]]()
@@ -140,24 +144,31 @@ class PagedLayer:
                 for begin, end in runs:
                     give_back(start + begin * step, (end - begin) * step)
 
+    def held(self, window: int = 0, kept: int = 0) -> PagesStruct:
+        """The struct of the pages themselves; it points into them."""
+        return PagesStruct(
+            self.keys.data_ptr(),
+            self.values.data_ptr(),
+            *(scales.data_ptr() if scales is not None else None for scales in (self.key_scales, self.value_scales)),
+            PAGE_TOKENS,
+            int(self.kv_type),
+            window,
+            kept,
+        )
+
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:
         """The kernels' struct; it points into these pages and `terms.sinks`."""
         shape, sinks = self.shape, terms.sinks
         assert sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous())
         return PagedLayerStruct(
-            self.keys.data_ptr(),
-            self.values.data_ptr(),
-            *(scales.data_ptr() if scales is not None else None for scales in (self.key_scales, self.value_scales)),
+            self.held(terms.window, terms.kept),
             sinks.data_ptr() if sinks is not None else None,
             terms.scale,
             terms.softcap,
-            int(self.kv_type),
             shape.heads,
             shape.kv_heads,
             shape.key_dim,
             shape.value_dim,
-            terms.window,
-            terms.kept,
         )
 
 

@@ -147,15 +147,35 @@ class DeltaStruct(ctypes.Structure):
     )
 
 
+class PagesStruct(ctypes.Structure):
+    """`SwitchyardPages`."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        ("page_tokens", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("type", "window", "kept")),
+    )
+
+
+class PieceStruct(ctypes.Structure):
+    """`SwitchyardPiece`."""
+
+    _fields_ = (
+        ("pages", ctypes.c_void_p),
+        ("held", ctypes.c_int64),
+        ("tokens", ctypes.c_int32),
+        ("first", ctypes.c_int32),
+    )
+
+
 class LayerStruct(ctypes.Structure):
     """`SwitchyardLayer`."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("attention", "latent", "delta", "block")),
-        *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
-        *((name, ctypes.c_int64) for name in ("capacity", "length")),
-        *((name, ctypes.c_void_p) for name in ("chosen", "shares")),
-        *((name, ctypes.c_int32) for name in ("type", "angles")),
+        ("held", PagesStruct),
+        *((name, ctypes.c_void_p) for name in ("pieces", "chosen", "shares")),
+        ("angles", ctypes.c_int32),
     )
 
 

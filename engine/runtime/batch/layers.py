@@ -22,8 +22,8 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PagedLayer, Pieces
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.structs import SparseBlockStruct
-from engine.runtime.batch.few_rows import FewRows
 from engine.runtime.batch.packed_attention import PagedStates
+from engine.runtime.decode.step_model import TokenStep
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import knows_layer
 from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
@@ -133,8 +133,8 @@ class NativeRows:
         blocks = {index: SparseBlock.of(layers[index], kernels) for index in self._attention}
         self._sparse = {index: block for index, block in blocks.items() if block is not None and block.has_experts}
         self._linears = [_linears(layers[index], kernels) for index in range(len(layers))]
-        self.few = FewRows.of(model, self._attention, states, kernels)
-        """Sweeps of a few single tokens, if this model has them."""
+        # A dense model's rows have the same logits, bit by bit, whatever is beside them: a second way would end that.
+        self._step = TokenStep.of(model) if self._sparse and len(self._attention) == len(layers) else None
         head = model.get_output_embeddings()
         self._head = _linears(head, kernels) if head is not None else []
 
@@ -143,6 +143,23 @@ class NativeRows:
         if len(self._attention) < len(self._layers):
             return []
         return [self._states.layer_of(self._layers[index].self_attn)[0] for index in range(len(self._layers))]
+
+    def takes_few(self, rows: int) -> bool:
+        """Whether `few` computes a token of so many rows."""
+        return self._step is not None and self._step.takes_rows(rows)
+
+    def few(self, ids: list[int], positions: list[int], pieces: Pieces) -> torch.Tensor:
+        """Logits [R, V] after one token of each row, in one native call.
+
+        Arguments that layers are called with, routing and grouping of experts take as long for a few rows as for
+        hundreds; a few chats at once would spend half of their time there.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        assert self._step is not None
+        held = [self._states.layer_of(self._layers[index].self_attn)[1].held for index in range(len(self._layers))]
+        return self._step.rows(ids, positions, held, pieces)
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording, pieces: Pieces) -> torch.Tensor:
         """The output of a layer for hidden states [1, T, H]."""

@@ -16,7 +16,6 @@ from engine.common import clock
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
 from engine.planner.schedules import HYBRID, Schedule
-from engine.runtime.batch.few_rows import FewRows
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
@@ -155,9 +154,9 @@ class PackedModel:
         """
         tokens, busy_s, since_ns = sum(each.tokens for each in work), 0.0, clock.now_ns()
         reads = any(each.tokens > 1 for each in work)
-        if not reads and (few := self._few(work)) is not None:
+        if (native := self._takes_few(work)) is not None:
             yield
-            logits = self._in_one_go(few, work)
+            logits = self._in_one_go(native, work)
             self._record(work, since_ns)
             return logits
         schedule = self._schedule(tokens, len(work), reads)
@@ -172,17 +171,17 @@ class PackedModel:
         self._record(work, since_ns)
         return self._logits(work, parts, micro_batches)
 
-    def _few(self, work: list[Work]) -> FewRows | None:
+    def _takes_few(self, work: list[Work]) -> NativeRows | None:
         """What computes these rows in one go, if anything does."""
-        few = self._native.few if self._native is not None else None
-        all_choose = all(each.wants_logits for each in work)
-        return few if few is not None and all_choose and few.takes(len(work)) else None
+        native = self._native
+        are_single = all(each.tokens == 1 and each.wants_logits for each in work)
+        return native if native is not None and are_single and native.takes_few(len(work)) else None
 
     @torch.inference_mode()
-    def _in_one_go(self, few: FewRows, work: list[Work]) -> torch.Tensor:
+    def _in_one_go(self, native: NativeRows, work: list[Work]) -> torch.Tensor:
         pieces = Pieces([each.row.piece(1) for each in work])
         ids = [each.row.next_ids(1)[0] for each in work]
-        return few(ids, [each.row.held for each in work], pieces)
+        return native.few(ids, [each.row.held for each in work], pieces)
 
     def _record(self, work: list[Work], since_ns: int) -> None:
         if not RECORDER.on:

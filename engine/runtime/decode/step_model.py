@@ -8,7 +8,7 @@ tenth of the layers, so a step of one token through layers that all have a fast 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from engine.common.footprint import SHORT_TOKENS
 from engine.experts.card_tokens import CardTokens
 from engine.families import fast_path_of
 from engine.kernels.native.experts import MAX_TOKENS
+from engine.kernels.native.paged_attention import Pieces
+from engine.kernels.native.structs import PagesStruct
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.angles import Rotations
@@ -109,6 +111,10 @@ class StepModel:
             and self._single.takes(tokens, cache)
         )
 
+    def rows_of(self, sequences: int) -> TokenStep | None:
+        """What computes a token of so many sequences in one native call, if that is possible."""
+        return self._single if self._single is not None and self._single.takes_rows(sequences) else None
+
     def several(self, tokens: torch.Tensor, cache: Cache, start: int) -> torch.Tensor:
         """Appends tokens [1, q] that it `takes`; logits [q, V] after each of them."""
         end = start + tokens.shape[1]
@@ -190,7 +196,7 @@ def _last_layer(model: Any) -> SingleTokenLayer | None:
 
 
 class TokenStep:
-    """Steps of single tokens, or of a few that are tried together, through one model."""
+    """Steps of single tokens, of a few that are tried together, or of a few sequences, through one model."""
 
     def __init__(self, model: Any) -> None:
         inner = model.model
@@ -248,6 +254,39 @@ class TokenStep:
             return self._through_layers(hidden, angles, position_ids, cache)
         with card.token():
             return self._through_layers(hidden, angles, position_ids, cache)
+
+    def takes_rows(self, tokens: int) -> bool:
+        """Whether `rows` computes so many now."""
+        return (
+            tokens <= MOST_ROWS
+            and self._angles.is_fixed
+            and not any(self._hooks)
+            and all(layer.is_native and not isinstance(layer.attention, DeltaNet) for layer in self._layers)
+        )
+
+    def rows(self, ids: list[int], positions: list[int], held: Sequence[PagesStruct], pieces: Pieces) -> torch.Tensor:
+        """The next tokens of several sequences, if it `takes_rows`; logits [R, V].
+
+        Each sequence's are those of its step alone, bit by bit.
+
+        Args:
+            held: the pages of each layer.
+            pieces: the sequences of these tokens.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        embedded = self._embed(torch.tensor([ids]))
+        hidden, angles = embedded.float(), self._angles.at_each(positions, embedded)
+        whole = None if self._norm._forward_hooks else self._whole
+        logits = whole.rows(hidden, held, pieces, angles) if whole is not None else None
+        if logits is not None:
+            return logits
+        for layer, pages in zip(self._layers, held, strict=True):
+            assert layer.sparse is not None
+            assert not isinstance(layer.attention, DeltaNet)
+            hidden = layer.sparse.step(layer.attention.rows(hidden, pages, pieces, angles[layer.attention.type]))
+        return product(self._head, one_by_one(self._norm, hidden))[0]
 
     def _through_layers(
         self, hidden: torch.Tensor, angles: dict[str, Any], position_ids: torch.Tensor, cache: Cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ _FIXED = ("default", "linear", "llama3", "yarn")
 
 _PAGE = 256
 """Positions whose angles are computed together."""
+_MOST_PAGES = 16
+"""Kept: those of sequences that take turns, or are computed together."""
 
 
 class Angles(NamedTuple):
@@ -64,8 +67,7 @@ class Rotations:
         self._rotary, self._types = rotary, sorted(types)
         kind = getattr(rotary, "rope_type", None)
         self.is_fixed = set(kind.values() if isinstance(kind, dict) else [kind]) <= set(_FIXED)
-        self._page = -1
-        self._rows: list[dict[str, Any]] = []
+        self._pages: dict[int, list[dict[str, Any]]] = {}
 
     def of(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
         """Of positions [B, q]: tensors, or cosines and sines, [B, q, angles]."""
@@ -75,18 +77,23 @@ class Rotations:
         """The same of `position` and those that follow."""
         if not self.is_fixed:
             return self.of(like, position_ids)
-        tokens = position_ids.shape[1]
-        if tokens == 1:
-            return self._of_one(position, like)
-        found = [self._of_one(place, like) for place in range(position, position + tokens)]
+        return self.at_each(range(position, position + position_ids.shape[1]), like)
+
+    def at_each(self, positions: Sequence[int], like: torch.Tensor) -> dict[str, Any]:
+        """The same of these positions, whichever they are, if nothing but them counts."""
+        if len(positions) == 1:
+            return self._of_one(positions[0], like)
+        found = [self._of_one(position, like) for position in positions]
         return {name: _joined([one[name] for one in found]) for name in self._types}
 
     def _of_one(self, position: int, like: torch.Tensor) -> dict[str, Any]:
         page, row = divmod(position, _PAGE)
-        if page != self._page:
-            self._rows = self._of_page(page, like)
-            self._page = page
-        return self._rows[row]
+        rows = self._pages.get(page)
+        if rows is None:
+            if len(self._pages) == _MOST_PAGES:
+                del self._pages[next(iter(self._pages))]
+            rows = self._pages[page] = self._of_page(page, like)
+        return rows[row]
 
     def _of_page(self, page: int, like: torch.Tensor) -> list[dict[str, Any]]:
         ids = torch.arange(page * _PAGE, (page + 1) * _PAGE, device=like.device).unsqueeze(0)

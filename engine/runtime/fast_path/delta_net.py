@@ -13,6 +13,7 @@ from engine.kernels.native.linear import is_plain, is_readable, linear_struct, o
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles
+from engine.runtime.fast_path.native_attention import Claim
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
 from engine.runtime.kv.layers import StateLayer
 
@@ -110,12 +111,12 @@ class DeltaNet:
             and states.is_contiguous()
         )
 
-    def claim(self, tokens: int, cache: Any) -> tuple[Any, ...] | None:
+    def claim(self, tokens: int, cache: Any) -> Claim | None:
         """As `GroupedAttention.claim`: what convolutions read last takes the place of keys, states that of values."""
         if not self.can_claim(tokens, cache):
             return None
         recent, states = self._states(cache)
-        return int(KvType.BF16), recent.data_ptr(), states.data_ptr(), None, None, 0, 0
+        return (recent.data_ptr(), states.data_ptr(), None, None, 0, int(KvType.BF16)), 0
 
     def _states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
         held = cache.layers[self._index]

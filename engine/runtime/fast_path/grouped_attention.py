@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import torch
-
 from engine.families import fast_path_of
 from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
+from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, read_alike
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import AttentionStruct
 from engine.runtime.fast_path.angles import Angles, type_of
+from engine.runtime.fast_path.native_attention import Claim, NativeAttention
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
@@ -24,21 +23,16 @@ _HALVES, _NEIGHBOURS = 0, 2
 """Which dimensions are rotated together, as switchyard_kernels.h numbers it."""
 
 
-class GroupedAttention:
-    """The attention of one decoder layer.
-
-    Attributes:
-        type: which of the model's angles it rotates by; see `type_of`.
-        rotated: dimensions of each head that are.
-    """
+class GroupedAttention(NativeAttention):
+    """Of the Llama kind."""
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
+        super().__init__(kernels, kernels.attention_step)
         attention = layer.self_attn
         path = _fast_path(attention)
         self._struct = attention_struct(layer)
         self.type = type_of(attention)
         self.address = ctypes.addressof(self._struct)
-        self.kernels = kernels
         self._index: int = attention.layer_idx
         self._head_dim: int = attention.head_dim
         self.rotated: int = self._struct.rotated
@@ -64,34 +58,6 @@ class GroupedAttention:
             and _rotated(attention) % 2 == 0
         )
 
-    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """float32 [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`.
-        """
-        angles = self.angles_of(positions, hidden_states.shape[1])
-        if angles is None:
-            return None
-        rows = self.claim(hidden_states.shape[1], cache)
-        if rows is None:
-            return None
-        assert hidden_states.dtype == torch.float32
-        out = torch.empty_like(hidden_states)
-        kernels = self.kernels
-        failed = kernels.attention_step(
-            kernels.pool,
-            self.address,
-            hidden_states.shape[1],
-            hidden_states.data_ptr(),
-            *angles.arguments,
-            *rows,
-            out.data_ptr(),
-        )
-        if failed:
-            raise out_of_memory()
-        return out
-
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
         """The cosines and sines of so many tokens; `None` if they are of another number."""
         cos, sin = positions
@@ -100,13 +66,12 @@ class GroupedAttention:
         return Angles.of(cos, sin)
 
     def can_claim(self, tokens: int, cache: Any) -> bool:
-        """Whether `claim` gives rows for so many."""
+        """Whether `claim` gives room for so many."""
         held_layer = cache.layers[self._index]
         return type(held_layer) in _KNOWN and held_layer.can_claim(tokens)
 
-    def claim(self, tokens: int, cache: Any) -> tuple[Any, ...] | None:
-        """Rows for so many tokens, as the kernels are told of them: the type of keys and values, where they and their
-        scales lie, for how many there is room, and how many were held; `None` if the cache gives none."""
+    def claim(self, tokens: int, cache: Any) -> Claim | None:
+        """Room for so many tokens; `None` if the cache gives none."""
         held_layer = cache.layers[self._index]
         if type(held_layer) not in _KNOWN:
             return None
@@ -115,14 +80,14 @@ class GroupedAttention:
             return None
         keys, values, held = rows
         narrow = type(held_layer) is NarrowLayer
-        return (
-            int(held_layer.kv_type) if narrow else _BF16,
+        page = (
             keys.data_ptr(),
             values.data_ptr(),
             *(held_layer.scales if narrow else _NO_SCALES),
             keys.stride(1) // self._head_dim,
-            held,
+            int(held_layer.kv_type) if narrow else _BF16,
         )
+        return page, held
 
 
 def _fast_path(attention: Any) -> FastPath:

@@ -19,25 +19,26 @@ from engine.kernels.native.linear import (
     is_plain,
     is_readable,
     linear_struct,
-    out_of_memory,
     read_alike,
 )
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import LatentAttentionStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles, type_of
+from engine.runtime.fast_path.native_attention import Claim, NativeAttention
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
 
 _KNOWN = (GrowingLayer, GrowingWindowLayer)
+_BF16 = int(KvType.BF16)
 _HALVES, _PAIRS_TO_HALVES, _PAIRS = 0, 1, 2
 
 
-class LatentAttention:
-    """The attention of one decoder layer; attributes as of `GroupedAttention`."""
+class LatentAttention(NativeAttention):
+    """Of the DeepSeek kind."""
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
+        super().__init__(kernels, kernels.latent_step)
         self._struct = _struct(layer)
         self.address = ctypes.addressof(self._struct)
-        self.kernels = kernels
         self.type = type_of(layer.self_attn)
         self._index: int = layer.self_attn.layer_idx
         self.rotated: int = layer.self_attn.qk_rope_head_dim
@@ -57,38 +58,6 @@ class LatentAttention:
             and attention.qk_rope_head_dim % 2 == 0
         )
 
-    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """float32 [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
-
-        Raises:
-            EngineError: `NOT_ENOUGH_MEMORY`.
-        """
-        tokens = hidden_states.shape[1]
-        angles = self.angles_of(positions, tokens)
-        if angles is None:
-            return None
-        rows = self._claim(tokens, cache)
-        if rows is None:
-            return None
-        latents, rotary_keys, held = rows
-        assert hidden_states.dtype == torch.float32
-        out = torch.empty_like(hidden_states)
-        kernels = self.kernels
-        failed = kernels.latent_step(
-            kernels.pool,
-            self.address,
-            tokens,
-            hidden_states.data_ptr(),
-            *angles.arguments,
-            latents.data_ptr(),
-            rotary_keys.data_ptr(),
-            held,
-            out.data_ptr(),
-        )
-        if failed:
-            raise out_of_memory()
-        return out
-
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
         """The angles of so many tokens; `None` if they are not of the kind that the kernel knows."""
         if self._struct.rotation == _PAIRS:
@@ -99,24 +68,21 @@ class LatentAttention:
         return Angles.of(cos, sin) if cos.numel() == tokens * self.rotated else None
 
     def can_claim(self, tokens: int, cache: Any) -> bool:
-        """Whether `claim` gives rows for so many."""
+        """Whether `claim` gives room for so many."""
         held_layer = cache.layers[self._index]
         return type(held_layer) in _KNOWN and held_layer.can_claim(tokens)
 
-    def claim(self, tokens: int, cache: Any) -> tuple[Any, ...] | None:
+    def claim(self, tokens: int, cache: Any) -> Claim | None:
         """As `GroupedAttention.claim`: latents take the place of keys, rotary keys that of values."""
-        rows = self._claim(tokens, cache)
-        if rows is None:
-            return None
-        latents, rotary_keys, held = rows
-        return int(KvType.BF16), latents.data_ptr(), rotary_keys.data_ptr(), None, None, 0, held
-
-    def _claim(self, tokens: int, cache: Any) -> tuple[torch.Tensor, torch.Tensor, int] | None:
         held_layer = cache.layers[self._index]
         if type(held_layer) not in _KNOWN:
             return None
-        rows: tuple[torch.Tensor, torch.Tensor, int] | None = held_layer.claim_rows(tokens)
-        return rows
+        rows = held_layer.claim_rows(tokens)
+        if rows is None:
+            return None
+        latents, rotary_keys, held = rows
+        room = latents.stride(1) // latents.shape[-1]
+        return (latents.data_ptr(), rotary_keys.data_ptr(), None, None, room, _BF16), held
 
 
 def _first_of_query(attention: Any) -> Any:

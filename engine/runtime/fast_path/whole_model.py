@@ -1,4 +1,4 @@
-"""A few tokens through all decoder layers, the last norm and the head in one native call.
+"""A few tokens through all decoder layers, the last norm and the head in one native call, of a sequence or several.
 
 Between two calls a processor's threads wait and memory rests; with a call for each part of a layer that came to a
 hundredth of a step of a large model, and to a tenth of a small one's.
@@ -21,9 +21,12 @@ from engine.kernels.native.linear import (
     linear_struct,
     out_of_memory,
 )
-from engine.kernels.native.structs import AnglesStruct, LayerStruct, ModelStruct
+from engine.kernels.native.paged_attention import Pieces
+from engine.kernels.native.structs import AnglesStruct, LayerStruct, ModelStruct, PagesStruct, PieceStruct
+from engine.runtime.fast_path.angles import Angles
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.latent_attention import LatentAttention
+from engine.runtime.fast_path.native_attention import ClaimedPage
 from engine.runtime.fast_path.norms import epsilon_of, offset_of
 
 if TYPE_CHECKING:
@@ -31,21 +34,27 @@ if TYPE_CHECKING:
 
 
 class WholeModel:
-    """All layers of a model and its head."""
+    """All layers of a model and its head.
+
+    A sequence of its own has a cache, which is a page for each layer; sequences that share memory have pages of it.
+    """
 
     def __init__(self, layers: Sequence[SingleTokenLayer], norm: Any, head: Any) -> None:
         self._layers = layers
         self._attentions = [layer.attention for layer in layers]
         self._kernels = self._attentions[0].kernels
         self._structs = (LayerStruct * len(layers))()
+        pieces = (PieceStruct * len(layers))()
+        self._pages = [ClaimedPage(struct.held, piece) for struct, piece in zip(self._structs, pieces, strict=True)]
         types = sorted({attention.type for attention in self._attentions})
         self._rotating = [
             max((each for each in self._attentions if each.type == name), key=lambda each: each.rotated)
             for name in types
         ]
         self._angles = (AnglesStruct * len(types))()
-        for struct, layer in zip(self._structs, layers, strict=True):
+        for struct, layer, page in zip(self._structs, layers, self._pages, strict=True):
             assert layer.sparse is not None
+            struct.pieces = page.piece_address
             if isinstance(layer.attention, LatentAttention):
                 struct.latent = layer.attention.address
             elif isinstance(layer.attention, DeltaNet):
@@ -64,7 +73,10 @@ class WholeModel:
             len(layers),
             offset_of(norm),
         )
-        self._address = ctypes.addressof(self._model)
+        # What a cache's layers claim stays told: rows over pages have structs of their own.
+        self._row_structs = type(self._structs).from_buffer_copy(self._structs)
+        self._row_model = ModelStruct.from_buffer_copy(self._model)
+        self._row_model.layers = ctypes.addressof(self._row_structs)
         self._vocabulary: int = self._model.head.rows
         self._logits = torch.bfloat16 if self._model.head.format == BF16.native else torch.float32
 
@@ -96,29 +108,53 @@ class WholeModel:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         tokens = hidden.shape[1]
+        angles = self._turn_to(positions, tokens)
+        if angles is None or not all(attention.can_claim(tokens, cache) for attention in self._attentions):
+            return None
+        for page, attention in zip(self._pages, self._attentions, strict=True):
+            claim = attention.claim(tokens, cache)
+            assert claim is not None
+            page.take(claim, tokens)
+        return self._compute(self._model, 1, hidden, angles)
+
+    def rows(
+        self, hidden: torch.Tensor, held: Sequence[PagesStruct], pieces: Pieces, positions: dict[str, Any]
+    ) -> torch.Tensor | None:
+        """The same of the next tokens of several sequences: each as if alone, bit by bit.
+
+        Args:
+            held: the pages of each layer, into which keys and values go.
+            pieces: the sequences of these tokens.
+        """
+        angles = self._turn_to(positions, pieces.tokens)
+        if angles is None:
+            return None
+        for struct, pages in zip(self._row_structs, held, strict=True):
+            struct.held, struct.pieces = pages, pieces.address
+        return self._compute(self._row_model, len(pieces.pieces), hidden, angles)
+
+    def _turn_to(self, positions: dict[str, Any], tokens: int) -> list[Angles] | None:
+        """The angles of so many tokens; `None` if they are of others, or no step may be computed now."""
         if any(layer.sparse is None or not layer.sparse.can_step for layer in self._layers):
             return None
-        held = [attention.angles_of(positions[attention.type], tokens) for attention in self._rotating]
-        if not all(held) or not all(attention.can_claim(tokens, cache) for attention in self._attentions):
-            return None
-        for into, found in zip(self._angles, held, strict=True):
-            assert found is not None
+        found = [attention.angles_of(positions[attention.type], tokens) for attention in self._rotating]
+        angles = [each for each in found if each is not None]
+        return angles if len(angles) == len(found) else None
+
+    def _compute(self, model: ModelStruct, pieces: int, hidden: torch.Tensor, angles: list[Angles]) -> torch.Tensor:
+        for into, found in zip(self._angles, angles, strict=True):
             into.cos, into.sin, into.angle_step, into.token_step = found.arguments
-        for struct, attention in zip(self._structs, self._attentions, strict=True):
-            rows = attention.claim(tokens, cache)
-            assert rows is not None
-            (
-                struct.type,
-                struct.keys,
-                struct.values,
-                struct.key_scales,
-                struct.value_scales,
-                struct.capacity,
-                struct.length,
-            ) = rows
+        kernels, tokens = self._kernels, hidden.shape[1]
         logits = hidden.new_empty((tokens, self._vocabulary), dtype=self._logits)
-        kernels = self._kernels
-        start, out = hidden.data_ptr(), logits.data_ptr()
-        if kernels.model_step(kernels.pool, self._address, tokens, start, ctypes.addressof(self._angles), out):
+        failed = kernels.model_step(
+            kernels.pool,
+            ctypes.addressof(model),
+            pieces,
+            tokens,
+            hidden.data_ptr(),
+            ctypes.addressof(self._angles),
+            logits.data_ptr(),
+        )
+        if failed:
             raise out_of_memory()
         return logits

@@ -304,8 +304,9 @@ class AloneAnswer:
                 break
             if until():
                 return None
-        alone = self._loaded.token_by_token() if self.asked.request.sampling.beams == 1 else nullcontext()
-        with alone:
+        width, session = self.asked.request.sampling.beams, self._session
+        is_native = width == 1 or (isinstance(session, KvSession) and session.forks(width))
+        with self._loaded.token_by_token() if is_native else nullcontext():
             while True:
                 try:
                     next(self._writing)

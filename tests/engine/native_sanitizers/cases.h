@@ -134,20 +134,49 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     for (const int64_t expert : routed) require(expert >= 0 && expert < experts, "an expert that is not there");
 }
 
+// What one page holds in pages of `each` tokens, in any order.
+struct OwnPages {
+    std::vector<int32_t> order;
+    std::vector<uint8_t> keys, values;
+    std::vector<float> key_scales, value_scales;
+    SwitchyardPages held;
+
+    OwnPages(Random &random, const SwitchyardPages &one, int64_t room, int64_t kv_heads, int64_t key_bytes,
+             int64_t value_bytes, int64_t each)
+        : held(one) {
+        for (int64_t page = 0; page * each < room; ++page) order.push_back(static_cast<int32_t>(page));
+        std::shuffle(order.begin(), order.end(), random);
+        const auto slots = order.size() * static_cast<size_t>(each * kv_heads);
+        keys.resize(slots * static_cast<size_t>(key_bytes)), values.resize(slots * static_cast<size_t>(value_bytes));
+        key_scales.resize(slots), value_scales.resize(slots);
+        for (int64_t head = 0; head < kv_heads; ++head)
+            for (int64_t token = 0; token < room; ++token) {
+                const int64_t to = (order[token / each] * kv_heads + head) * each + token % each, from = head * room + token;
+                std::memcpy(&keys[to * key_bytes], static_cast<const char *>(one.keys) + from * key_bytes, key_bytes);
+                std::memcpy(&values[to * value_bytes], static_cast<const char *>(one.values) + from * value_bytes, value_bytes);
+                if (one.key_scales) key_scales[to] = one.key_scales[from], value_scales[to] = one.value_scales[from];
+            }
+        held.page_tokens = each;
+        held.keys = keys.data(), held.values = values.data();
+        if (one.key_scales) held.key_scales = key_scales.data(), held.value_scales = value_scales.data();
+    }
+};
+
 // The same layer over pages: two sequences, some tokens each.
 void try_attention_rows(SwitchyardPool *pool, Random &random, const SwitchyardAttention &layer) {
     SwitchyardPagedLayer paged{};
+    paged.held.page_tokens = kPageTokens;
     paged.kv_heads = layer.kv_heads, paged.heads = layer.heads;
     paged.key_dim = paged.value_dim = layer.head_dim;
-    paged.type = static_cast<int32_t>(draw(random, 0, 3));
+    paged.held.type = static_cast<int32_t>(draw(random, 0, 3));
     paged.scale = layer.scale;
-    if (coin(random)) paged.window = static_cast<int32_t>(draw(random, 1, 90));
-    const size_t element = paged.type == SWITCHYARD_KV_FP32 ? 4 : paged.type == SWITCHYARD_KV_INT8 ? 1 : 2;
+    if (coin(random)) paged.held.window = static_cast<int32_t>(draw(random, 1, 90));
+    const size_t element = paged.held.type == SWITCHYARD_KV_FP32 ? 4 : paged.held.type == SWITCHYARD_KV_INT8 ? 1 : 2;
     const auto slots = static_cast<size_t>(8 * kPageTokens * layer.kv_heads);
     std::vector<uint8_t> keys(slots * layer.head_dim * element), values(keys);
     std::vector<float> key_scales(slots), value_scales(slots);
-    paged.keys = keys.data(), paged.values = values.data();
-    if (paged.type == SWITCHYARD_KV_INT8) paged.key_scales = key_scales.data(), paged.value_scales = value_scales.data();
+    paged.held.keys = keys.data(), paged.held.values = values.data();
+    if (paged.held.type == SWITCHYARD_KV_INT8) paged.held.key_scales = key_scales.data(), paged.held.value_scales = value_scales.data();
     const int32_t order[2][4] = {{5, 0, 3, 6}, {7, 2, 1, 4}};
     int64_t held[2] = {0, 0};
     for (int call = 0; call < 2; ++call) {
@@ -208,17 +237,25 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     const int64_t half = dim / 2;
     const auto x = draw_floats(random, tokens * hidden), cos = draw_floats(random, tokens * half);
     const auto sin = draw_floats(random, tokens * half);
-    std::vector<float> out(x.size());
-    require(switchyard_attention_step(pool, &layer, tokens, x.data(), cos.data(), sin.data(), 1, half, type,
-                                      keys.data(), values.data(), of_keys, of_values, room, length, out.data()) == 0,
-            "no attention");
+    SwitchyardPages held = {keys.data(), values.data(), of_keys, of_values, room, type, 0, 0};
+    if (coin(random)) held.window = static_cast<int32_t>(draw(random, 1, 300)), held.kept = static_cast<int32_t>(draw(random, 0, 40));
+    const int64_t bytes = dim * (scaled ? 1 : 2);
+    const OwnPages pages(random, held, room, layer.kv_heads, bytes, bytes, 32 * draw(random, 1, 3));
+    std::vector<float> out(x.size()), paged(x.size());
+    const SwitchyardPiece piece = {nullptr, length, tokens, 0}, its_pages = {pages.order.data(), length, tokens, 0};
+    require(switchyard_attention_step(pool, &layer, &held, &piece, 1, x.data(), cos.data(), sin.data(), 1, half,
+                                      out.data()) == 0, "no attention");
+    require(switchyard_attention_step(pool, &layer, &pages.held, &its_pages, 1, x.data(), cos.data(), sin.data(), 1, half,
+                                      paged.data()) == 0, "no attention");
+    require(same(out, paged), "attention depends on where pages are");
     const OwnPool alone(1);
     std::vector<float> again(x.size());
-    for (int32_t token = 0; token < tokens; ++token)
-        require(switchyard_attention_step(alone.pool, &layer, 1, x.data() + token * hidden, cos.data() + token * half,
-                                          sin.data() + token * half, 1, half, type, keys.data(), values.data(),
-                                          of_keys, of_values, room, length + token, again.data() + token * hidden) == 0,
-                "no attention");
+    for (int32_t token = 0; token < tokens; ++token) {
+        const SwitchyardPiece its = {nullptr, length + token, 1, 0};
+        require(switchyard_attention_step(alone.pool, &layer, &held, &its, 1, x.data() + token * hidden,
+                                          cos.data() + token * half, sin.data() + token * half, 1, half,
+                                          again.data() + token * hidden) == 0, "no attention");
+    }
     require(same(out, again), "attention depends on the number of threads, or on what is computed together");
     record("attention", in_bf16(out));
     if (!layer.is_gated) try_attention_rows(pool, random, layer);
@@ -264,12 +301,18 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     std::vector<float> angles(static_cast<size_t>(tokens * layer.rope));
     for (float &angle : angles) angle = static_cast<float>(draw(random, -8, 8)) * 0.125f;
     std::vector<float> out(x.size()), again(x.size());
-    require(switchyard_latent_step(pool, &layer, tokens, x.data(), angles.data(), angles.data() + 1, 2, layer.rope,
-                                   latents.data(), keys.data(), length, out.data()) == 0, "no latent attention");
+    const SwitchyardPages held = {latents.data(), keys.data(), nullptr, nullptr, capacity, SWITCHYARD_KV_BF16, 0, 0};
+    const OwnPages pages(random, held, capacity, 1, 2 * layer.rank, 2 * layer.rope, 32 * draw(random, 1, 3));
+    const SwitchyardPiece piece = {nullptr, length, tokens, 0}, its_pages = {pages.order.data(), length, tokens, 0};
+    require(switchyard_latent_step(pool, &layer, &held, &piece, 1, x.data(), angles.data(), angles.data() + 1, 2,
+                                   layer.rope, out.data()) == 0, "no latent attention");
+    require(switchyard_latent_step(pool, &layer, &pages.held, &its_pages, 1, x.data(), angles.data(), angles.data() + 1, 2,
+                                   layer.rope, again.data()) == 0, "no latent attention");
+    require(same(out, again), "latent attention depends on where pages are");
     for (int32_t token = 0; token < tokens; ++token) {
         const float *its = angles.data() + token * layer.rope;
-        require(switchyard_latent_step(pool, &layer, 1, x.data() + token * hidden, its, its + 1, 2, layer.rope,
-                                       latents.data(), keys.data(), length + token,
+        const SwitchyardPiece one = {nullptr, length + token, 1, 0};
+        require(switchyard_latent_step(pool, &layer, &held, &one, 1, x.data() + token * hidden, its, its + 1, 2, layer.rope,
                                        again.data() + token * hidden) == 0, "no latent attention");
     }
     require(same(out, again), "latent attention of a token depends on those it is computed with");
@@ -322,24 +365,25 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
 // Two sequences whose tokens come in one call and in several; pages in any order.
 void try_paged(SwitchyardPool *pool, Random &random) {
     SwitchyardPagedLayer layer{};
+    layer.held.page_tokens = kPageTokens;
     layer.kv_heads = static_cast<int32_t>(draw(random, 1, 3));
     layer.heads = layer.kv_heads * static_cast<int32_t>(draw(random, 1, 5));
     layer.key_dim = static_cast<int32_t>(draw(random, 1, 70));
     layer.value_dim = static_cast<int32_t>(draw(random, 1, 70));
-    layer.type = static_cast<int32_t>(draw(random, 0, 3));
+    layer.held.type = static_cast<int32_t>(draw(random, 0, 3));
     layer.scale = 0.2f;
     if (coin(random)) layer.softcap = 5.0f;
-    if (coin(random)) layer.window = static_cast<int32_t>(draw(random, 1, 90));
-    if (coin(random)) layer.kept = static_cast<int32_t>(draw(random, 1, 40));
+    if (coin(random)) layer.held.window = static_cast<int32_t>(draw(random, 1, 90));
+    if (coin(random)) layer.held.kept = static_cast<int32_t>(draw(random, 1, 40));
     const std::vector<float> sinks(static_cast<size_t>(layer.heads), 0.3f);
     if (coin(random)) layer.sinks = sinks.data();
-    const size_t element = layer.type == SWITCHYARD_KV_FP32 ? 4 : layer.type == SWITCHYARD_KV_INT8 ? 1 : 2;
+    const size_t element = layer.held.type == SWITCHYARD_KV_FP32 ? 4 : layer.held.type == SWITCHYARD_KV_INT8 ? 1 : 2;
     const int32_t order[2][4] = {{5, 0, 3, 6}, {7, 2, 1, 4}};
     const auto slots = static_cast<size_t>(8 * kPageTokens * layer.kv_heads);
     std::vector<uint8_t> keys(slots * layer.key_dim * element), values(slots * layer.value_dim * element);
     std::vector<float> key_scales(slots), value_scales(slots);
-    layer.keys = keys.data(), layer.values = values.data();
-    if (layer.type == SWITCHYARD_KV_INT8) layer.key_scales = key_scales.data(), layer.value_scales = value_scales.data();
+    layer.held.keys = keys.data(), layer.held.values = values.data();
+    if (layer.held.type == SWITCHYARD_KV_INT8) layer.held.key_scales = key_scales.data(), layer.held.value_scales = value_scales.data();
     int64_t held[2] = {0, 0};
     for (int call = 0; call < 3; ++call) {
         const auto first = static_cast<int32_t>(draw(random, 1, 40)), second = static_cast<int32_t>(draw(random, 1, 40));

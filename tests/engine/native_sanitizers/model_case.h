@@ -50,6 +50,7 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     const bool scaled = type == SWITCHYARD_KV_INT8;
     const auto count = static_cast<int32_t>(draw(random, 1, 3));
     std::vector<OwnHeld> held(static_cast<size_t>(count));
+    const SwitchyardPiece piece = {nullptr, length, tokens, 0};
     std::vector<SwitchyardLayer> layers;
     for (OwnHeld &its : held) {
         const auto slots = static_cast<size_t>(attention.kv_heads * capacity);
@@ -58,9 +59,9 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
         if (scaled) its.key_scales.resize(slots, 0.01f), its.value_scales.resize(slots, 0.01f);
         its.chosen.resize(static_cast<size_t>(tokens * block.router.top_k));
         its.shares.resize(its.chosen.size());
-        layers.push_back({&attention, nullptr, nullptr, &block, its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
-                          scaled ? its.value_scales.data() : nullptr, capacity, length, its.chosen.data(),
-                          its.shares.data(), type, coin(random)});
+        const SwitchyardPages pages = {its.keys.data(), its.values.data(), scaled ? its.key_scales.data() : nullptr,
+                                       scaled ? its.value_scales.data() : nullptr, capacity, type, 0, 0};
+        layers.push_back({&attention, nullptr, nullptr, &block, pages, &piece, its.chosen.data(), its.shares.data(), coin(random)});
     }
     const int64_t words = draw(random, 1, 90);
     const OwnMatrix head(pool, random, words, hidden, format, SWITCHYARD_PLAIN);
@@ -71,21 +72,20 @@ void try_model(SwitchyardPool *pool, Random &random, int32_t format) {
     const auto cos = draw_floats(random, 2 * tokens * half), sin = draw_floats(random, 2 * tokens * half);
     const SwitchyardAngles angles[2] = {{cos.data(), sin.data(), 1, 2 * half}, {cos.data() + half, sin.data() + half, 1, 2 * half}};
     std::vector<uint16_t> logits(static_cast<size_t>(2 * tokens * words));  // room for floats
-    require(switchyard_model_step(pool, &model, tokens, x.data(), angles, logits.data()) == 0, "no step of a model");
+    require(switchyard_model_step(pool, &model, 1, tokens, x.data(), angles, logits.data()) == 0, "no step of a model");
 
     // The same model whose layers are called one by one: what is left of it is the last norm and the head.
     auto now = x, next = x;
     for (const SwitchyardLayer &layer : layers) {
         const SwitchyardAngles &its = angles[layer.angles];
-        require(switchyard_attention_step(pool, layer.attention, tokens, now.data(), its.cos, its.sin, 1, its.token_step, type,
-                                          layer.keys, layer.values, layer.key_scales, layer.value_scales, capacity,
-                                          length, next.data()) == 0, "no attention");
+        require(switchyard_attention_step(pool, layer.attention, &layer.held, layer.pieces, 1, now.data(), its.cos, its.sin, 1,
+                                          its.token_step, next.data()) == 0, "no attention");
         require(switchyard_sparse_step(pool, layer.block, tokens, next.data(), layer.chosen, layer.shares,
                                        now.data()) == 0, "no sparse step");
     }
     std::vector<uint16_t> again(logits.size());
     model.count = 0;
-    require(switchyard_model_step(pool, &model, tokens, now.data(), angles, again.data()) == 0, "no step of a model");
+    require(switchyard_model_step(pool, &model, 1, tokens, now.data(), angles, again.data()) == 0, "no step of a model");
     require(logits == again, "a model's step is not that of its layers");
 }
 

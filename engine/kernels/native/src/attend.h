@@ -7,7 +7,7 @@
 #include "kernel_set.h"
 #include "switchyard_kernels.h"
 
-constexpr int64_t kPageTokens = 32;  // rows that lie side by side
+constexpr int64_t kPageTokens = 32;  // rows that lie side by side, and the fewest of a page
 constexpr int kMostTogether = 8;     // queries that go over the rows together
 constexpr float kLow = -1e30f;       // below every score
 
@@ -18,13 +18,15 @@ struct HeldRows {
     const void *further_keys = nullptr;  // [rows, further_dim]
     int64_t further_dim = 0;
     const float *key_scales = nullptr, *value_scales = nullptr, *further_scales = nullptr;  // [rows], whole pages of them: int8 only
-    const int32_t *pages = nullptr;   // where each kPageTokens tokens lie; null: one after the other
-    int64_t page_rows = kPageTokens;  // rows from a page to the next
+    const int32_t *pages = nullptr;     // where each `page_tokens` tokens lie; null: one after the other
+    int64_t page_tokens = kPageTokens;  // a multiple of kPageTokens
+    int64_t page_rows = kPageTokens;    // rows from a page to the next
 
     int64_t query_dim() const { return key_dim + further_dim; }
-    int64_t row_of(int64_t token) const {  // the first of a page
-        const int64_t page = token / kPageTokens;
-        return (pages ? pages[page] : page) * page_rows;
+    int64_t row_of(int64_t token) const {  // the first of kPageTokens
+        if (!pages) return token;
+        const auto at = static_cast<uint32_t>(token), each = static_cast<uint32_t>(page_tokens);
+        return pages[at / each] * page_rows + at % each;
     }
 };
 
@@ -41,7 +43,7 @@ struct Queries {
     float *mixed;          // [count, value_dim]: the sum of values, not divided by the total
 };
 
-// Tokens [begin, end); begin is the first of a page.
+// Tokens [begin, end); begin is a multiple of kPageTokens.
 using Attend = void (*)(const HeldRows &rows, int64_t begin, int64_t end, const Queries &queries);
 
 // One token of one head through the gated delta rule: delta_rule.h.

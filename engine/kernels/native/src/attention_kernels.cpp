@@ -1,4 +1,4 @@
-// A few tokens of one sequence through a layer's attention: norm, projections, rotary embedding, KV, attention, output and residual.
+// A few tokens of one sequence, or of several, through a layer's attention: norm, projections, rotary embedding, KV, attention, output and residual.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -20,33 +20,28 @@ namespace {
 struct AttentionStep {
     const SwitchyardAttention *layer;
     Kernels kernels;
+    const SwitchyardPages *held;
     int32_t tokens;
     const float *hidden;
     const float *cos, *sin;
     int64_t angle_step, token_step;
-    void *keys, *values;
-    float *key_scales, *value_scales;  // of int8, else null
-    int32_t type;
-    int64_t capacity, length;
     float *out;
-    std::vector<int32_t> all;                // 0, 1, ..., tokens - 1
-    std::vector<float> normed;               // [tokens, hidden]
-    Vectors x;                               // the same, for the projections
-    std::vector<float> projected;            // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
-    std::vector<CachedAttention> attention;  // of each token: what it computes alone, it computes here
-    std::vector<float> attended;             // [tokens, heads * head_dim]
-    Vectors attended_x;                      // the same, for the output
-    std::vector<float> joined;               // [tokens, hidden]: what a norm after it takes
+    std::vector<int32_t> all;      // 0, 1, ..., tokens - 1
+    std::vector<float> normed;     // [tokens, hidden]
+    Vectors x;                     // the same, for the projections
+    std::vector<float> projected;  // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
+    PieceAttention attention;
+    std::vector<float> attended;   // [tokens, heads * head_dim]
+    Vectors attended_x;            // the same, for the output
+    std::vector<float> joined;     // [tokens, hidden]: what a norm after it takes
 
     int64_t query_step() const { return layer->is_gated ? 2 * layer->head_dim : layer->head_dim; }
     int64_t width() const { return layer->heads * query_step() + int64_t{2 * layer->kv_heads} * layer->head_dim; }
     int64_t heads() const { return layer->heads + 2 * layer->kv_heads; }
 
-    HeldRows rows_of(int64_t kv_head) const {
-        const int64_t dim = layer->head_dim, at = kv_head * capacity, bytes = at * dim * size_of_number(type);
-        HeldRows rows = {static_cast<char *>(keys) + bytes, static_cast<char *>(values) + bytes, dim, dim};
-        if (key_scales) rows.key_scales = key_scales + at, rows.value_scales = value_scales + at;
-        return rows;
+    HeldHead head_of(int64_t kv_head) const { return {*held, layer->kv_heads, kv_head}; }
+    HeldRows rows_of(const SwitchyardPiece &piece, int64_t kv_head) const {
+        return head_of(kv_head).rows_of(piece.pages, layer->head_dim, layer->head_dim);
     }
 };
 
@@ -60,7 +55,7 @@ struct AttentionRun {
           projections(blocks_of(step.layer->q) + blocks_of(step.layer->k) + blocks_of(step.layer->v), threads, 1),
           long_norms(step.layer->norms_span_heads ? 2 * step.tokens : 0, threads, 1),
           heads(step.tokens * step.heads(), threads, 1),
-          attention(step.tokens * step.attention[step.tokens - 1].items(), threads, 1),
+          attention(step.attention.items(), threads, 1),
           joining(int64_t{step.tokens} * step.layer->heads, threads, 4),
           spreading(step.tokens, threads, 1),
           output(blocks_of(step.layer->o), threads, 1),
@@ -101,16 +96,17 @@ void norm_all(AttentionStep &step, int64_t token, int64_t which) {
     rms_norm(x, which ? layer.k_norm : layer.q_norm, layer.epsilon, which ? keys : queries, x, layer.norm_offset);
 }
 
-// One projected head: a query is kept, keys and values go to their row of the cache.
+// One projected head: a query is kept, keys and values go to their rows.
 void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
-    const int64_t dim = layer.head_dim, row = step.length + token, after = std::max<int64_t>(head - layer.heads, 0);
+    const int64_t dim = layer.head_dim, after = std::max<int64_t>(head - layer.heads, 0);
     float *x = &step.projected[token * step.width() + (head - after) * step.query_step() + after * dim];
     const auto keep = [&](int64_t kv_head, void *rows, float *scales) {
-        write_row(step.type, x, dim, kv_head * step.capacity + row, rows, scales);
+        const int64_t row = step.head_of(kv_head).row_of(step.attention.piece_of(token).pages, step.attention.position_of(token));
+        write_row(step.held->type, x, dim, row, rows, scales);
     };
     if (head >= layer.heads + layer.kv_heads) {
-        keep(head - layer.heads - layer.kv_heads, step.values, step.value_scales);
+        keep(head - layer.heads - layer.kv_heads, step.held->values, step.held->value_scales);
         return;
     }
     const bool is_query = head < layer.heads;
@@ -123,7 +119,7 @@ void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     if (is_query)
         std::copy_n(x, dim, step.attention[token].query(head));
     else
-        keep(head - layer.heads, step.keys, step.key_scales);
+        keep(head - layer.heads, step.held->keys, step.held->key_scales);
 }
 
 void join_head(AttentionStep &step, int64_t token, int64_t head) {
@@ -177,12 +173,8 @@ void attention_work(void *argument) {
         for (int64_t at = begin; at < end; ++at) prepare_head(step, at / heads, at % heads);
     });
     run.attention.run([&](int64_t begin, int64_t end) {
-        // Tokens next to each other go over the same rows, which are still in the cache.
-        for (int64_t at = begin; at < end; ++at) {
-            CachedAttention &own = step.attention[at % tokens];
-            if (const int64_t item = at / tokens; item < own.items())
-                own.run(item, step.type, step.rows_of(own.group_of(item)));
-        }
+        const auto rows = [&](const SwitchyardPiece &piece, int64_t group) { return step.rows_of(piece, group); };
+        for (int64_t item = begin; item < end; ++item) step.attention.run(item, step.held->type, rows);
     });
     run.joining.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) join_head(step, at / layer.heads, at % layer.heads);
@@ -204,29 +196,23 @@ void attention_work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
-                                                 int32_t tokens, const float *hidden, const float *cos,
+                                                 const SwitchyardPages *held, const SwitchyardPiece *pieces,
+                                                 int32_t count, const float *hidden, const float *cos,
                                                  const float *sin, int32_t angle_step, int64_t token_step,
-                                                 int32_t type, void *keys,
-                                                 void *values, float *key_scales, float *value_scales, int64_t capacity,
-                                                 int64_t length, float *out) try {
+                                                 float *out) try {
     const Stamp stamp(attention);
     static thread_local AttentionStep step;
     const int64_t dim = attention->head_dim, heads = attention->heads, kv_heads = attention->kv_heads;
     step.layer = attention;
     step.kernels = kernels_in_use();
-    step.tokens = tokens;
+    step.held = held;
+    step.attention.resize(*held, pieces, count, heads, kv_heads, attention->scale, step.rows_of(*pieces, 0), attention->sinks);
+    const int32_t tokens = step.tokens = step.attention.tokens();
     step.hidden = hidden;
     step.cos = cos;
     step.sin = sin;
     step.angle_step = angle_step;
     step.token_step = token_step;
-    step.type = type;
-    step.keys = keys;
-    step.values = values;
-    step.key_scales = key_scales;
-    step.value_scales = value_scales;
-    step.capacity = capacity;
-    step.length = length;
     step.out = out;
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
@@ -234,9 +220,6 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.x.resize({&attention->q, &attention->k, &attention->v}, tokens, attention->hidden);
     step.attended_x.resize({&attention->o}, tokens, heads * dim);
     step.projected.resize(static_cast<size_t>(tokens * step.width()));
-    if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
-    for (int32_t token = 0; token < tokens; ++token)
-        step.attention[token].resize(heads, kv_heads, length + token + 1, attention->scale, step.rows_of(0), attention->sinks);
     step.attended.resize(static_cast<size_t>(tokens * heads * dim));
     if (attention->after_norm) step.joined.resize(static_cast<size_t>(tokens * int64_t{attention->hidden}));
     AttentionRun run(step, pool->threads());
@@ -244,7 +227,8 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     for (const SwitchyardMatrix *matrix : {&attention->q, &attention->k, &attention->v, &attention->o})
         weights += bytes_of(*matrix);
     // A step of several tokens takes longer for what it reads: not to be compared with a step of one.
-    pool->run(attention_work, &run, tokens * (weights + 2 * size_of_number(type) * kv_heads * length * dim));
+    const int64_t read = 2 * size_of_number(held->type) * kv_heads * dim * step.attention.held();
+    pool->run(attention_work, &run, tokens * weights + read);
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

@@ -1,4 +1,4 @@
-// The attention of one token over a cache in rows: how its work is cut, and its results joined.
+// The attention of one token over what is held: how its work is cut, and its results joined.
 #include "cached_attention.h"
 
 #include <algorithm>
@@ -12,17 +12,18 @@ constexpr int64_t kFewestTokens = 256, kMostChunks = 16;  // fewer tokens are no
 
 }  // namespace
 
-void CachedAttention::resize(int64_t heads, int64_t groups, int64_t tokens, float scale, const HeldRows &rows,
+void CachedAttention::resize(int64_t heads, int64_t groups, const Seen &seen, float scale, const HeldRows &rows,
                              const uint16_t *sinks) {
     heads_ = heads;
     groups_ = groups;
-    tokens_ = tokens;
+    seen_ = seen;
+    begin_ = seen.kept > 0 ? 0 : seen.from / kPageTokens * kPageTokens;
     scale_ = scale;
     query_dim_ = rows.query_dim();
     value_dim_ = rows.value_dim;
     sinks_ = sinks;
     sets_ = (heads / groups + kMostTogether - 1) / kMostTogether;
-    const int64_t even = (tokens + kMostChunks - 1) / kMostChunks;
+    const int64_t tokens = seen.to - begin_, even = (tokens + kMostChunks - 1) / kMostChunks;
     chunk_tokens_ = std::max(kFewestTokens, (even + kPageTokens - 1) / kPageTokens * kPageTokens);
     chunks_ = (tokens + chunk_tokens_ - 1) / chunk_tokens_;
     queries_.resize(static_cast<size_t>(heads * query_dim_));
@@ -39,16 +40,17 @@ void CachedAttention::run(int64_t item, int32_t type, const HeldRows &rows) {
     queries.count = static_cast<int>(std::min<int64_t>(kMostTogether, (group_of(item) + 1) * together - first));
     queries.q = query(first);
     queries.scale = scale_;
-    std::fill_n(queries.from, queries.count, 0);
-    std::fill_n(queries.to, queries.count, tokens_);
+    std::fill_n(queries.from, queries.count, seen_.from);
+    std::fill_n(queries.to, queries.count, seen_.to);
+    queries.kept = seen_.kept;
     queries.tops = &tops_[at];
     queries.totals = &totals_[at];
     queries.mixed = &mixed_[at * value_dim_];
     std::fill_n(queries.tops, queries.count, kLow);
     std::fill_n(queries.totals, queries.count, 0.0f);
     std::fill_n(queries.mixed, queries.count * value_dim_, 0.0f);
-    const int64_t begin = chunk * chunk_tokens_;
-    kernels_in_use().attention->of_type[type](rows, begin, std::min(begin + chunk_tokens_, tokens_), queries);
+    const int64_t begin = begin_ + chunk * chunk_tokens_;
+    kernels_in_use().attention->of_type[type](rows, begin, std::min(begin + chunk_tokens_, seen_.to), queries);
 }
 
 void CachedAttention::finish(int64_t head, float *out) {
@@ -67,4 +69,25 @@ void CachedAttention::finish(int64_t head, float *out) {
         for (int64_t i = 0; i < value_dim_; ++i) out[i] += weight * mixed[i];
     }
     for (int64_t i = 0; i < value_dim_; ++i) out[i] /= total;
+}
+
+void PieceAttention::resize(const SwitchyardPages &held, const SwitchyardPiece *pieces, int32_t count, int64_t heads,
+                            int64_t groups, float scale, const HeldRows &rows, const uint16_t *sinks) {
+    pieces_ = pieces;
+    held_ = 0;
+    piece_of_.clear();
+    begins_.assign(1, 0);
+    for (int32_t i = 0; i < count; ++i) {
+        const SwitchyardPiece &piece = pieces[i];
+        piece_of_.insert(piece_of_.end(), static_cast<size_t>(piece.tokens), &piece);
+        held_ += piece.tokens * piece.held;
+        if (of_token_.size() < piece_of_.size()) of_token_.resize(piece_of_.size());
+        int64_t most = 0;  // items of a token: the last one's, but for a window
+        for (int64_t token = piece.first; token < tokens(); ++token) {
+            CachedAttention &own = (*this)[token];
+            own.resize(heads, groups, Seen::by(held, position_of(token)), scale, rows, sinks);
+            most = std::max(most, own.items());
+        }
+        begins_.push_back(begins_.back() + piece.tokens * most);
+    }
 }

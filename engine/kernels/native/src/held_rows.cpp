@@ -36,3 +36,14 @@ void write_row(int32_t type, const float *x, int64_t dim, int64_t row, void *row
         for (int64_t i = 0; i < dim; ++i) out[i] = to_half(std::max(-65504.0f, std::min(65504.0f, x[i])));
     }
 }
+
+HeldRows HeldHead::rows_of(const int32_t *pages, int64_t key_dim, int64_t value_dim) const {
+    const int64_t first = kv_head * held.page_tokens, size = size_of_number(held.type);
+    HeldRows rows = {static_cast<const char *>(held.keys) + first * key_dim * size,
+                     static_cast<const char *>(held.values) + first * value_dim * size, key_dim, value_dim};
+    if (held.key_scales) rows.key_scales = held.key_scales + first, rows.value_scales = held.value_scales + first;
+    rows.pages = pages;
+    rows.page_tokens = held.page_tokens;
+    rows.page_rows = kv_heads * held.page_tokens;
+    return rows;
+}

@@ -1,5 +1,5 @@
-// A few tokens of one sequence through multi-head latent attention (DeepSeek-V2, section 2.1): the cache holds a latent vector and a rotary
-// key for each token, shared by all heads.  Keys and values are never expanded: the matrix that turns latents into
+// A few tokens of one sequence, or of several, through multi-head latent attention (DeepSeek-V2, section 2.1): what is held
+// of each token is a latent vector and a rotary key, shared by all heads.  Keys and values are never expanded: the matrix that turns latents into
 // keys is applied to the query instead, the one that turns them into values to the weighted sum of latents.
 #include <algorithm>
 #include <cmath>
@@ -10,6 +10,7 @@
 
 #include "cached_attention.h"
 #include "dispatch.h"
+#include "held_rows.h"
 #include "matrix.h"
 #include "rows.h"
 #include "stamps.h"
@@ -21,28 +22,36 @@ namespace {
 struct LatentStep {
     const SwitchyardLatentAttention *layer;
     Kernels kernels;
+    const SwitchyardPages *held;
     int32_t tokens;
     const float *hidden;
     const float *cos, *sin;
     int64_t angle_step, token_step;
-    uint16_t *latents, *rotary_keys;
-    int64_t length;
     float *out;
-    std::vector<int32_t> all;                // 0, 1, ..., tokens - 1
-    std::vector<float> normed;               // [tokens, hidden]
-    Vectors x;                               // the same, for the projections
-    std::vector<float> q_latent;             // [tokens, q_a rows]
-    Vectors q_x;                             // the same, normalised
-    std::vector<float> queries;              // [tokens, heads, nope + rope]
-    std::vector<float> compressed;           // [tokens, rank + rope]
-    std::vector<CachedAttention> attention;  // of each token: what it computes alone, it computes here
-    Vectors absorbed_x;                      // [tokens, heads], [nope]
-    Vectors mixed;                           // [tokens, heads], [rank]
-    std::vector<float> attended;             // [tokens, heads * value_dim]
+    std::vector<int32_t> all;       // 0, 1, ..., tokens - 1
+    std::vector<float> normed;      // [tokens, hidden]
+    Vectors x;                      // the same, for the projections
+    std::vector<float> q_latent;    // [tokens, q_a rows]
+    Vectors q_x;                    // the same, normalised
+    std::vector<float> queries;     // [tokens, heads, nope + rope]
+    std::vector<float> compressed;  // [tokens, rank + rope]
+    PieceAttention attention;
+    Vectors absorbed_x;             // [tokens, heads], [nope]
+    Vectors mixed;                  // [tokens, heads], [rank]
+    std::vector<float> attended;    // [tokens, heads * value_dim]
     Vectors attended_x;
 
     bool has_q_latent() const { return layer->q_a.rows > 0; }
-    HeldRows rows() const { return {latents, latents, layer->rank, layer->rank, rotary_keys, layer->rope}; }
+    uint16_t *latents() const { return static_cast<uint16_t *>(held->keys); }
+    uint16_t *rotary_keys() const { return static_cast<uint16_t *>(held->values); }
+    HeldHead head() const { return {*held, 1, 0}; }
+    HeldRows rows_of(const SwitchyardPiece &piece) const {
+        HeldRows rows = head().rows_of(piece.pages, layer->rank, layer->rank);
+        rows.values = rows.keys;
+        rows.further_keys = held->values;
+        rows.further_dim = layer->rope;
+        return rows;
+    }
     // The matrix that the hidden state goes through first on its way to queries.
     const SwitchyardMatrix &q_first() const { return has_q_latent() ? layer->q_a : layer->q; }
 };
@@ -58,7 +67,7 @@ struct LatentRun {
           between(step.tokens, threads, 1),
           queries(step.has_q_latent() ? blocks_of(step.layer->q) : 0, threads, 1),
           absorbing(int64_t{step.tokens} * step.layer->heads, threads, 1),
-          attention(step.tokens * step.attention[step.tokens - 1].items(), threads, 1),
+          attention(step.attention.items(), threads, 1),
           joining(int64_t{step.tokens} * step.layer->heads, threads, 1),
           spreading(step.tokens, threads, 1),
           output(blocks_of(step.layer->o), threads, 1) {}
@@ -93,19 +102,19 @@ void rotate(const LatentStep &step, int64_t token, float *x) {
     std::copy(turned.begin(), turned.end(), x);
 }
 
-// By one thread: normalises a token's latent of the query, and writes its latent and rotary key to the cache.
+// By one thread: normalises a token's latent of the query, and writes its latent and rotary key to their rows.
 void between_projections(LatentStep &step, int64_t token) {
     const auto &layer = *step.layer;
-    const int64_t row = step.length + token;
+    const int64_t row = step.head().row_of(step.attention.piece_of(token).pages, step.attention.position_of(token));
     if (step.has_q_latent()) {
         float *latent = &step.q_latent[token * layer.q_a.rows];
         rms_norm(latent, layer.q_a_norm, layer.q_a_epsilon, layer.q_a.rows, latent);
         step.q_x.set(step.kernels, token, latent);
     }
     float *compressed = &step.compressed[token * layer.kv_a.rows], *key = compressed + layer.rank;
-    rms_norm(compressed, layer.kv_norm, layer.kv_epsilon, layer.rank, step.latents + row * layer.rank);
+    rms_norm(compressed, layer.kv_norm, layer.kv_epsilon, layer.rank, step.latents() + row * layer.rank);
     rotate(step, token, key);
-    for (int64_t i = 0; i < layer.rope; ++i) step.rotary_keys[row * layer.rope + i] = to_bf16(key[i]);
+    for (int64_t i = 0; i < layer.rope; ++i) step.rotary_keys()[row * layer.rope + i] = to_bf16(key[i]);
 }
 
 // out = sum over i < count of x[i] * row begin + i of the matrix: its transpose times x.
@@ -238,9 +247,8 @@ void latent_work(void *argument) {
         for (int64_t at = begin; at < end; ++at) absorb(step, at % tokens, at / tokens);
     });
     run.attention.run([&](int64_t begin, int64_t end) {
-        for (int64_t at = begin; at < end; ++at)
-            if (CachedAttention &own = step.attention[at % tokens]; at / tokens < own.items())
-                own.run(at / tokens, SWITCHYARD_KV_BF16, step.rows());
+        const auto rows = [&](const SwitchyardPiece &piece, int64_t) { return step.rows_of(piece); };
+        for (int64_t item = begin; item < end; ++item) step.attention.run(item, SWITCHYARD_KV_BF16, rows);
     });
     run.joining.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) join_head(step, at % tokens, at / tokens);
@@ -257,17 +265,18 @@ void latent_work(void *argument) {
 }  // namespace
 
 SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
-                                              int32_t tokens, const float *hidden, const float *cos,
-                                              const float *sin, int32_t angle_step, int64_t token_step,
-                                              uint16_t *latents, uint16_t *rotary_keys, int64_t length,
-                                              float *out) try {
+                                              const SwitchyardPages *held, const SwitchyardPiece *pieces,
+                                              int32_t count, const float *hidden, const float *cos, const float *sin,
+                                              int32_t angle_step, int64_t token_step, float *out) try {
     const Stamp stamp(attention);
     static thread_local LatentStep step;
     const auto &layer = *attention;
     const int64_t heads = layer.heads;
     step.layer = attention;
     step.kernels = kernels_in_use();
-    step.tokens = tokens;
+    step.held = held;
+    step.attention.resize(*held, pieces, count, heads, 1, layer.scale, step.rows_of(*pieces), nullptr);
+    const int32_t tokens = step.tokens = step.attention.tokens();
     step.hidden = hidden;
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
@@ -275,9 +284,6 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.sin = sin;
     step.angle_step = angle_step;
     step.token_step = token_step;
-    step.latents = latents;
-    step.rotary_keys = rotary_keys;
-    step.length = length;
     step.out = out;
     step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
     step.x.resize({&layer.kv_a, layer.q_a.rows ? &layer.q_a : &layer.q}, tokens, layer.hidden);
@@ -285,9 +291,6 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.q_x.resize({&layer.q}, tokens, layer.q.columns);
     step.queries.resize(static_cast<size_t>(tokens * layer.q.rows));
     step.compressed.resize(static_cast<size_t>(tokens * layer.kv_a.rows));
-    if (step.attention.size() < static_cast<size_t>(tokens)) step.attention.resize(static_cast<size_t>(tokens));
-    for (int32_t token = 0; token < tokens; ++token)
-        step.attention[token].resize(heads, 1, length + token + 1, layer.scale, step.rows(), nullptr);
     step.mixed.resize({layer.v_b.rows ? &layer.v_b : &layer.kv_b}, tokens * heads, layer.rank);
     if (layer.k_b.rows) step.absorbed_x.resize({&layer.k_b}, tokens * heads, layer.nope);
     step.attended.resize(static_cast<size_t>(tokens * heads * layer.value_dim));
@@ -297,7 +300,8 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.k_b, &layer.v_b, &layer.o})
         weights += matrix->rows ? bytes_of(*matrix) : 0;
     // As in switchyard_attention_step.
-    pool->run(latent_work, &run, tokens * (weights + 2 * heads * length * (2 * layer.rank + layer.rope)));
+    const int64_t read = 2 * heads * (2 * layer.rank + layer.rope) * step.attention.held();
+    pool->run(latent_work, &run, tokens * weights + read);
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

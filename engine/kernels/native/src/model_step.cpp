@@ -1,4 +1,4 @@
-// A few tokens of one sequence through a whole model: its layers, one after the other, the last norm and the head.
+// A few tokens of one sequence, or of several, through a whole model: its layers, one after the other, the last norm and the head.
 #include <cstddef>
 #include <new>
 #include <vector>
@@ -6,8 +6,9 @@
 #include "rows.h"
 #include "switchyard_kernels.h"
 
-SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
-                                             const float *hidden, const SwitchyardAngles *angles, void *logits) try {
+SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t count,
+                                             int32_t tokens, const float *hidden, const SwitchyardAngles *angles,
+                                             void *logits) try {
     static thread_local std::vector<float> states[2];
     static thread_local std::vector<uint16_t> normed;
     const int64_t width = model->head.columns;
@@ -19,15 +20,13 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
         const SwitchyardAngles &its = angles[layer.angles];
         const int32_t failed =
             layer.attention
-                ? switchyard_attention_step(pool, layer.attention, tokens, hidden, its.cos, its.sin, its.angle_step,
-                                            its.token_step, layer.type, layer.keys, layer.values, layer.key_scales,
-                                            layer.value_scales, layer.capacity, layer.length, next)
+                ? switchyard_attention_step(pool, layer.attention, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
+                                            its.angle_step, its.token_step, next)
             : layer.latent
-                ? switchyard_latent_step(pool, layer.latent, tokens, hidden, its.cos, its.sin, its.angle_step, its.token_step,
-                                         static_cast<uint16_t *>(layer.keys), static_cast<uint16_t *>(layer.values),
-                                         layer.length, next)
-                : switchyard_delta_step(pool, layer.delta, tokens, hidden, static_cast<float *>(layer.keys),
-                                        static_cast<float *>(layer.values), next);
+                ? switchyard_latent_step(pool, layer.latent, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
+                                         its.angle_step, its.token_step, next)
+                : switchyard_delta_step(pool, layer.delta, tokens, hidden, static_cast<float *>(layer.held.keys),
+                                        static_cast<float *>(layer.held.values), next);
         if (failed) return 1;
         if (switchyard_sparse_step(pool, layer.block, tokens, next, layer.chosen, layer.shares, now)) return 1;
         hidden = now;

@@ -15,7 +15,7 @@ constexpr int64_t kChunkTokens = 16 * kPageTokens;  // that stay in the cache wh
 }  // namespace
 
 PagedCall::PagedCall(const SwitchyardPagedLayer &layer, const SwitchyardPiece *pieces, int32_t count)
-    : layer(layer), attend_rows(kernels_in_use().attention->of_type[layer.type]), pieces(pieces), count(count) {
+    : layer(layer), attend_rows(kernels_in_use().attention->of_type[layer.held.type]), pieces(pieces), count(count) {
     const int64_t group = layer.heads / layer.kv_heads;
     together = static_cast<int32_t>(std::max<int64_t>(1, kMostQueries / group));
     begins.resize(static_cast<size_t>(count) + 1);
@@ -28,11 +28,11 @@ PagedCall::PagedCall(const SwitchyardPagedLayer &layer, const SwitchyardPiece *p
 
 void PagedCall::write(int64_t token, const SwitchyardPiece &piece, const float *keys, const float *values) const {
     const int64_t position = piece.held + token - piece.first;
-    const int64_t page = piece.pages[position / kPageTokens], slot = position % kPageTokens;
+    const SwitchyardPages &held = layer.held;
     for (int64_t head = 0; head < layer.kv_heads; ++head) {
-        const int64_t row = (page * layer.kv_heads + head) * kPageTokens + slot;
-        write_row(layer.type, keys + head * layer.key_dim, layer.key_dim, row, layer.keys, layer.key_scales);
-        write_row(layer.type, values + head * layer.value_dim, layer.value_dim, row, layer.values, layer.value_scales);
+        const int64_t row = head_of(head).row_of(piece.pages, position);
+        write_row(held.type, keys + head * layer.key_dim, layer.key_dim, row, held.keys, held.key_scales);
+        write_row(held.type, values + head * layer.value_dim, layer.value_dim, row, held.values, held.value_scales);
     }
 }
 
@@ -40,19 +40,6 @@ const SwitchyardPiece &PagedCall::piece_of(int64_t token) const {
     const auto after = std::upper_bound(pieces, pieces + count, token,
                                         [](int64_t wanted, const SwitchyardPiece &piece) { return wanted < piece.first; });
     return *(after - 1);
-}
-
-HeldRows PagedCall::rows_of(const SwitchyardPiece &piece, int64_t kv_head) const {
-    const int64_t first = kv_head * kPageTokens, size = size_of_number(layer.type);
-    HeldRows rows;
-    rows.keys = static_cast<const char *>(layer.keys) + first * layer.key_dim * size;
-    rows.values = static_cast<const char *>(layer.values) + first * layer.value_dim * size;
-    rows.key_dim = layer.key_dim;
-    rows.value_dim = layer.value_dim;
-    if (layer.key_scales) rows.key_scales = layer.key_scales + first, rows.value_scales = layer.value_scales + first;
-    rows.pages = piece.pages;
-    rows.page_rows = layer.kv_heads * kPageTokens;
-    return rows;
 }
 
 void PagedCall::attend(int64_t item, std::vector<float> &room, const HeadQuery &query, const HeadResult &result) const {
@@ -71,7 +58,7 @@ void PagedCall::attend(int64_t item, std::vector<float> &room, const HeadQuery &
         tops[i] = layer.sinks ? layer.sinks[head] : kLow;
         totals[i] = layer.sinks ? 1.0f : 0.0f;
     }
-    const HeldRows rows = rows_of(piece, kv_head);
+    const HeldRows rows = head_of(kv_head).rows_of(piece.pages, key_dim, value_dim);
     const int64_t end = piece.held + last;
     for (int64_t begin = 0; begin < end; begin += kChunkTokens)
         for (int64_t done = 0; done < count; done += kMostTogether) {
@@ -79,11 +66,11 @@ void PagedCall::attend(int64_t item, std::vector<float> &room, const HeadQuery &
             some.count = static_cast<int>(std::min<int64_t>(kMostTogether, count - done));
             some.q = q + done * key_dim;
             some.scale = layer.scale;
-            some.kept = layer.kept;
+            some.kept = layer.held.kept;
             some.softcap = layer.softcap;
             for (int i = 0; i < some.count; ++i) {
                 some.to[i] = piece.held + first + (done + i) / group + 1;
-                some.from[i] = layer.window > 0 ? std::max<int64_t>(0, some.to[i] - layer.window) : 0;
+                some.from[i] = layer.held.window > 0 ? std::max<int64_t>(0, some.to[i] - layer.held.window) : 0;
             }
             some.tops = tops + done;
             some.totals = totals + done;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "dispatch.h"
+#include "held_rows.h"
 #include "paged_attention.h"
 #include "thread_pool.h"
 
@@ -25,7 +26,7 @@ struct PagedCall {
     int64_t items() const { return begins.back(); }
     // keys: [kv_heads, key_dim], values: [kv_heads, value_dim] of a token of `piece`.
     void write(int64_t token, const SwitchyardPiece &piece, const float *keys, const float *values) const;
-    HeldRows rows_of(const SwitchyardPiece &piece, int64_t kv_head) const;
+    HeldHead head_of(int64_t kv_head) const { return {layer.held, layer.kv_heads, kv_head}; }
     const SwitchyardPiece &piece_of(int64_t token) const;
     // `room` is the calling thread's.
     void attend(int64_t item, std::vector<float> &room, const HeadQuery &query, const HeadResult &result) const;

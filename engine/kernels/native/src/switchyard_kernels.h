@@ -204,7 +204,8 @@ SWITCHYARD_API int32_t switchyard_experts(SwitchyardPool *pool, const Switchyard
 SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardMatrix *weight, int32_t tokens,
                                          const uint16_t *x, const uint16_t *bias, int32_t floats, void *out);
 
-// In the next five, `tokens` is 1 to 8, and each token's result is that of a call of its own, bit by bit.  Hidden states are
+// In the next five, there are 1 to 8 tokens, and each one's result is that of a call of its own, bit by bit, whatever lies
+// in other sequences' pages and wherever its own are.  Hidden states are
 // floats; what goes into a matrix in bf16 or in blocks is rounded as its format asks, and keys and values to their type.
 
 // A few tokens through a sparse block.  hidden, out: [tokens, hidden], not the same.  chosen: int64 [tokens, k] and
@@ -212,43 +213,58 @@ SWITCHYARD_API int32_t switchyard_linear(SwitchyardPool *pool, const SwitchyardM
 SWITCHYARD_API int32_t switchyard_sparse_step(SwitchyardPool *pool, const SwitchyardSparseBlock *block, int32_t tokens,
                                               const float *hidden, int64_t *chosen, float *shares, float *out);
 
-// The next tokens of a sequence through attention.  keys, values: [kv_heads, capacity, head_dim] of a type of
-// SWITCHYARD_KV_* that hold `length` tokens; those of these tokens are written from row `length` on, all of them below
-// `capacity`.  key_scales, value_scales: [kv_heads, capacity] of int8, whose capacity is a multiple of 32, else null.  cos, sin:
-// an angle of each token for each pair of dimensions that are rotated together, each `angle_step` floats after the
-// one before, and each token's `token_step` floats after those of the one before.  hidden, out: [tokens, hidden], not the same.
-SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
-                                                 int32_t tokens, const float *hidden, const float *cos,
-                                                 const float *sin, int32_t angle_step, int64_t token_step,
-                                                 int32_t type, void *keys, void *values, float *key_scales,
-                                                 float *value_scales, int64_t capacity, int64_t length, float *out);
+// Where a layer's keys and values lie: in pages, each of `page_tokens` tokens of one sequence, head after head.  A cache of
+// one sequence is a single page, of as many tokens as there is room for.
+typedef struct {
+    void *keys;           // [pages, kv_heads, page_tokens, key_dim] of a type of SWITCHYARD_KV_*
+    void *values;         // [pages, kv_heads, page_tokens, value_dim]
+    float *key_scales;    // of int8: [pages, kv_heads, page_tokens]; else null
+    float *value_scales;  // the same
+    int64_t page_tokens;  // a multiple of 32; of a single page any number, but for int8
+    int32_t type;
+    int32_t window;       // how many of the last tokens a token sees, itself included; 0: all
+    int32_t kept;         // and of the first, whatever the window (StreamingLLM's attention sinks)
+} SwitchyardPages;
 
-// The next tokens of a sequence through latent attention.  latents: bf16 [capacity, rank] and rotary_keys: bf16
-// [capacity, rope] hold `length` tokens; those of these tokens are written from row `length` on, all of them below
-// `capacity`.  cos, sin: rope / 2 angles of each token, as above.  hidden, out: [tokens, hidden], not the same.
+// The next tokens of one sequence.
+typedef struct {
+    const int32_t *pages;  // those of the sequence, in order, with room for the new tokens; null: the first page alone
+    int64_t held;          // tokens before the new ones
+    int32_t tokens;        // new ones
+    int32_t first;         // where they begin among all new tokens of the call: one piece after the other
+} SwitchyardPiece;
+
+// The next tokens of some sequences through attention, whose keys and values go into their pages.  cos, sin: an angle of
+// each token for each pair of dimensions that are rotated together, each `angle_step` floats after the one before, and
+// each token's `token_step` floats after those of the one before.  hidden, out: [tokens, hidden], not the same.
+SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const SwitchyardAttention *attention,
+                                                 const SwitchyardPages *held, const SwitchyardPiece *pieces,
+                                                 int32_t count, const float *hidden, const float *cos,
+                                                 const float *sin, int32_t angle_step, int64_t token_step, float *out);
+
+// The same of latent attention: its keys are latents, bf16 [pages, page_tokens, rank], its values rotary keys, bf16
+// [pages, page_tokens, rope].  cos, sin: rope / 2 angles of each token.
 SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const SwitchyardLatentAttention *attention,
-                                              int32_t tokens, const float *hidden, const float *cos,
-                                              const float *sin, int32_t angle_step, int64_t token_step,
-                                              uint16_t *latents, uint16_t *rotary_keys, int64_t length, float *out);
+                                              const SwitchyardPages *held, const SwitchyardPiece *pieces,
+                                              int32_t count, const float *hidden, const float *cos, const float *sin,
+                                              int32_t angle_step, int64_t token_step, float *out);
 
 // The next tokens of a sequence through a gated delta net.  recent: [channels, kernel], what the convolutions read last;
 // states: [value_heads, key_dim, value_dim].  Both are brought up to date.  hidden, out: [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const SwitchyardDelta *delta, int32_t tokens,
                                              const float *hidden, float *recent, float *states, float *out);
 
-// A decoder layer of attention and a sparse block, and where a sequence's keys and values of this layer are, or its latents
-// and rotary keys, or what its convolutions read last and its states; see the functions above.
+// A decoder layer of attention and a sparse block, where its keys and values are, and the next tokens as it holds them.  A
+// delta net's are those of one sequence: what its convolutions read last, and its states; see the functions above.
 typedef struct {
     const SwitchyardAttention *attention;  // one of the three, the others null
     const SwitchyardLatentAttention *latent;
     const SwitchyardDelta *delta;
     const SwitchyardSparseBlock *block;
-    void *keys, *values;
-    float *key_scales, *value_scales;
-    int64_t capacity, length;
+    SwitchyardPages held;
+    const SwitchyardPiece *pieces;  // as many in all layers, each of the same tokens
     int64_t *chosen;
     float *shares;
-    int32_t type;
     int32_t angles;  // which of the step's it rotates by
 } SwitchyardLayer;
 
@@ -270,10 +286,12 @@ typedef struct {
     float norm_offset;      // added to the weights of its norm
 } SwitchyardModel;
 
-// A few tokens through all layers of a model, as a step of each in turn would compute them.  angles: those that its layers
-// name.  hidden: [tokens, hidden]; logits: [tokens, vocabulary], bf16 if the head is, else float.
-SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t tokens,
-                                             const float *hidden, const SwitchyardAngles *angles, void *logits);
+// A few tokens through all layers of a model, as a step of each in turn would compute them.  count: of the pieces of each
+// layer, which together have `tokens` tokens.  angles: those that its layers name.  hidden: [tokens, hidden]; logits:
+// [tokens, vocabulary], bf16 if the head is, else float.
+SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const SwitchyardModel *model, int32_t count,
+                                             int32_t tokens, const float *hidden, const SwitchyardAngles *angles,
+                                             void *logits);
 
 // Fills weights, scales and zeros of `target` (which point to memory that may be written) from source: bf16
 // [rows, columns].  A table is an input, which weights are fitted to.  int4: half-quadratic optimisation of scales and

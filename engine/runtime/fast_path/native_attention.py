@@ -1,0 +1,108 @@
+"""A layer's attention of the next tokens: into the room that a cache gives them, or into pages of several sequences."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import out_of_memory
+from engine.kernels.native.paged_attention import Pieces
+from engine.kernels.native.structs import PagesStruct, PieceStruct
+from engine.runtime.fast_path.angles import Angles
+
+Page = tuple[int, int, int | None, int | None, int, int]
+"""Where keys and values lie, where their scales, for how many tokens there is room, and the type of them."""
+
+Claim = tuple[Page, int]
+"""The page that a layer's next tokens are in, and the tokens before them."""
+
+
+class ClaimedPage:
+    """The structs of one layer's page and of its next tokens.
+
+    Args:
+        held, piece: written to with every claim; `address` and `piece_address` are theirs.
+    """
+
+    def __init__(self, held: PagesStruct, piece: PieceStruct) -> None:
+        self._held, self._piece = held, piece
+        self._known: Page | None = None
+        self.address, self.piece_address = ctypes.addressof(held), ctypes.addressof(piece)
+
+    @classmethod
+    def apart(cls) -> ClaimedPage:
+        """Of a layer that is called by itself."""
+        return cls(PagesStruct(), PieceStruct())
+
+    def take(self, claim: Claim, tokens: int) -> tuple[int, int, int]:
+        """What was claimed for so many tokens: the arguments of a step of them."""
+        page, self._piece.held = claim
+        self._piece.tokens = tokens
+        if page != self._known:  # it seldom moves, and a token of a small model takes few microseconds a layer
+            self._known = page
+            held = self._held
+            held.keys, held.values, held.key_scales, held.value_scales, held.page_tokens, held.type = page
+        return self.address, self.piece_address, 1
+
+
+class NativeAttention(ABC):
+    """The attention of one decoder layer.
+
+    Attributes:
+        type: which of the model's angles it rotates by; see `type_of`.
+        rotated: dimensions of each head that are.
+        address: of its struct.
+    """
+
+    type: str
+    rotated: int
+    address: int
+
+    def __init__(self, kernels: NativeKernels, call: Callable[..., int]) -> None:
+        self.kernels, self._call = kernels, call
+        self._page = ClaimedPage.apart()
+
+    @abstractmethod
+    def angles_of(self, positions: Any, tokens: int) -> Angles | None:
+        """The angles of so many tokens; `None` if these are others."""
+
+    @abstractmethod
+    def can_claim(self, tokens: int, cache: Any) -> bool:
+        """Whether `claim` gives room for so many."""
+
+    @abstractmethod
+    def claim(self, tokens: int, cache: Any) -> Claim | None:
+        """Room for so many tokens; `None` if the cache gives none."""
+
+    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
+        """float32 [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        tokens = hidden_states.shape[1]
+        angles = self.angles_of(positions, tokens)
+        claim = self.claim(tokens, cache) if angles is not None else None
+        if angles is None or claim is None:
+            return None
+        return self._compute(hidden_states, self._page.take(claim, tokens), angles)
+
+    def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:
+        """The same of the next tokens of several sequences, whose keys and values go into pages."""
+        angles = self.angles_of(positions, pieces.tokens)
+        assert angles is not None
+        where = (ctypes.addressof(held), pieces.address, len(pieces.pieces))
+        return self._compute(hidden_states, where, angles)
+
+    def _compute(self, hidden_states: torch.Tensor, where: tuple[int, int, int], angles: Angles) -> torch.Tensor:
+        assert hidden_states.dtype == torch.float32
+        out = torch.empty_like(hidden_states)
+        start = hidden_states.data_ptr()
+        if self._call(self.kernels.pool, self.address, *where, start, *angles.arguments, out.data_ptr()):
+            raise out_of_memory()
+        return out
