@@ -112,7 +112,7 @@ class FitTable(QTableView):
         em = metrics.averageCharWidth()
         narrow = self.viewport().width() < _NARROW_EM * em
         self.setColumnWidth(FitColumn.FILE, round((14 if narrow else 16) * em + 2 * _PAD))
-        self.setColumnWidth(FitColumn.SPEED, round((17 if narrow else 18) * em + 2 * _PAD))
+        self.setColumnWidth(FitColumn.SPEED, round((14 if narrow else 18) * em + 2 * _PAD))
         self.setColumnWidth(FitColumn.VERDICT, round((11 if narrow else 12) * em + 22 + _PAD))
         others = sum(self.columnWidth(column) for column in FitColumn if column is not FitColumn.MEMORY)
         left = self.viewport().width() - others

@@ -274,12 +274,12 @@ class SamplingPopover(Popover):
                 self.tr("How much stronger the loop guard gets with each repeated token"),
             ),
             (
-                self.tr("Guard: free length"),
+                self.tr("Guard: length"),
                 self.dry_allowed_length,
                 self.tr("Repetitions shorter than this many tokens are free"),
             ),
             (
-                self.tr("Guard: looks back"),
+                self.tr("Guard: range"),
                 self.dry_range,
                 self.tr(
                     "How many of the last tokens, earlier messages included, are searched; by default only the answer"
@@ -308,7 +308,7 @@ class SamplingPopover(Popover):
             self._label(name, field, tip, grid, at_row, at_column)
             field.setFixedWidth(112)
         self._label(
-            self.tr("Guard: starts anew at"),
+            self.tr("Guard: ends at"),
             self.dry_breakers,
             self.tr("Repetitions are not followed across these texts; \\n is a line break"),
             grid,

@@ -154,7 +154,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:gb|gib|g)\b", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class CardChoice:
-    """A card to choose: `NVIDIA GeForce RTX 3060, 12 GB`, and a machine that has it."""
+    """A card to choose: `GeForce RTX 3060, 12 GB`, and a machine that has it."""
 
     name: str
     machine: HardwareProfile
@@ -177,7 +177,7 @@ def card_choices() -> tuple[CardChoice, ...]:
     for machine in machines:
         if machine.gpu is not None:
             count = f"{machine.gpu.count} × " if machine.gpu.count > 1 else ""
-            shown = f"{count}{machine.gpu.name}, {machine.gpu.memory_bytes / _GIB:g} GB"
+            shown = f"{count}{machine.gpu.name.removeprefix('NVIDIA ')}, {machine.gpu.memory_bytes / _GIB:g} GB"
             found.setdefault(shown, CardChoice(shown, machine))
     return tuple(sorted(found.values(), key=lambda one: (one.machine.vram_bytes, one.name)))
 

@@ -24,10 +24,10 @@ from tests.engine.tiny_families import tiny_model
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 MAY_NAME_FAMILIES = (
-    "engine/families",
-    "engine/checkpoint/gguf",  # llama.cpp names some architectures and tokenizers alike
+    "engine/families/",
+    "engine/checkpoint/gguf/",  # llama.cpp names some architectures and tokenizers alike
     "engine/checkpoint/synthetic",  # makes models up
-    "engine/checkpoint/starter",  # writes the starter's config.json
+    "engine/checkpoint/starter/",  # writes the starter's config.json
 )
 ENGLISH = {"align", "beam", "git"}
 """Words, and names of other things, that are also the `model_type` of a family."""
@@ -135,7 +135,7 @@ def _modules() -> Iterator[tuple[str, str]]:
     for root in ("engine", "app"):
         for file in sorted((CHECKOUT / root).rglob("*.py")):
             place = file.relative_to(CHECKOUT).as_posix()
-            if not place.startswith(tuple(f"{folder}/" for folder in MAY_NAME_FAMILIES)):
+            if not place.startswith(MAY_NAME_FAMILIES):
                 yield place, file.read_text(encoding="utf-8")
 
 

@@ -35,7 +35,7 @@ class OfferView(QWidget):
         self.why = muted_label(self)
         self.figures = muted_label(self)
         self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
-        self.get = QPushButton(self)
+        self.get = QPushButton(self.tr("Download"), self)
         self.get.setProperty("kind", "primary")
         self.files = QPushButton(self.tr("All files…"), self)
         self.get.clicked.connect(lambda: self.wanted.emit(self._offer))

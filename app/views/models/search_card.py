@@ -36,8 +36,8 @@ class SearchLine(QWidget):
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.field = QLineEdit(self)
-        self.field.setPlaceholderText(self.tr("Filter the catalogue; Enter searches the hub"))
-        self.field.setToolTip(self.tr("Name of a model, ORG/NAME or a pasted link"))
+        self.field.setPlaceholderText(self.tr("Name or words"))
+        self.field.setToolTip(self.tr("Filters the catalogue; Enter searches the hub, also for ORG/NAME or a pasted link"))
         self.field.setAccessibleName(self.tr("Search for a model"))
         self.field.setClearButtonEnabled(True)
         self.button = QPushButton(self.tr("Search"), self)

@@ -33,7 +33,8 @@ class ModelCard(SettingsCard):
         self._settings = settings
         self._listing = LatestTask(self)
         self._model = ComboBox(self)
-        self._model.setFixedWidth(COMBO_WIDTH_PX)
+        self._model.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
+        self._model.setMinimumWidth(COMBO_WIDTH_PX)
         self._show(())
         self._model.activated.connect(self._choose)
         self.add_row(self.tr("Default model"), self.tr("Loaded when Switchyard starts."), self._model)

@@ -139,7 +139,7 @@ def test_every_field_is_explained_with_the_models_own(page: ChatView, qtbot: QtB
     popover.top_k.setFocus()
     popover._explain(popover.top_k)
     assert popover.explanation.text().startswith("Top-k: ")
-    assert popover.explanation.text().endswith("own: 40.")
+    assert popover.explanation.text().endswith("Recommended: 40.")
 
 
 def compare(page: ChatView, text: str) -> SideBySide:
