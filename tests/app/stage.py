@@ -352,8 +352,10 @@ def staged(settings: Settings, theme: ThemeController, folder: Path) -> Iterator
     look = made.look(made.gpu())
     stages: list[Stage] = []
 
+    planned_for = planning.answer
+
     def planned(question: PlanQuestion) -> PlanAnswer:
-        return PlanAnswer(question, made.plan(question.look))
+        return planned_for(question) if question.change else PlanAnswer(question, made.plan(question.look))
 
     with (
         patch.object(tuning, "look_at_machine", lambda *_: look),
@@ -581,7 +583,7 @@ def _tune_what_if(stage: Stage) -> None:
     for box, typed in ((run.models, "qwen3 30b"), (card.card, "4090")):
         box.typed.setText(typed)
         box.typed.editingFinished.emit()
-    stage.until(lambda: card.result.text())
+    stage.until(lambda: "times as fast" in card.result.text())
 
 
 def _tune_results(stage: Stage) -> None:
