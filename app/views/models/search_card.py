@@ -37,7 +37,7 @@ class SearchLine(QWidget):
         super().__init__(parent)
         self.field = QLineEdit(self)
         self.field.setPlaceholderText(self.tr("Name or words"))
-        self.field.setToolTip(self.tr("Filters the catalogue; Enter searches the hub, also for ORG/NAME or a pasted link"))
+        self.field.setToolTip(self.tr("Filters the catalogue; Enter searches the hub, also for ORG/NAME or a link"))
         self.field.setAccessibleName(self.tr("Search for a model"))
         self.field.setClearButtonEnabled(True)
         self.button = QPushButton(self.tr("Search"), self)
