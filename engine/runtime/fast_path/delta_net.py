@@ -66,8 +66,7 @@ class DeltaNet:
         groups = _projections(net)
         linears = [linear for group in (*groups, (net.out_proj,)) for linear in group]
         return (
-            all(groups)
-            and all(linear.bias is None and is_readable(linear) for linear in linears)
+            all(linear.bias is None and is_readable(linear) for linear in linears)
             and all(read_alike(linear_struct(each) for each in group) for group in groups)
             and all(map(is_plain, (net.conv1d.weight, net.norm.weight, LayerNorms.of(layer).before_attention.weight)))
             and net.conv1d.bias is None
