@@ -274,7 +274,18 @@ model.load_model(config, on_progress=lambda *_: None, cancelled=lambda: False)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL there")
-@pytest.mark.parametrize("model", ["mixtral int4", "gguf"], indirect=True)
+@pytest.mark.parametrize(
+    "model",
+    [
+        "mixtral int4",
+        "gguf",
+        *(
+            pytest.param(kind, marks=pytest.mark.exhaustive)
+            for kind in ("mixtral int8", "deepseek_v3 int4", "gguf tied")
+        ),
+    ],
+    indirect=True,
+)
 def test_killed_in_the_middle(model: EngineConfig, made: list[int], tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}  # what it leaves there goes with the test
     command = [sys.executable, "-c", _KILLED, model.model, model.precision]
