@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import CONFIG_NAME, read_config, read_json
+from engine.checkpoint.embedding import FOLDER, MODULES, embedding_of, is_of_embedding
 from engine.checkpoint.gguf.names import LABEL, all_parts, gguf_at
 from engine.checkpoint.manifest import MANIFEST_NAME, FileRecord, Manifest, damaged_files, read_manifest
 from engine.checkpoint.model_directories import OWN, WITHIN_S, Found, find_models, origin_of
@@ -31,7 +32,7 @@ from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
 
-_VERSION = 2
+_VERSION = 3
 """Of the file with descriptions; another is not read."""
 _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
@@ -126,6 +127,7 @@ class LibraryEntry:
         last_used: when it was last loaded or answered on this machine, in seconds since the epoch.
         measured_tokens_per_s: the median decode speed of its last answers on this machine.
         precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
+        embeds: whether it is made for embeddings, and does not chat.
         content: what its weights are, for `listed_once`.
         also: other places where the same model lies: whose each is, as `origin`, and its path. Only in a list.
     """
@@ -146,8 +148,14 @@ class LibraryEntry:
     last_used: float | None = None
     measured_tokens_per_s: float | None = None
     precision_words: str = ""
+    embeds: bool = False
     content: tuple[str, ...] = ()
     also: tuple[tuple[str, Path], ...] = ()
+
+    @property
+    def can_chat(self) -> bool:
+        """Whether it can be loaded to chat."""
+        return not self.problem and not self.embeds
 
     @property
     def is_in_place(self) -> bool:
@@ -271,6 +279,7 @@ def _read(path: Path) -> LibraryEntry:
     )
     try:
         profile = read_profile(path)
+        embeds = embedding_of(path) is not None
     except EngineError as error:
         return replace(entry, problem=error.message)
     return replace(
@@ -282,6 +291,7 @@ def _read(path: Path) -> LibraryEntry:
         experts_per_token=profile.experts_per_token,
         context_tokens=profile.context_tokens,
         precision_words=_precision_words(path, profile),
+        embeds=embeds,
         content=content_keys(_weights_of(path), path if path.is_dir() else path.parent, manifest),
     )
 
@@ -410,6 +420,8 @@ def _weights_by_name(folder: Path) -> set[Path]:
 
 def _is_beside(file: Path, folder: Path) -> bool:
     """Whether this is a file of a model's other than weights, by its name."""
+    if is_of_embedding(file.relative_to(folder).as_posix()):
+        return True
     if file.parent != folder:
         return file.parent == folder / TEMPLATE_FOLDER and file.suffix == ".jinja"
     return file.name in _MORE_BESIDE or is_beside_weights(file.name) or is_about(file)
@@ -430,7 +442,8 @@ def files_of(path: Path) -> list[Path]:
     if (path / MANIFEST_NAME).is_file():
         files = [Path(folder, name) for folder, _, names in os.walk(path) for name in names]
     else:
-        files = [Path(entry) for folder in (path, path / TEMPLATE_FOLDER) for entry in _entries(folder)]
+        parts = [Path(entry) for entry in _entries(path) if (path / MODULES).is_file() and FOLDER.fullmatch(entry.name)]
+        files = [Path(entry) for folder in (path, path / TEMPLATE_FOLDER, *parts) for entry in _entries(folder)]
     return sorted(file for file in files if file.is_file())
 
 

@@ -26,6 +26,7 @@ from pathlib import Path
 import platformdirs
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS
+from engine.checkpoint.embedding import MODULES
 from engine.checkpoint.gguf.names import SUFFIX, all_parts, first_part, stem_of
 from engine.checkpoint.manifest import MANIFEST_NAME
 from engine.checkpoint.mounts import check_connected, forget_disk, note_connected, trouble_with
@@ -438,7 +439,11 @@ def _tree(folder: Path, origin: str, walk: _Walk, depth: int = _DEEPEST) -> Iter
     if origin == FOLDER and MANIFEST_NAME in entries:  # one of ours, moved here or downloaded to here
         yield Found(plain_line(folder.name), folder, OWN)
         return
-    if CONFIG_NAME in entries and _has_weights(entries) and (origin == FOLDER or _writes_text(folder / CONFIG_NAME)):
+    if (
+        CONFIG_NAME in entries
+        and _has_weights(entries)
+        and (origin == FOLDER or MODULES in entries or _writes_text(folder / CONFIG_NAME))
+    ):
         yield Found(plain_line(folder.name), folder, origin)
     for first in dict.fromkeys(first_part(folder / name) for name in entries if _is_gguf_model(name)):
         parts = all_parts(first)
@@ -472,7 +477,7 @@ def _has_weights(entries: dict[str, os.DirEntry[str]]) -> bool:
 
 
 def _writes_text(config: Path) -> bool:
-    """Whether it may be a language model, by its class: caches are full of models that embed, classify or see.
+    """Whether it may be a language model, by its class: caches are full of models that classify or see.
 
     One that cannot be read may be; describing it says what is wrong.
     """

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
+from engine.checkpoint.embedding import refuse_embedding
 from engine.checkpoint.library import resolve
 from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.checkpoint.usage import note_use, reading
@@ -133,7 +134,9 @@ class Engine:
         cancelled: Callable[[], bool],
         on_phase: OnPhase,
     ) -> ModelInfo:
-        tuned = apply_tuning(config, resolve(config.model))
+        path = resolve(config.model)
+        refuse_embedding(path)
+        tuned = apply_tuning(config, path)
         note = tuned.note
         try:
             info = self.load_exactly(tuned.config, on_progress=on_progress, cancelled=cancelled, on_phase=on_phase)

@@ -1,4 +1,4 @@
-"""Ollama's interface: `/api/tags`, `show`, `ps`, `version`, `chat` and `generate`; `embed` is refused in a sentence."""
+"""Ollama's interface: `/api/tags`, `show`, `ps`, `version`, `chat`, `generate` and `embed`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from engine.common.foreign import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
 from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
+from engine.serving.embeddings import Embedded, Text, read_texts
 from engine.serving.service import Service, body_of, of_engine, on_a_thread, status_of, while_connected
 from engine.serving.streams import JSONResponse, Streamed, lines_of, opened
 from engine.serving.tools import Reading, ToolUse, openai_tools
@@ -53,7 +54,7 @@ def routes(service: Service) -> list[Route]:
         Route("/api/chat", api.chat, methods=["POST"]),
         Route("/api/generate", api.generate, methods=["POST"]),
         Route("/api/embed", api.embed, methods=["POST"]),
-        Route("/api/embeddings", api.embed, methods=["POST"]),
+        Route("/api/embeddings", api.embed_one, methods=["POST"]),
     ]
 
 
@@ -81,15 +82,49 @@ class _Ollama:
         family = entry.family or "unknown"
         info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
         template = await on_a_thread(lambda: chat_template(entry.path))
-        # Not `vision` or `embedding`, whatever the model was made for: here it answers texts with texts.
+        # Not `vision`, whatever the model was made for: here it answers texts with texts.
         thinks = thinking_choices(template) or may_think(template, entry.family)
-        able = {"completion": True, "tools": takes_tools(template), "thinking": thinks}
+        chats = not entry.embeds
+        able = {
+            "completion": chats,
+            "tools": chats and takes_tools(template),
+            "thinking": chats and thinks,
+            "embedding": entry.embeds,
+        }
         described = {"details": _described(entry)["details"], "model_info": info, "template": template}
         capabilities = [name for name, is_able in able.items() if is_able]
         return JSONResponse({"modelfile": "", "parameters": "", **described, "capabilities": capabilities})
 
-    async def embed(self, _request: Request) -> Response:
-        raise BadRequestError("asks for embeddings, which chat models do not give; use an embedding model's server")
+    async def embed(self, request: Request) -> Response:
+        body = _with_options(await body_of(request))
+        began_ns = time.monotonic_ns()
+        value = body.get("input")
+        name, found = await self._embedded(request, body, read_texts(value) if value not in ("", []) else [])
+        return JSONResponse(
+            {
+                "model": name,
+                "embeddings": list(found.numbers()),
+                "total_duration": time.monotonic_ns() - began_ns,
+                "load_duration": 0,
+                "prompt_eval_count": found.tokens,
+            }
+        )
+
+    async def embed_one(self, request: Request) -> Response:
+        """As it was before there was `embed`."""
+        body = _with_options(await body_of(request))
+        prompt = read_text(body.get("prompt") or "")
+        _name, found = await self._embedded(request, body, [prompt] if prompt else [])
+        return JSONResponse({"embedding": next(found.numbers(), [])})
+
+    async def _embedded(self, request: Request, body: Mapping[str, Any], texts: list[Text]) -> tuple[str, Embedded]:
+        name, path = await self._service.path_of(body.get("model"))
+        dimensions = body.get("dimensions")
+        if dimensions is not None and (not isinstance(dimensions, int) or isinstance(dimensions, bool)):
+            raise BadRequestError("has dimensions that are no whole number")
+        truncates, keep_s = body.get("truncate", True) is not False, _keep_s(body.get("keep_alive"))
+        options: dict[str, Any] = {"dimensions": dimensions or None, "truncates": truncates, "keep_s": keep_s}
+        return name, await self._service.embed(request, path, texts, **options)
 
     async def chat(self, request: Request) -> Response:
         body = _with_options(await body_of(request))

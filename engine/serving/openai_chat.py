@@ -1,4 +1,4 @@
-"""OpenAI's interface: models, chat completions and completions; embeddings are refused in a sentence.
+"""OpenAI's interface: models, chat completions, completions and embeddings.
 
 Of what other servers add to it, this takes `continue_final_message`, `add_generation_prompt` and `ignore_eos` (vLLM),
 the count of a conversation's tokens (llama.cpp), and says how many tokens a model holds.
@@ -30,6 +30,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import version
 from engine.process.failures import as_engine_error, log_failure
 from engine.serving.asking import Ask, Ended, PromptRead
+from engine.serving.embeddings import MOST_DIMENSIONS, read_texts
 from engine.serving.openai_answer import Wanted
 from engine.serving.service import Service, body_of, of_engine, status_of, together, while_connected
 from engine.serving.streams import WAITS, JSONResponse, Lines, event_line, opened, read_comment, server_sent
@@ -93,8 +94,19 @@ class _OpenAi:
             "max_model_len": entry.context_tokens or None,
         }
 
-    async def embeddings(self, _request: Request) -> Response:
-        raise BadRequestError("asks for embeddings, which chat models do not give; use an embedding model's server")
+    async def embeddings(self, request: Request) -> Response:
+        body = await body_of(request)
+        texts = read_texts(body.get("input"))
+        form = body.get("encoding_format") or "float"
+        if form not in ("float", "base64"):
+            raise BadRequestError("has an encoding_format other than float or base64")
+        dimensions = None if body.get("dimensions") is None else _whole(body, "dimensions", 0, 1, MOST_DIMENSIONS)
+        name, path = await self._service.path_of(body.get("model"))
+        found = await self._service.embed(request, path, texts, dimensions=dimensions)
+        vectors = found.in_base64() if form == "base64" else found.numbers()
+        listed = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(vectors)]
+        usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
+        return JSONResponse({"object": "list", "data": listed, "model": name, "usage": usage})
 
     async def chat(self, request: Request) -> Response:
         body = await body_of(request)

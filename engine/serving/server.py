@@ -262,6 +262,7 @@ class Server:
             self._door.should_exit = True
             self._thread.join()
             self._door = self._thread = None
+        self._service.close()
 
 
 def _listen(address: Address) -> socket.socket:

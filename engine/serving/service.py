@@ -26,6 +26,7 @@ from engine.common.chat import ChatMessage, PromptEnd
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import DEEPEST, parse_json, sayable
 from engine.serving.asking import Answerer, Ask, Began, Ended, Event, Progress, Prompt, PromptRead, Refused
+from engine.serving.embeddings import Embedded, Embeddings, Text
 from engine.serving.exchange import current_exchange
 from engine.serving.tools import ToolUse
 
@@ -127,6 +128,7 @@ class Service:
 
     def __init__(self, desk: Answerer, models: Models) -> None:
         self.desk, self._models = desk, models
+        self._embeddings = Embeddings()
         self.started_s = int(time.time())
 
     async def models(self) -> list[LibraryEntry]:
@@ -184,6 +186,26 @@ class Service:
             constraint=uses.constraint or constraint,
             ignores_end=body.get("ignore_eos") is True,
         )
+
+    async def embed(self, request: Request, model: Path, texts: Sequence[Text], **options: Any) -> Embedded:
+        """The vectors of texts, unless the client goes away; see `Embeddings.embed`.
+
+        Raises:
+            EngineError: they cannot be made.
+            ClientGoneError: it did.
+        """
+        gone = threading.Event()
+        work = on_a_thread(lambda: self._embeddings.embed(model, texts, cancelled=gone.is_set, **options))
+        try:
+            found = await while_connected(request, work)
+        finally:
+            gone.set()
+        current_exchange().read_tokens += found.tokens
+        return found
+
+    def close(self) -> None:
+        """Ends what the service has started; the desk is its maker's."""
+        self._embeddings.close()
 
     async def prompt(self, ask: Ask) -> Prompt:
         """A prompt that is not answered.

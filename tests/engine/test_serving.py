@@ -139,7 +139,7 @@ class _Entry:
         self.name, self.path = name, Path(name)
         self.family, self.parameters, self.bytes_on_disk = name, 10**6, 10**6
         self.precision_words = self.dtype = "float32"
-        self.context_tokens, self.last_used = 256, 0.0
+        self.context_tokens, self.last_used, self.embeds = 256, 0.0, False
 
 
 def _alone(messages: list[dict[str, str]], **sampling: Any) -> str:

@@ -235,6 +235,16 @@ def test_a_folder_of_safetensors_files(hub: HubServer) -> None:
     assert only(found) == files.keys() - {"README.md"} | {"generation_config.json", "chat_template.jinja"}
 
 
+@pytest.mark.parametrize(("kind", "runs"), [("nomic_bert", True), ("bert", True), ("of_tomorrow", False)])
+def test_a_model_for_embeddings_comes_with_how_it_embeds(hub: HubServer, kind: str, runs: bool) -> None:
+    config = json.dumps({"model_type": kind, "architectures": ["AModel"]}).encode()
+    parts = {"modules.json": b"[]", "1_Pooling/config.json": b"{}", "2_Dense/model.safetensors": b""}
+    beside = {"onnx/model.onnx": b"", "openvino/config.json": b"{}"}
+    found = one_of(hub, {"config.json": config, "model.safetensors": b"", **parts, **beside})
+    assert (not found.problem) is runs
+    assert only(found) == {"config.json", "model.safetensors", *parts}
+
+
 @pytest.mark.parametrize(
     ("stored", "label"),
     [

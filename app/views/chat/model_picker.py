@@ -314,7 +314,7 @@ class ModelPicker(Popover):
 
     def _show(self) -> None:
         current = self.current
-        model, entries = self._client.model, self._library.entries
+        model, entries = self._client.model, tuple(one for one in self._library.entries if not one.embeds)
         loaded = model.path if model is not None else ""
         default = self._settings.default_model
         usual = default if Path(default).is_absolute() else ""  # not loaded while another server answers

@@ -349,7 +349,7 @@ class SideBySide(QDialog):
         here = self.tr("The model here") if model is None else model.name
         choices = [(here, "")]
         loaded = model.path if model is not None else ""
-        choices += [(e.name, str(e.path)) for e in self._library.entries if not e.problem and str(e.path) != loaded]
+        choices += [(e.name, str(e.path)) for e in self._library.entries if e.can_chat and str(e.path) != loaded]
         for endpoint, name, _context in self._endpoints.models():
             choices.append((f"{name or self.tr('its only model')} ({endpoint.name})", remote_name(endpoint, name)))
         for column in self.columns:

@@ -145,7 +145,7 @@ class ModelsPage(Page):
     def _on_listed(self) -> None:
         self._show_models()
         self._choose_next = ""
-        unknown = [one for one in self._library.entries if not one.problem and not one.measured_tokens_per_s]
+        unknown = [one for one in self._library.entries if one.can_chat and not one.measured_tokens_per_s]
         self._speeds.ask(str(one.path) for one in unknown)
         self._show_presence()
 

@@ -94,6 +94,8 @@ def marks(row: ModelRow) -> list[str]:
         said.append(translate("Models", "loaded"))
     if row.is_default:
         said.append(translate("Models", "default"))
+    if row.entry.embeds:
+        said.append(translate("Models", "embeddings"))
     return said
 
 

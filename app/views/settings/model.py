@@ -95,7 +95,7 @@ class ModelCard(SettingsCard):
         self._listing.ask(_list_models, self._on_listed, lambda _error: self._on_listed([]))
 
     def _on_listed(self, entries: list[LibraryEntry]) -> None:
-        self._show(tuple(entry.name for entry in entries if not entry.problem))
+        self._show(tuple(entry.name for entry in entries if entry.can_chat))
 
     def _show(self, names: tuple[str, ...]) -> None:
         chosen = self._settings.default_model

@@ -324,5 +324,5 @@ def _models() -> tuple[list[str], list[str]]:
     from engine.checkpoint.catalogue import read_catalogue  # imported late: they are slow to load
     from engine.checkpoint.library import list_models
 
-    here = [entry.name for entry in list_models() if not entry.problem]
+    here = [entry.name for entry in list_models() if entry.can_chat]
     return here, [entry.name for entry in read_catalogue().entries]

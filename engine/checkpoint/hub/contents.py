@@ -28,6 +28,7 @@ from engine.checkpoint.config_file import (
     text_part,
 )
 from engine.checkpoint.counted_shape import shape_of
+from engine.checkpoint.embedding import ENCODERS, MODULES, is_of_embedding
 from engine.checkpoint.gguf.names import LABEL, PART, SUFFIX
 from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
 from engine.checkpoint.hub.repository import (
@@ -201,6 +202,8 @@ def _unread(label: str) -> str:
 
 def _in_safetensors(repository: Repository, cancelled: CancelCheck) -> Iterator[Candidate]:
     files = {file.path: file for file in repository.files if "/" not in file.path}
+    embeds = MODULES in files
+    parts = {file.path: file for file in repository.files if embeds and is_of_embedding(file.path)}
     weights = [path.name for path in weight_files(Path(), files)]
     if not weights or CONFIG_NAME not in files:
         return
@@ -208,14 +211,14 @@ def _in_safetensors(repository: Repository, cancelled: CancelCheck) -> Iterator[
     own = [name for name in weights if re.match(r"model(-\d+-of-\d+)?\.safetensors$", name)]
     names = [SINGLE_NAME] if SINGLE_NAME in files and INDEX_NAME not in files else own or weights
     beside = [name for name in files if is_beside_weights(name)]
-    fetched = tuple(files[name] for name in sorted({*names, *beside}))
+    fetched = tuple((files | parts)[name] for name in sorted({*names, *beside, *parts}))
     label, problem = "safetensors", ""
     with _scratch(repository) as folder:
         try:
             _fetch_small(repository, folder, (CONFIG_NAME, *BESIDE), cancelled)
             config = read_config(folder)
             label = _label_of_folder(folder, config)
-            problem = _writes_no_text(config)
+            problem = _of_unknown_kind(config, embeds=embeds) or ("" if embeds else _writes_no_text(config))
         except EngineError as error:
             if error.code is ErrorCode.DOWNLOAD_FAILED:
                 raise
@@ -244,13 +247,17 @@ def _label_of_folder(folder: Path, config: Mapping[str, Any]) -> str:
     return f"{name} {bits}-bit" if type(bits) is int and method in ("gptq", "awq", MLX, "compressed-tensors") else name
 
 
-def _writes_no_text(config: Mapping[str, Any]) -> str:
+def _of_unknown_kind(config: Mapping[str, Any], *, embeds: bool) -> str:
     kind = str(config["model_type"])
-    if kind not in known_types():
+    if kind not in known_types() and not (embeds and kind in ENCODERS):
         return (
             f"It is a model of the kind {quoted(kind[:60])}, which Switchyard does not know: a newer version of "
             "Switchyard may, or there may be a GGUF version of it."
         )
+    return ""
+
+
+def _writes_no_text(config: Mapping[str, Any]) -> str:
     classes = config.get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     if not names or any(TEXT_CLASS.search(name) for name in names):

@@ -46,14 +46,13 @@ _NO_MODEL = {
     "lora": "it holds an adapter (LoRA), not a whole model",
     "peft": "it holds an adapter (LoRA), not a whole model",
     "diffusers": "it makes pictures, not text",
-    "sentence-transformers": "it turns text into vectors and writes none",
     "onnx": "it holds ONNX files, which Switchyard does not read",
     "openvino": "it holds OpenVINO files, which Switchyard does not read",
     "pytorch": "its weights are pickle files, which can run code when opened: look for its safetensors or GGUF version",
 }
 _TEXT_TASKS = (
     "text-generation", "text2text-generation", "image-text-to-text", "video-text-to-text", "audio-text-to-text",
-    "any-to-any", "conversational", "",
+    "any-to-any", "conversational", "feature-extraction", "sentence-similarity", "",
 )  # fmt: skip
 
 
