@@ -201,7 +201,7 @@ def write_model(
         _add_hyperparameters(writer, config)
         for key, value in more.items():
             writer.add_key_value(f"{architecture}.{key}", value, GGUFValueType.get_type(value))
-        _add_vocabulary(writer, folder, tokens or config["vocab_size"])
+        add_vocabulary(writer, folder, tokens or config["vocab_size"])
 
     return write_gguf(
         file, written, architecture=architecture, keys=keys, types=types, split_max_tensors=split_max_tensors
@@ -264,7 +264,7 @@ def _add_hyperparameters(writer: GGUFWriter, config: dict[str, Any]) -> None:
         writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
 
 
-def _add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
+def add_vocabulary(writer: GGUFWriter, folder: Path, size: int) -> None:
     """The checkpoint's byte-level BPE, as llama.cpp's converter writes it."""
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

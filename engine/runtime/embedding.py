@@ -6,17 +6,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import psutil
 import torch
 import transformers
 from safetensors.torch import load_file
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS, read_config, read_json
-from engine.checkpoint.embedding import Embedding, how_it_embeds
+from engine.checkpoint.embedding import ENCODERS, Embedding, how_it_embeds
+from engine.checkpoint.gguf.checkpoint import gguf_tensors
+from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
+from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.profile import read_profile
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.foreign import open_foreign
 from engine.common.sizes import rounded_up
 from engine.runtime.load.library_models import first_line, quiet_library, read_library_config
 from engine.runtime.load.model import load_model, set_threads
@@ -51,7 +56,7 @@ class Embedder:
         config, profile = read_config(path), read_profile(path)
         _check_memory(path, profile.bytes)
         self._close: Callable[[], None] = lambda: None
-        if gguf_at(path) is not None or _is_decoder(config):
+        if config["model_type"] not in ENCODERS and (gguf_at(path) is not None or _is_decoder(config)):
             self._read, most = self._of_engine(path, threads)
         else:
             set_threads(threads)
@@ -136,14 +141,7 @@ class Embedder:
         self._vocabulary = int(config.vocab_size)
         try:
             with quiet_library():
-                model = transformers.AutoModel.from_pretrained(
-                    path,
-                    config=config,
-                    local_files_only=True,
-                    use_safetensors=True,
-                    trust_remote_code=False,
-                    dtype=torch.float32 if nbytes <= _EXACT_BYTES else torch.bfloat16,
-                ).eval()
+                model = _encoder(path, config, torch.float32 if nbytes <= _EXACT_BYTES else torch.bfloat16).eval()
         except Exception as error:  # the library raises whatever it stumbles over
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED, f"The library cannot load {path.name} ({first_line(error)})."
@@ -165,6 +163,25 @@ class Embedder:
             return torch.stack([pooled[index] for index in range(len(texts))])
 
         return read, int(getattr(config, "max_position_embeddings", 0) or 0)
+
+
+def _encoder(path: Path, config: Any, dtype: torch.dtype) -> Any:
+    gguf = gguf_at(path)
+    if gguf is None:
+        return transformers.AutoModel.from_pretrained(
+            path, config=config, local_files_only=True, use_safetensors=True, trust_remote_code=False, dtype=dtype
+        )
+    model = transformers.AutoModel.from_config(config, dtype=dtype)
+    weights = {}
+    for name, entry in gguf_tensors(read_gguf(gguf)).items():
+        with open_foreign(entry.file) as file:
+            file.seek(entry.offset)
+            raw = np.frombuffer(file.read(entry.nbytes), np.uint8)
+        weights[name] = torch.from_numpy(BY_NAME[entry.dtype].dequantise(raw)).reshape(entry.shape).to(dtype)
+    lacking, _strange = model.load_state_dict(weights, strict=False)
+    if any(not name.startswith("pooler.") for name in lacking):  # which stands behind what is pooled here
+        raise ValueError(f"it lacks {lacking[0]}")
+    return model
 
 
 def _is_decoder(config: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ import psutil
 import pytest
 import torch
 import transformers
+from gguf import MODEL_ARCH, GGUFWriter, PoolingType, get_tensor_name_map
 from safetensors.torch import save_file
 
 from engine.checkpoint.embedding import ENCODERS, Embedding, embedding_of
 from engine.checkpoint.library import describe, model_files
+from engine.checkpoint.safetensors_numpy import read_safetensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.runtime.embedding import Embedder
@@ -29,7 +32,7 @@ from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service
 from tests.engine.tiny_tokenizer import VOCABULARY, save_tiny_tokenizer
 from tests.scripted_desk import ScriptedDesk
-from tests.tiny_gguf import write_model
+from tests.tiny_gguf import add_vocabulary, takes, write_gguf, write_model
 
 TEXTS = [
     "What is the capital of France?",
@@ -40,6 +43,7 @@ TEXTS = [
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", {"intermediate_size": 64}),
     "xlm-roberta": ("XLMRobertaModel", {"intermediate_size": 64, "max_position_embeddings": 130, "pad_token_id": 0}),
+    "nomic_bert": ("NomicBertModel", {"intermediate_size": 64, "head_dim": 16, "pad_token_id": 0}),
     "modernbert": ("ModernBertModel", {"intermediate_size": 64, "pad_token_id": 0}),
     "gemma3_text": (
         "Gemma3TextModel",
@@ -57,6 +61,19 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+
+_OF_NOMIC = {
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "attn_output_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "post_mlp_layernorm": "layer_output_norm",
+}
+"""The library's names in a layer -> those of the file, which llama.cpp's converter makes from the makers' own."""
 
 
 def _made(folder: Path, kind: str, pooling: str, *others: str, dtype: torch.dtype | None = None) -> Path:
@@ -153,6 +170,45 @@ def test_a_gguf_file_made_for_it(tmp_path: Path) -> None:
         embedder.close()
     expected = torch.nn.functional.normalize(_expected(folder, "lasttoken"), dim=1)
     torch.testing.assert_close(found, expected, atol=0.03, rtol=0)
+
+
+@pytest.mark.parametrize(("kind", "quantised"), [("bert", ""), ("nomic_bert", ""), ("nomic_bert", "Q8_0")])
+def test_an_encoder_in_a_gguf_file(kind: str, quantised: str, tmp_path: Path) -> None:
+    folder = _made(tmp_path / "model", kind, "mean_tokens")
+    architecture = kind.replace("_", "-")
+    names = get_tensor_name_map({"bert": MODEL_ARCH.BERT, "nomic_bert": MODEL_ARCH.NOMIC_BERT}[kind], 2)
+    tensors = {}
+    for name, values in read_safetensors(folder / "model.safetensors").items():
+        layer = re.match(r"layers\.(\d+)\.(.*)\.(weight|bias)", name)
+        found = (
+            f"blk.{layer[1]}.{_OF_NOMIC[layer[2]]}.{layer[3]}" if layer else names.get_name(name, (".weight", ".bias"))
+        )
+        if not name.startswith("pooler."):
+            assert found is not None, name
+            tensors[found] = values
+    config = json.loads((folder / "config.json").read_text())
+
+    def keys(writer: GGUFWriter) -> None:
+        writer.add_block_count(2)
+        writer.add_context_length(config["max_position_embeddings"])
+        writer.add_embedding_length(32)
+        writer.add_feed_forward_length(64)
+        writer.add_head_count(2)
+        writer.add_layer_norm_eps(config["layer_norm_eps"])
+        writer.add_causal_attention(False)
+        writer.add_pooling_type(PoolingType.MEAN)
+        if kind == "nomic_bert":
+            writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+        add_vocabulary(writer, folder, VOCABULARY)
+
+    types = {name: quantised for name, values in tensors.items() if quantised and takes(quantised, name, values)}
+    file = write_gguf(tmp_path / "model.gguf", tensors, architecture=architecture, keys=keys, types=types)
+    entry = describe(file, "model")
+    assert (entry.embeds, entry.problem) == (True, "")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    found = Embedder(file).embed([tokenizer(text)["input_ids"] for text in TEXTS]).rows
+    expected = torch.nn.functional.normalize(_expected(folder, "mean_tokens"), dim=1)
+    torch.testing.assert_close(found, expected, atol=0.05 if quantised else 1e-4, rtol=0)
 
 
 def test_long_texts_are_refused_or_cut(tmp_path: Path) -> None:

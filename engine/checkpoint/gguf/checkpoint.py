@@ -515,7 +515,7 @@ def _check_fixed(keys: _Keys, family: Gguf) -> None:
             continue  # llama.cpp takes 0 as none
         if value is not None and not _same(value, expected):
             raise keys.unsupported(name, value)
-    if keys.value(Key("attention.causal", True)) is False:
+    if "attention.causal" not in family.fixed and keys.value(Key("attention.causal", True)) is False:
         raise keys.unsupported("attention.causal", False)
     for name in _CHANGES_ANSWERS:
         if name not in keys.asked and (value := keys.value(Key(name, None))) and value != 1:

@@ -9,6 +9,7 @@ from engine.families.gguf import (
     deepseek,
     deepseek4,
     delta,
+    encoders,
     gemma,
     gpt_oss,
     granite,
@@ -19,7 +20,7 @@ from engine.families.gguf import (
     rows,
 )
 
-_FILES = (rows, dbrx, deepseek, deepseek4, delta, gemma, gpt_oss, granite, kda, llama4, mamba, phi)
+_FILES = (rows, dbrx, deepseek, deepseek4, delta, encoders, gemma, gpt_oss, granite, kda, llama4, mamba, phi)
 _ROWS = [row for file in _FILES for row in file.ROWS]
 
 REFUSED = dict.fromkeys(("diffusion-gemma", "dream", "llada", "llada-moe", "rnd1"), FILLS_IN)
