@@ -22,14 +22,6 @@ _OF_EMBEDDING = re.compile(
     rf"{re.escape(MODULES)}|{re.escape(_SETTINGS)}|{re.escape(_LENGTH)}|\d+_[A-Za-z]+/(?:config\.json|model\.safetensors)"
 )
 FOLDER = re.compile(r"\d+_[A-Za-z]+")
-ENCODERS = frozenset(
-    (
-        "albert", "bert", "camembert", "deberta-v2", "distilbert", "electra", "embedding_gemma2", "ernie", "eurobert",
-        "gemma3_text", "jina_embeddings_v3", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta",
-        "xlm-roberta-xl",
-    )
-)  # fmt: skip
-"""The library's kinds of models that read texts and write none, but for those of pictures and proteins."""
 _GGUF_POOLING: dict[int, Pooling] = {1: "mean", 2: "cls", 3: "last"}
 """llama.cpp's `llama_pooling_type`; 0 is none, and 4 ranks pairs of texts."""
 _POOLING: dict[str, Pooling] = {

@@ -22,6 +22,15 @@ _CLASSES = {
 }
 """Types whose layers that write text are another family's."""
 
+ENCODERS = frozenset(
+    (
+        "albert", "bert", "camembert", "deberta-v2", "distilbert", "electra", "embedding_gemma2", "ernie", "eurobert",
+        "gemma3_text", "jina_embeddings_v3", "modernbert", "mpnet", "nomic_bert", "roberta", "xlm-roberta",
+        "xlm-roberta-xl",
+    )
+)  # fmt: skip
+"""The library's kinds of models that read texts and write none, but for those of pictures and proteins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Known:

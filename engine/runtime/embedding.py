@@ -13,7 +13,7 @@ import transformers
 from safetensors.torch import load_file
 
 from engine.checkpoint.config_file import CONFIG_NAME, MAX_CONFIG_BYTES, TEXT_CLASS, read_config, read_json
-from engine.checkpoint.embedding import ENCODERS, Embedding, how_it_embeds
+from engine.checkpoint.embedding import Embedding, how_it_embeds
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
@@ -23,6 +23,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.foreign import open_foreign
 from engine.common.sizes import rounded_up
+from engine.families.known import ENCODERS
 from engine.runtime.load.library_models import first_line, quiet_library, read_library_config
 from engine.runtime.load.model import load_model, set_threads
 from engine.runtime.load.tokenizer import load_tokenizer

@@ -19,11 +19,12 @@ import transformers
 from gguf import MODEL_ARCH, GGUFWriter, PoolingType, get_tensor_name_map
 from safetensors.torch import save_file
 
-from engine.checkpoint.embedding import ENCODERS, Embedding, embedding_of
+from engine.checkpoint.embedding import Embedding, embedding_of
 from engine.checkpoint.library import describe, model_files
 from engine.checkpoint.safetensors_numpy import read_safetensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.families.known import ENCODERS
 from engine.runtime.embedding import Embedder
 from engine.runtime.engine import Engine
 from engine.serving import embeddings

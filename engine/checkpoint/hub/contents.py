@@ -28,7 +28,7 @@ from engine.checkpoint.config_file import (
     text_part,
 )
 from engine.checkpoint.counted_shape import shape_of
-from engine.checkpoint.embedding import ENCODERS, MODULES, is_of_embedding
+from engine.checkpoint.embedding import MODULES, is_of_embedding
 from engine.checkpoint.gguf.names import LABEL, PART, SUFFIX
 from engine.checkpoint.hub.http import Place, RemoteFile, fetch, in_time
 from engine.checkpoint.hub.repository import (
@@ -60,7 +60,7 @@ from engine.common.foreign import parse_json, read_foreign
 from engine.common.json_fields import from_fields
 from engine.common.paths import cache_dir
 from engine.common.plain_text import quoted
-from engine.families.known import known_types
+from engine.families.known import ENCODERS, known_types
 
 _WANTED = ("good", "near", "original", "fair", "poor")
 """The order in which one is taken for people who named none."""
