@@ -12,6 +12,7 @@ from engine.batch_files.job_watcher import StoppedError
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
 from engine.batch_files.opening import INPUT_SUFFIXES, FolderRows, InputForm, open_source
 from engine.batch_files.prompts import as_text, template_of
+from engine.batch_files.tables import SpreadsheetRows
 from engine.common.errors import EngineError
 
 SHOWN_ROWS = 5
@@ -31,6 +32,7 @@ class InputPreview:
         openai: whether rows are OpenAI requests.
         is_text: whether the encoding matters.
         is_delimited: whether the separator matters.
+        sheets: of a workbook with several that have rows; `sheet` is the one that was read.
         has_plain_text: whether a row may be a whole text file or one of its lines; `whole_files`: which it is.
         problem: what is wrong with the first invalid row, as the end of a sentence; empty if all are valid.
     """
@@ -43,6 +45,8 @@ class InputPreview:
     openai: bool
     is_text: bool
     is_delimited: bool
+    sheets: tuple[str, ...]
+    sheet: str
     has_plain_text: bool
     whole_files: bool
     problem: str
@@ -77,6 +81,8 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
         openai=openai,
         is_text=bool(suffixes & TEXT_SUFFIXES),
         is_delimited=".csv" in suffixes,
+        sheets=source.sheet_names if isinstance(source, SpreadsheetRows) and len(source.sheet_names) > 1 else (),
+        sheet=source.sheet if isinstance(source, SpreadsheetRows) else "",
         has_plain_text=".txt" in suffixes,
         whole_files=isinstance(source, FolderRows) if form.whole_files is None else form.whole_files,
         problem=next((row.problem for row in first if row.problem), ""),

@@ -122,11 +122,13 @@ class InputForm:
         encoding: of text files; None: by byte order mark, otherwise UTF-8.
         whole_files: a text file is a single row instead of one row per line; None: those in a folder are.
         separator: of csv; None: guessed from the header.
+        sheet: of a workbook, by its name; None: the first one that has rows.
     """
 
     encoding: str | None = None
     whole_files: bool | None = None
     separator: str | None = None
+    sheet: str | None = None
 
 
 _Opener = Callable[[Path, InputForm], RowSource]
@@ -139,7 +141,7 @@ _READERS: dict[str, _Opener] = {
     ".jsonl": lambda path, form: JsonLines(path, encoding=form.encoding),
     ".ndjson": lambda path, form: JsonLines(path, encoding=form.encoding),
     ".parquet": lambda path, _form: ParquetRows(path),
-    ".xlsx": lambda path, _form: SpreadsheetRows(path),
+    ".xlsx": lambda path, form: SpreadsheetRows(path, form.sheet),
     ".pdf": lambda path, _form: DocumentText(path),
     ".docx": lambda path, _form: DocumentText(path),
     ".html": lambda path, _form: DocumentText(path),

@@ -83,7 +83,8 @@ class PreparedJob:
             precision=precision,
             sampling=json.dumps({**_sampling(job.sampling), **_changed_attention(job)}),
             constraint=json.dumps([job.schema, job.choices, job.tries]),
-            form=json.dumps([job.encoding, job.separator, _are_whole(job)]),
+            # Jobs of earlier versions had no sheet.
+            form=json.dumps([job.encoding, job.separator, _are_whole(job), *([job.sheet] if job.sheet else [])]),
         )
 
     def open_journal(self, manifest: JobManifest, model: str, servers: Sequence[Mapping[str, str]] = ()) -> Journal:
@@ -149,7 +150,7 @@ def prepare(job: BatchJob) -> PreparedJob:
     Raises:
         EngineError: `INVALID_REQUEST`, in one sentence.
     """
-    source = open_source(Path(job.input), InputForm(job.encoding, job.whole_files, job.separator))
+    source = open_source(Path(job.input), InputForm(job.encoding, job.whole_files, job.separator, job.sheet))
     output = Path(job.output)
     openai = holds_openai_requests(source)
     check_output(output, source, openai=openai)

@@ -134,23 +134,38 @@ _SMALL_BYTES = 50 * 10**6
 
 
 class SpreadsheetRows(FileRows):
-    """One row per non-empty line of the sheet.
+    """One row per non-empty line of a sheet.
+
+    Args:
+        sheet: its name; None: the first one that has rows.
+
+    Attributes:
+        sheet: its name.
+        sheet_names: of all that have rows and are shown.
 
     Raises:
-        EngineError: `INVALID_REQUEST`: protected by a password, not an xlsx, a zip bomb, or without a header.
+        EngineError: `INVALID_REQUEST`: protected by a password, not an xlsx, a zip bomb, without a header, or without
+            that sheet.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, sheet: str | None = None) -> None:
         super().__init__(path)
         _refuse_what_is_no_sheet(path)
         with _opened(path) as book:
-            first = [(sheet, line) for sheet in _sheets(book) if (line := next(self._lines(book, sheet), None))]
+            first = {each.title: line[1] for each in _sheets(book) if (line := next(self._lines(book, each), None))}
         if not first:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{path} has no sheet with rows: check the file.")
-        (_sheet, (_share, header)), *unread = first
+        self.sheet_names = tuple(first)
+        self.sheet = self.sheet_names[0] if sheet is None else sheet
+        if self.sheet not in first:
+            raise EngineError(
+                ErrorCode.INVALID_REQUEST,
+                f"{path} has no sheet {quoted(self.sheet[:60])} with rows: choose {_listed(self.sheet_names)}.",
+            )
+        header, unread = first[self.sheet], [name for name in first if name != self.sheet]
         self._columns = self._named(["" if value in _NONE else str(value).strip() for value in header])
         if unread:
-            names = ", ".join(quoted(sheet.title) for sheet, _line in unread[:TOLD])
+            names = ", ".join(map(quoted, unread[:TOLD]))
             more = f" and {len(unread) - TOLD:,} more" if len(unread) > TOLD else ""
             self.remark = f"{self.remark} Other sheets of {plain_line(path.name)} were not read: {names}{more}.".strip()
 
@@ -188,18 +203,20 @@ class SpreadsheetRows(FileRows):
     def _values(self) -> Iterator[tuple[float, list[Any]]]:
         """Non-empty lines, the first of them the header, each with the share read so far."""
         with _opened(self._path) as book:
-            for sheet in _sheets(book):
-                lines = self._lines(book, sheet)
-                if (header := next(lines, None)) is not None:
-                    yield header
-                    yield from lines
-                    return
+            chosen = next((sheet for sheet in _sheets(book) if sheet.title == self.sheet), None)
+            if chosen is not None:
+                yield from self._lines(book, chosen)
 
     def _lines(self, book: Any, sheet: Any) -> Iterator[tuple[float, list[Any]]]:
         try:
             yield from _lines(book, sheet)
         except Exception as error:  # anything a damaged file makes the parsers raise
             raise _no_sheet(self._path, error) from None
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    shown = [quoted(name[:60]) for name in names[:TOLD]]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
 
 
 _MOST_COLUMNS = 2**14

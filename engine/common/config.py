@@ -227,7 +227,7 @@ class BatchJob:
         kv_precision: how keys and values are held: `auto` is as the model's chats hold them.
         attention_window: if not 0, tokens attend to the last so many and the first four (StreamingLLM): long rows take
             less memory and time, and answers differ slightly.
-        encoding, separator, whole_files: how text is read; see `engine.batch_files.opening.InputForm`.
+        encoding, separator, whole_files, sheet: how it is read; see `engine.batch_files.opening.InputForm`.
         start: `new` refuses rows that a job has already answered, `resume` continues, `restart` discards,
             `retry_failed` continues and retries failed rows, `redo_cut_off` continues and answers rows that ended at
             their limit of tokens again, with more; see `Journal.redo_cut_off`.
@@ -253,6 +253,7 @@ class BatchJob:
     encoding: str | None = None
     separator: str | None = None
     whole_files: bool | None = None
+    sheet: str | None = None
     start: BatchStart = "new"
     endpoints: tuple[str, ...] = ()
     ask_twice: bool = False

@@ -124,6 +124,7 @@ def add_parser(subparsers: Any) -> None:
     form = parser.add_argument_group("how text is read and written")
     form.add_argument("--encoding", metavar="E", help="such as cp1252, if not UTF-8")
     form.add_argument("--separator", metavar="C", help="of a csv (default: detected)")
+    form.add_argument("--sheet", metavar="NAME", help="of an xlsx (default: the first one with rows)")
     form.add_argument(
         "--whole-files",
         action=argparse.BooleanOptionalAction,
@@ -220,6 +221,7 @@ def _job(args: argparse.Namespace) -> BatchJob:
         encoding=args.encoding,
         separator=args.separator,
         whole_files=args.whole_files,
+        sheet=args.sheet,
         start=start,
         endpoints=tuple(args.endpoint or ()),
         ray=args.ray or "",

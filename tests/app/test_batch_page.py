@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import openpyxl
 import pytest
 from PySide6.QtCore import QMimeData, QPoint, QPointF, Qt, QUrl
 from PySide6.QtGui import QDragEnterEvent, QDropEvent
@@ -234,6 +235,28 @@ def test_several_files_are_taken_one_after_the_other(
     qtbot.waitUntil(lambda: len(page._jobs.entries) == 2)
     assert [entry.state for entry in page._jobs.entries] == [JobState.QUEUED, JobState.RUNNING]
     assert page.strip.isVisible()
+
+
+def test_a_workbook_asks_which_sheet(page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, tmp_path: Path) -> None:
+    book, file = openpyxl.Workbook(), tmp_path / "tickets.xlsx"
+    for name, line in (("Open", "door"), ("Closed", "window")):
+        sheet = book.create_sheet(name)
+        sheet.append([f"{name} text"])
+        sheet.append([line])
+    book.save(file)
+    fill(page, qtbot, file)
+    card = page.form.input
+    assert [card.sheet.itemText(place) for place in range(card.sheet.count())] == ["Sheet: Open", "Sheet: Closed"]
+    assert card.sheet.isVisible()
+    assert card.sheet.accessibleName()
+    assert not card.encoding.isVisible()
+    qtbot.keyClick(card.sheet, Qt.Key.Key_Down)
+    card.sheet.activated.emit(1)
+    qtbot.waitUntil(lambda: page.form.template.template == "{{Closed text}}")
+    assert card.sheet.currentData() == "Closed"
+    page.form.foot.start.click()
+    qtbot.waitUntil(lambda: bool(engine.jobs))
+    assert engine.jobs[0].command.job.sheet == "Closed"
 
 
 @pytest.mark.parametrize(("height", "writes"), [(760, True), (330, False)])

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 
 from engine.batch_files.openai_format import holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
+from engine.batch_files.prepared_job import prepare
 from engine.batch_files.result_file import write_result
 from engine.batch_files.rows import Answer
+from engine.common.config import BatchJob
 from engine.common.errors import EngineError, ErrorCode
 from tests.made_documents import pdf
 from tests.refusals import refused
@@ -376,6 +378,17 @@ def test_a_workbook_gives_the_first_sheet_that_is_shown_and_tells_of_others(tmp_
     book.save(path)
     assert _fields(path) == [{"text": "x"}]
     assert open_source(path).remark == "Other sheets of input.xlsx were not read: 'More'."
+    more = open_source(path, InputForm(sheet="More"))
+    assert [row.fields for row in more.rows()] == [{"text": "y"}]
+    assert more.remark == "Other sheets of input.xlsx were not read: 'Data'."
+    for missing in ("Empty", "Sheet", "Chart", "data"):
+        with pytest.raises(EngineError, match=r"has no sheet .* with rows: choose 'Data' or 'More'"):
+            open_source(path, InputForm(sheet=missing))
+    forms = set()
+    for sheet in (None, "Data", "More"):
+        job = BatchJob(str(path), str(tmp_path / "output.csv"), template="{{text}}", sheet=sheet)
+        forms.add(prepare(job).manifest("model", "int8").form)
+    assert len(forms) == 3  # another sheet is another job
 
 
 def test_a_formula_without_its_result_is_no_empty_cell(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ class InputCard(Card):
         self.separator.addItem(self.tr("Separator: automatic"), None)
         for sign in _SEPARATORS:
             self.separator.addItem(self.tr("tab") if sign == "\t" else sign, sign)
+        self.sheet = self._combo(self.tr("Sheet"))
         self.whole_files = QCheckBox(self.tr("A text file is one row"), self)
         self.whole_files.setToolTip(self.tr("Otherwise each line is a row"))
         self.whole_files.clicked.connect(self._on_whole_files)
@@ -58,7 +59,7 @@ class InputCard(Card):
         for label in (self._words, self._trouble):
             self.body.addWidget(label)
         self.body.addWidget(self.table)
-        self._doubts = Flow(self.encoding, self.separator, self.whole_files, parent=self)
+        self._doubts = Flow(self.sheet, self.encoding, self.separator, self.whole_files, parent=self)
         self.body.addWidget(self._doubts)
         self._total: int | None = None
         self._preview: InputPreview | None = None
@@ -80,6 +81,7 @@ class InputCard(Card):
         self.encoding.setVisible(suffix in TEXT_SUFFIXES)
         self.separator.setVisible(suffix == ".csv")
         self.whole_files.hide()
+        self.sheet.hide()
         self._doubts.setVisible(suffix in TEXT_SUFFIXES and path.is_file())
 
     def show_preview(self, preview: InputPreview) -> None:
@@ -95,7 +97,8 @@ class InputCard(Card):
         self.separator.setVisible(preview.is_delimited)
         self.whole_files.setVisible(preview.has_plain_text)
         self.whole_files.setChecked(preview.whole_files)
-        self._doubts.setVisible(preview.is_text)
+        self._show_sheets(preview)
+        self._doubts.setVisible(preview.is_text or bool(preview.sheets))
         openai = self.tr(
             "An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format."
         )
@@ -110,13 +113,24 @@ class InputCard(Card):
 
     def form(self) -> InputForm:
         """How to read the file."""
-        return InputForm(self.encoding.currentData(), self._are_whole, self.separator.currentData())
+        return InputForm(
+            self.encoding.currentData(), self._are_whole, self.separator.currentData(), self.sheet.currentData()
+        )
 
     def reset_form(self) -> None:
         """Back to detected values; emits nothing."""
         self.encoding.setCurrentIndex(0)
         self.separator.setCurrentIndex(0)
+        self.sheet.clear()
         self._are_whole = None
+
+    def _show_sheets(self, preview: InputPreview) -> None:
+        """Asks which of a workbook's sheets is meant."""
+        self.sheet.setVisible(bool(preview.sheets))
+        self.sheet.clear()
+        for name in preview.sheets:
+            self.sheet.addItem(self.tr("Sheet: {0}").format(name), name)
+        self.sheet.setCurrentIndex(self.sheet.findData(preview.sheet))
 
     def _share_width(self, preview: InputPreview) -> None:
         """Short columns get the width they need, the others share the rest; too many columns scroll."""

@@ -170,6 +170,7 @@ class NewJob(QWidget):
             encoding=form.encoding,
             separator=form.separator,
             whole_files=form.whole_files,
+            sheet=form.sheet,
             endpoints=self.places.names,
             ray=self.places.ray,
             ask_twice=self.places.twice.isChecked() and len(self.places.names) > 1,
