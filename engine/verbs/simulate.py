@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,20 +47,35 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--trace", type=Path, metavar="FILE", help="write the timeline, for a trace viewer (.csv: a table)"
     )
+    parser.add_argument(
+        "--train", action="store_true", help="papers: train DuoServe-MoE's network on recorded routing, too (minutes)"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document, including the timeline")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Simulates and reports; see `add_parser`."""
-    shown = {"papers": _papers, "rivals": _rivals}.get(args.what)
-    return _workload(args) if shown is None else shown(as_json=args.json)
+    if args.what == "papers":
+        return _papers(as_json=args.json, trains=args.train)
+    return _rivals(as_json=args.json) if args.what == "rivals" else _workload(args)
 
 
-def _papers(*, as_json: bool) -> int:
-    from engine.planner.papers.report import all_rows, document
+def _papers(*, as_json: bool, trains: bool) -> int:
+    from engine.bench.predictors import network_rows, recorded_trace, table_rows
+    from engine.planner.papers.report import all_rows
 
-    rows = all_rows()
+    rows = [*all_rows(), *table_rows(recorded_trace())]
+    if trains:
+        rows += network_rows(recorded_trace())
+    return emit_cells(rows, as_json=as_json)
+
+
+def emit_cells(rows: list[PublishedCell], *, as_json: bool) -> int:
+    """Published figures beside ours: `simulate papers` and, of the engine itself, `bench papers`."""
+    from engine.planner.papers.report import document, in_order
+
+    rows = in_order(rows)
     content = document(rows)
     emit(content, as_json=as_json, human=lambda: _table(rows, content))
     return 0
@@ -105,17 +121,23 @@ def _speeds(speeds: list[ComparedSpeed], content: dict[str, Any]) -> str:
 
 
 def _table(rows: list[PublishedCell], content: dict[str, Any]) -> str:
-    lines = []
+    lines, paper = [], None
     for index, row in enumerate(rows):
-        if index == 0 or rows[index - 1].paper != row.paper:
-            lines.append(f"\n{row.paper}\n{'':4}{'published':>11} {'predicted':>11} {'deviation':>10}")
+        if paper != (paper := row.paper):
+            lines.append(f"\n{paper}\n{'':4}{'published':>11} {'here':>11} {'deviation':>10}")
         mark = "=" if row.given else " "
         name = f"{row.table}: {row.cell}, {row.unit}"
         lines.append(f"  {mark} {row.published:11.4g} {row.predicted:11.4g} {row.deviation:+10.1%}  {name}")
         following = rows[index + 1] if index + 1 < len(rows) else None
+        lines += _wrapped(row.why)
         if row.note and (following is None or following.note != row.note):
-            lines.append(f"{'':40}({row.note})")
-    lines.append("\n= : input, taken from the machine's profile; not counted in the medians.")
+            lines += _wrapped(f"({row.note})")
+    lines.append("\n= : input, taken from the machine's profile; not counted below.")
+    lines.append(f"{'median':>9} {'worst':>8} {'ranks':>6}  table, and its worst cell")
+    for table in content["tables"]:
+        ranks = f"{table['rank_correlation']:6.2f}" if table["rank_correlation"] is not None else f"{'':6}"
+        name = f"  {table['table']}: {table['worst_cell']}" if table["table"] else f"{table['paper']}, all of it"
+        lines.append(f"{table['median']:9.1%} {table['worst']:+8.0%} {ranks}  {name}")
     medians = content["median_absolute_deviation"]
     lines.append("Median absolute deviation: " + ", ".join(f"{kind} {value:.1%}" for kind, value in medians.items()))
     lines.append("Efficiency factors, the same everywhere:")
@@ -123,6 +145,10 @@ def _table(rows: list[PublishedCell], content: dict[str, Any]) -> str:
         f"  {factor['name']} = {factor['value']:g}: {factor['meaning']}" for factor in content["efficiency_factors"]
     ]
     return "\n".join(lines).lstrip("\n")
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 120, initial_indent=" " * 40, subsequent_indent=" " * 40)
 
 
 def _workload(args: argparse.Namespace) -> int:

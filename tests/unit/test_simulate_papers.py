@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import defaultdict
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.planner.costs import EFFICIENCY, Efficiency
-from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell, duoserve, fiddler, moe_lightning
-from engine.planner.papers.report import all_rows, document, factors, median_deviation
+from engine.planner.papers import DERIVED, FAR_OFF, THROUGHPUT, PublishedCell, duoserve, fiddler, moe_lightning
+from engine.planner.papers.report import (
+    SAME,
+    all_rows,
+    document,
+    factors,
+    median_deviation,
+    rank_correlation,
+    summaries,
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,26 +54,60 @@ def test_all_published_tables_are_there(rows: list[PublishedCell]) -> None:
     assert len(of(rows, "CPU-GPU Collaborative", "III, computing")) == 14
 
 
-_NOT_RANKED = ("4: mu", "4: N/mu")
-"""What the policy search finds: the throughputs are predicted for the published policies."""
-
-
 def test_the_rank_order_is_right_in_every_table(rows: list[PublishedCell]) -> None:
+    for table in summaries(rows):
+        assert table.rank_correlation is None or table.rank_correlation >= 0.9, table
+    for cells in groups(rows):
+        assert len({row.unit for row in cells}) == 1
+        clear = [(low, high) for low in cells for high in cells if high.published > low.published * (1 + SAME)]
+        wrong = [(low.cell, high.cell) for low, high in clear if high.predicted < low.predicted * (1 - SAME)]
+        assert not wrong, cells[0].table
+
+
+def groups(rows: list[PublishedCell]) -> list[list[PublishedCell]]:
+    """Of each table, what is ranked."""
     tables: dict[tuple[str, str], list[PublishedCell]] = defaultdict(list)
     for row in rows:
-        tables[row.paper, row.table].append(row)
-    for (_, table), cells in tables.items():
-        assert len({row.unit for row in cells}) == 1
-        if table in _NOT_RANKED:
-            continue
-        ranked = sorted(cells, key=lambda row: row.published)
-        for low, high in itertools.pairwise(ranked):
-            if low.published < high.published:
-                assert low.predicted < high.predicted, f"{table}: {low.cell} / {high.cell}"
+        if not row.bound and not row.given:
+            tables[row.paper, row.table].append(row)
+    return list(tables.values())
+
+
+def cell(published: float, predicted: float, **changes: Any) -> PublishedCell:
+    return PublishedCell("p", "t", "c", "x", THROUGHPUT, published, predicted, **changes)
+
+
+def test_numbers_that_hardly_differ_have_no_order() -> None:
+    rising = [cell(1.0, 5.0), cell(2.0, 6.0), cell(3.0, 7.0)]
+    assert rank_correlation(rising) == pytest.approx(1.0)
+    assert rank_correlation([cell(row.published, -row.predicted) for row in rising]) == pytest.approx(-1.0)
+    assert rank_correlation([cell(1.0, 1.8717), cell(1.2, 1.8718), cell(1.4, 1.8718)]) == 0
+    assert rank_correlation([cell(1.0, 2.0), cell(1.01, 1.0)]) is None
+    assert rank_correlation([cell(1.0, 2.0)]) is None
+    assert rank_correlation([cell(1.0, 2.0, bound=True)]) is None
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 100), st.floats(0.1, 100)), min_size=1, max_size=20))
+def test_a_rank_correlation_is_one(numbers: list[tuple[float, float]]) -> None:
+    found = rank_correlation([cell(*pair) for pair in numbers])
+    assert found is None or -1.0001 <= found <= 1.0001
+    same = rank_correlation([cell(published, published) for published, _ in numbers])
+    assert same is None or same == pytest.approx(1.0)
+
+
+def test_a_summary_has_the_median_and_the_worst_of_what_counts() -> None:
+    table, paper = summaries([cell(1.0, 1.1), cell(2.0, 2.0), cell(3.0, 1.5), cell(1.0, 9.0, given=True)])
+    assert (table.cells, table.median, table.worst) == (3, pytest.approx(0.1), pytest.approx(-0.5))
+    assert (table.table, paper.table) == ("t", "")
+    assert paper.rank_correlation == table.rank_correlation
+
+
+def test_no_cell_is_far_off_without_a_sentence_that_says_why(rows: list[PublishedCell]) -> None:
+    assert not [row for row in rows if abs(row.deviation) > FAR_OFF and not row.why]
 
 
 def test_medians_are_within_what_the_model_promises(rows: list[PublishedCell]) -> None:
-    assert median_deviation(rows, THROUGHPUT) <= 0.20
+    assert median_deviation(rows, THROUGHPUT) <= 0.15
     assert median_deviation(rows, DERIVED) <= 0.05
 
 

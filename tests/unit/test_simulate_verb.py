@@ -24,7 +24,8 @@ def test_papers(capsys: pytest.CaptureFixture[str]) -> None:
     document = told(capsys, "simulate", "papers")
     fields = {"paper", "table", "cell", "unit", "kind", "published", "predicted", "deviation"}
     assert all(fields <= row.keys() for row in document["rows"])
-    assert {row["kind"] for row in document["rows"]} == {"throughput", "derived"}
+    assert {row["kind"] for row in document["rows"]} == {"throughput", "derived", "replayed"}
+    assert {table["paper"] for table in document["tables"]} == {row["paper"] for row in document["rows"]}
     assert 1 <= len(document["efficiency_factors"]) <= 4
     for row in document["rows"]:
         if not row["bound"]:
@@ -34,8 +35,9 @@ def test_papers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_papers_as_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["simulate", "papers"]) == 0
     text = capsys.readouterr().out
-    assert "MoE-Lightning" in text
+    assert "MoE-Lightning, all of it" in text
     assert "deviation" in text
+    assert "published: 2.8 TB/s from a card of 1.0 TB/s" in text
     assert "operator_s" in text
 
 

@@ -1,13 +1,19 @@
-"""The figures that five papers publish, next to what the simulator predicts."""
+"""The figures that five papers publish, next to what came out here: predicted, replayed, or run by the engine."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 THROUGHPUT = "throughput"
-"""Times, rates and ratios of them."""
+"""Times, rates and ratios of them, as the simulator predicts them."""
 DERIVED = "derived"
 """Sizes, counts, shares: what follows from a model's and a machine's dimensions."""
+REPLAYED = "replayed"
+"""Of predictors on recorded routing, of another model than the paper's."""
+MEASURED = "measured"
+"""Of the engine itself, on emulated cards (`switchyard bench papers`)."""
+FAR_OFF = 0.6
+"""A cell that deviates by more has a sentence that says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +23,11 @@ class PublishedCell:
     Attributes:
         paper, table, cell: position in the paper; `table` names one column or row, whose cells are comparable.
         unit: of both numbers.
-        kind: `THROUGHPUT` or `DERIVED`.
+        kind: `THROUGHPUT`, `DERIVED`, `REPLAYED` or `MEASURED`.
         published, predicted: the two numbers.
         given: the number itself is in the machine's profile, so it agrees by construction and is left out of medians.
-        note: the assumption made, or the reason for a deviation.
+        note: what had to be assumed.
+        why: what explains the deviation.
         bound: the paper says "at most".
     """
 
@@ -34,6 +41,7 @@ class PublishedCell:
     given: bool = False
     note: str = ""
     bound: bool = False
+    why: str = ""
 
     @property
     def deviation(self) -> float:
