@@ -77,6 +77,17 @@ def add_kinds(kinds: Any) -> None:
     add_engine_options(machines)
     machines.set_defaults(run=_run_machines)
 
+    papers = kinds.add_parser(
+        "papers", help="five papers' gains over what they compare with, by the engine itself on emulated cards"
+    )
+    papers.add_argument(
+        "--papers", type=_separated, default=(), metavar="P,P", help="only those with these in their names"
+    )
+    papers.add_argument("--quick", action="store_true", help="shorter texts, one machine for each paper, no batches")
+    add_model(papers)
+    papers.set_defaults(model="synthetic:mixtral-eighth", run=_run_papers)
+    papers.add_argument("--json", action="store_true", help="print one JSON document")
+
     blocks = kinds.add_parser("blocks", help="ticks for a weight of each block type from the cache, beside ggml's own")
     add_common(blocks, repeats=3)
     blocks.set_defaults(run=_run_blocks)
@@ -269,6 +280,16 @@ def _run_machines(args: argparse.Namespace) -> int:
     )
     bench_machines(config, plan, report, note)
     return emit_report(report, args)
+
+
+def _run_papers(args: argparse.Namespace) -> int:
+    from engine.bench.models import resolve_model
+    from engine.verbs.simulate import emit_cells
+
+    model = resolve_model(args.model, note)
+    from benchmarks.papers import LONG, QUICK, paper_cells
+
+    return emit_cells(list(paper_cells(model, QUICK if args.quick else LONG, args.papers, note)), as_json=args.json)
 
 
 def _run_chats(args: argparse.Namespace) -> int:

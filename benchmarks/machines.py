@@ -198,11 +198,11 @@ def _opened(config: EngineConfig, plan: MachinesPlan, profile: DeviceProfile, ch
     with ExitStack() as held:
         loaded = held.enter_context(opened(wanted))
         if choice.fills == "layers":
-            _fill_layers(loaded)
+            fill_layers(loaded)
         yield loaded
 
 
-def _fill_layers(loaded: LoadedModel) -> None:
+def fill_layers(loaded: LoadedModel) -> None:
     """Brings all experts of the layers that have slots."""
     for _, layer in hybrid_layers(loaded.model):
         experts = range(layer.source.num_experts)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
 
 _WARM_UP_TOKENS = 2
-_SIMPLE = "simple pipeline"
+SIMPLE = "simple pipeline"
 """The baseline of Klotski's table 3: each micro-batch passes the whole model separately."""
 
 
@@ -56,14 +56,7 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
         prompts = prompts_of(loaded, plan.rows)
         predicted = _predicted(loaded, plan, prompts)
         say(", ".join(f"{name} predicted {rate:.1f} tokens/s" for name, rate in predicted.items()))
-
-        def run(policy: BatchPolicy, repeat: int) -> tuple[float, float]:
-            rate, share = _run(loaded, device, policy, prompts, plan.tokens if repeat else _WARM_UP_TOKENS)
-            say(f"  {rate:.1f} tokens/s, link {share:.0%} busy")
-            return rate, share
-
-        turns = {name: partial(run, policy) for name, policy in _policies(loaded, plan).items()}
-        found = in_turn(turns, plan.repeats, report, say)
+        found = _timed(loaded, device, plan, prompts, list(_policies(loaded, plan)), report, say)
     rates = {name: [rate for rate, _share in values] for name, values in found.items()}
     title = f"{plan.rows} rows, {plan.tokens} tokens each"
     for name, values in rates.items():
@@ -72,6 +65,37 @@ def bench_schedules(config: EngineConfig, plan: SchedulesPlan, report: Report, s
     report.add_against(f"{title}, CGOPipe", ours, "tokens/s", rates)
     for name, pairs in found.items():
         report.add(f"link busy, {name}", [statistics.median(100 * share for _rate, share in pairs)], "%", limit=100.0)
+
+
+def schedule_rates(
+    config: EngineConfig, plan: SchedulesPlan, names: Sequence[str], report: Report, say: Callable[[str], None]
+) -> dict[str, list[float]]:
+    """Generated tokens per second of some schedules, in turn, with nothing cached on the device.
+
+    Raises:
+        EngineError: as `bench_schedules`.
+    """
+    with opened(replace(config, cache_slots=0, threads=1)) as loaded:
+        found = _timed(loaded, _device(loaded), plan, prompts_of(loaded, plan.rows), names, report, say)
+    return {name: [rate for rate, _share in values] for name, values in found.items()}
+
+
+def _timed(
+    loaded: LoadedModel,
+    device: Device,
+    plan: SchedulesPlan,
+    prompts: Sequence[Sequence[int]],
+    names: Sequence[str],
+    report: Report,
+    say: Callable[[str], None],
+) -> dict[str, list[tuple[float, float]]]:
+    def run(policy: BatchPolicy, repeat: int) -> tuple[float, float]:
+        rate, share = _run(loaded, device, policy, prompts, plan.tokens if repeat else _WARM_UP_TOKENS)
+        say(f"  {rate:.1f} tokens/s, link {share:.0%} busy")
+        return rate, share
+
+    policies = _policies(loaded, plan)
+    return in_turn({name: partial(run, policies[name]) for name in names}, plan.repeats, report, say)
 
 
 def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Sequence[int]]) -> dict[str, float]:
@@ -96,7 +120,7 @@ def _predicted(loaded: LoadedModel, plan: SchedulesPlan, prompts: Sequence[Seque
     alone = [
         replace(parts, times=replace(parts.times, count=1), outside_s=parts.outside_s / rounds) for parts in sweeps
     ] * rounds
-    found[_SIMPLE] = predicted_seconds(MULTI_BATCH, alone)
+    found[SIMPLE] = predicted_seconds(MULTI_BATCH, alone)
     return {name: plan.rows * plan.tokens / seconds for name, seconds in found.items() if seconds}
 
 
@@ -114,7 +138,7 @@ def busy_share(copies: Sequence[CopyRecord], since_s: float, until_s: float) -> 
 def _policies(loaded: LoadedModel, plan: SchedulesPlan) -> dict[str, BatchPolicy]:
     base = replace(policy_for(loaded), rows=plan.rows, micro_batch_rows=plan.micro_batch)
     policies = {name: replace(base, schedule=schedule) for name, schedule in SCHEDULES.items()}
-    policies[_SIMPLE] = replace(base, rows=plan.micro_batch, schedule=MULTI_BATCH)
+    policies[SIMPLE] = replace(base, rows=plan.micro_batch, schedule=MULTI_BATCH)
     return policies
 
 

@@ -66,10 +66,12 @@ SHAPES: dict[str, Shape] = {
     "deepseek-v2-lite": Shape(
         "deepseek_v2", "deepseek-ai/DeepSeek-V2-Lite", 27, 2048, 1408, 64, 6, 16, 16, 192, 102400, 32768, 1e4, 10944
     ),
+    "mixtral-eighth": Shape("mixtral", "", 8, 512, 1792, 8, 2, 8, 2, 64, 4096, 32768, 1e6),
     "qwen3-moe-small": Shape("qwen3_moe", "", 8, 512, 256, 128, 8, 8, 2, 64, 8192, 40960, 1e6, 1024),
     "qwen3-moe-tiny": Shape("qwen3_moe", "", 2, 64, 32, 16, 4, 4, 2, 16, 512, 4096, 1e6, 128),
 }
-"""The last two are like Qwen3-30B-A3B, reduced for quick runs and tests."""
+"""Of Mixtral with an eighth of its width each matrix has a 64th of the weights; the last two are like Qwen3-30B-A3B,
+reduced for quick runs and tests."""
 
 
 def config_of(shape: Shape) -> dict[str, Any]:

@@ -92,6 +92,33 @@ def test_files_that_are_named_exist(document: Path) -> None:
             assert list(CHECKOUT.glob(name)) or re.search(r"/[A-Z]+\b", name), name  # `NAME.py` stands for one
 
 
+def _missing_tests(text: str) -> list[str]:
+    """`tests/...py::test_name` in code that are not there."""
+    named = {(file, name) for file, name in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", text)}
+    return [
+        f"{file}::{name}"
+        for file, name in sorted(named)
+        if not (CHECKOUT / file).is_file()
+        or not re.search(rf"^(async )?def {name}\(", (CHECKOUT / file).read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_tests_that_are_named_exist(document: Path) -> None:
+    assert not _missing_tests(document.read_text(encoding="utf-8"))
+    assert _missing_tests("`tests/unit/test_documents.py::test_nothing`")
+
+
+def test_each_paragraph_about_how_it_works_names_the_tests_that_hold_it() -> None:
+    title, aim, *paragraphs = (CHECKOUT / "docs" / "how-it-works.md").read_text(encoding="utf-8").split("\n\n")
+    assert title.startswith("#")
+    assert not aim.startswith("**")
+    assert len(paragraphs) % 2 == 0
+    for claim, held in zip(paragraphs[::2], paragraphs[1::2], strict=True):
+        assert not claim.startswith(">")
+        assert re.match(r"> Held by `tests/[\w/]+\.py", held), claim.splitlines()[0]
+
+
 def test_what_does_not_exist_is_seen() -> None:
     assert _wrong_with("dance --now") == "dance"
     assert _wrong_with("models dance") == "models dance"
