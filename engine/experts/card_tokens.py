@@ -393,7 +393,8 @@ def choice_for(layers: Sequence[HybridExperts], per_token: int) -> TokenChoice:
     """Between tokens of a device's own and the dispatcher's; as many experts miss at first as have no slots."""
     caches = {id(layer.cache): layer.cache for layer in layers}.values()
     slots, experts = sum(cache.slots for cache in caches), sum(layer.source.num_experts for layer in layers)
-    return TokenChoice(layers[0].latency, len(layers), per_token, max(0.0, 1 - slots / experts))
+    missing = max(0.0, 1 - slots / experts)
+    return TokenChoice(layers[0].latency, len(layers), per_token, missing, layers[0].is_busy)
 
 
 def _card_kernel(layer: HybridExperts) -> CardExperts | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from engine.common import clock
+from engine.common.costs import Cost
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
@@ -27,6 +28,7 @@ from engine.experts.recording import record_uses
 from engine.experts.shares import split_among
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import Lookup, VramCache
+from engine.hardware.other_programs import BusyLately, OtherPrograms
 from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:
@@ -38,6 +40,13 @@ DECODE_TOKENS = 64
 """Steps with more tokens are prefills, which do not change the cache (DuoServe)."""
 STEP_ELEMENTS = 2**26
 """Elements of the visits [T * k, H] computed at a time: 128 MiB in bf16.  Longer steps are split."""
+
+
+_busy_lately = BusyLately(OtherPrograms())
+
+
+def _never() -> bool:
+    return False
 
 
 _JOINS_PER_WAIT = 64
@@ -63,6 +72,7 @@ class HybridExperts(ExpertLayer):
         tokens: steps of a single token that the device computes by itself, if it does.
         after: the layer that is computed after this one, in the same cache, if there is one.
         prompts: how misses of prompts are served where there is a choice; layers that are alike share it.
+        is_busy: whether other programs hold up what is timed.
     """
 
     tokens: CardTokens | None = None
@@ -82,7 +92,9 @@ class HybridExperts(ExpertLayer):
     ) -> None:
         number = layer if number is None else number
         super().__init__(cache, layer, source, make_kernel, latency, activations, number, prefetcher)
-        self.prompts = PromptChoice()
+        # An emulated device is a part of this machine's load, and what is modelled takes the same whatever else runs.
+        self.is_busy = _busy_lately if cache.device.compute_follows_caller else _never
+        self.prompts = PromptChoice(self.is_busy)
         self._joins, self._ahead_since_s = 0, 0.0
         self._before: tuple[float, int, tuple[PromptWay, float]] | None = None
         """Of the layer before, in this prompt: when its routing had come, its tokens, its way and the price of that."""
@@ -229,9 +241,12 @@ class HybridExperts(ExpertLayer):
         begun_s = clock.now()
         self._observe_before(begun_s)
         if step.is_prefill and self._ahead_since_s:
-            self.latency.observe_between(begun_s - self._ahead_since_s)
+            self.latency.costs.observe(Cost.BETWEEN, 1, begun_s - self._ahead_since_s)
         self._ahead_since_s = 0.0
-        if lookup.hits and self._cpu_is_sooner(step, routing):
+        sides = self._sides(step, routing) if lookup.hits else {}
+        side = self.latency.side(len(routing.experts), self.is_busy)
+        alone = bool(sides) and side.take(sides)
+        if alone:
             self._compute_all_on_cpu(step)
         else:
             step.hits_wait = bool(lookup.hits)
@@ -246,21 +261,12 @@ class HybridExperts(ExpertLayer):
         end = self.submit(step)
         assert end is not None
         self._notify_prefetcher(step)
-        joined = bool(lookup.hits) and not (step.is_prefill or step.hits_on_cpu or step.fetched)
-        apart = step.hits_on_cpu > 0
-        self._joins += joined or apart
-        is_new = (joined and self.latency.is_new_to_joining(len(routing.experts))) or (
-            apart and self.latency.is_new_to_being_alone(len(routing.experts))
-        )
-        learns = is_new or ((joined or apart) and self._joins % _JOINS_PER_WAIT == 0)
+        self._joins += bool(sides)
+        learns = bool(sides) and (side.is_learning or self._joins % _JOINS_PER_WAIT == 0)
         if not self.device.compute_follows_caller or end.failure is not None or learns:
             end.wait()
-            if joined:
-                self.latency.observe_both(*self._tokens(lookup, routing), clock.now() - begun_s)
-            elif apart:
-                self.latency.observe_alone(
-                    [routing.tokens(expert) for expert in routing.experts], clock.now() - begun_s
-                )
+            if sides and not step.fetched:
+                side.observe(alone, clock.now() - begun_s, sides[alone])
         self.cache.release(lookup, end)
         if self.after is not None:
             self.after._before = None
@@ -276,16 +282,17 @@ class HybridExperts(ExpertLayer):
             since_s, tokens, (way, price_s) = before
             self.prompts.observe(tokens, way, now_s - since_s, price_s)
 
-    def _cpu_is_sooner(self, step: Step, routing: Routing) -> bool:
-        """Whether to skip the device: small experts finish on the CPU before a kernel launch on the device would."""
+    def _sides(self, step: Step, routing: Routing) -> dict[bool, float]:
+        """Seconds with and without the device, if there is a choice: small experts may be done on the CPU before a
+        kernel launch would be."""
         if step.is_prefill or self.mode != MIXED or not self.source.has_all:
-            return False
+            return {}
         hits, misses = self._tokens(step.lookup, routing)
         coming = [miss for miss in step.lookup.misses for way in self._away if miss in way.ahead()]
         for expert in coming:  # these are as good as there
             hits.append(routing.tokens(expert))
             misses.remove(routing.tokens(expert))
-        return self.latency.prefers_cpu_alone(hits, misses)
+        return self.latency.sides(hits, misses)
 
     def _tokens(self, lookup: Lookup, routing: Routing) -> tuple[list[int], list[int]]:
         """Token counts of each hit, and of each miss."""

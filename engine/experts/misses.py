@@ -16,6 +16,7 @@ from typing import ClassVar
 import torch
 
 from engine.common import clock
+from engine.common.costs import Cost
 from engine.devices.device import Event
 from engine.experts.activations import Activations
 from engine.experts.executor import ExpertExecutor, StepObserver
@@ -241,7 +242,7 @@ class Fetched(Way):
         transfer_s = latency.transfer_s
         backlog_s = (cache.backlog_bytes / cache.layout.nbytes + staged) * transfer_s
         seconds = partial(latency.gpu_s, together=self._together(step))
-        caller_s = latency.price_of_fetching_s(is_prompt=step.is_prefill)
+        caller_s = latency.costs.predict(_fetching(step))
         return Estimate(seconds, transfer_s, backlog_s, busy_s, caller_s=caller_s)
 
     def serve(self, step: Step, experts: Sequence[int], held: Held) -> None:
@@ -267,7 +268,7 @@ class Fetched(Way):
         # One more in a group that is not full costs next to nothing, so those that are missing in it count, too.
         counted = -(-len(order) // together) * together
         took_s = clock.now() - begun_s - self._planning_hits_s
-        self._layer.latency.observe_fetching(counted, took_s, is_prompt=step.is_prefill)
+        self._layer.latency.costs.observe(_fetching(step), 1, took_s / counted)
 
     def ahead(self) -> Mapping[int, Staged]:
         staging = self._layer.cache.staging
@@ -293,7 +294,8 @@ class Fetched(Way):
             if done is None or not done.done() or done.failure:
                 continue
             for fetch in group.fetches:
-                latency.observe_transfer(fetch.copied.ended_s - fetch.copied.started_s)
+                copied_s = fetch.copied.ended_s - fetch.copied.started_s
+                latency.costs.observe(Cost.H2D, latency.record_nbytes, copied_s)
             latency.observe_gpu(group.tokens, done.ended_s - done.started_s)
         self._begun = []
 
@@ -380,7 +382,7 @@ class OnCpu(Way):
         tokens = [step.routing.tokens(expert) for expert in experts]
         out = activations.outgoing((sum(tokens), step.hidden.shape[1]), step.hidden.dtype)
         took_s = step.sums.on_host(layer.source.kernel, step.host_hidden, experts, held.rows, out)
-        layer.latency.observe_cpu(tokens, took_s, is_prompt=step.is_prefill)
+        layer.latency.costs.observe(Cost.CPU_PROMPT_EXPERT if step.is_prefill else Cost.CPU_EXPERT, tokens, took_s)
         added = layer.submit(step)
         if added is not None:
             activations.read_until(added)
@@ -388,7 +390,12 @@ class OnCpu(Way):
         step.pending.append(step.sums.add(landed, experts))
         layer.device.compute_stream.wait(event)
         if step.is_prefill:
-            layer.latency.observe_entering(to_come, clock.now() - begun_s - took_s)
+            entering_s = clock.now() - begun_s - took_s - layer.latency.crossing_s(to_come)
+            layer.latency.costs.observe(Cost.ENTERING, 1, max(0.0, entering_s))
+
+
+def _fetching(step: Step) -> Cost:
+    return Cost.FETCHING_FOR_PROMPT if step.is_prefill else Cost.FETCHING
 
 
 def _bytes_to_come(step: Step) -> int:

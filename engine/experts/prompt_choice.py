@@ -1,36 +1,20 @@
 """Which way a prompt's misses go: divided between the processor and the link, all fetched, or all on the processor.
 
 The split of a layer's misses is priced expert by expert.  What comes with each way is not: work of the host that the
-link or the card hides, threads that another program holds up, copies that the next layer finds under way.  So each way
-learns what whole layers took beyond its price, from the layer's routing to that of the layer after it, and the way
-whose price with that is lowest is taken: what was measured overrules what was predicted.
+link or the card hides, threads that another program holds up, copies that the next layer finds under way.  So what
+whole layers took, from a layer's routing to that of the layer after it, corrects the price of their way.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
-from statistics import median
 from typing import Final
 
+from engine.common.choice import Choice
 from engine.experts.shares import Estimate, ends_s, split_among
 
-_KEPT: Final = 9
-"""Layers of each way whose median counts: one that another program held up says little."""
-_FEWEST: Final = 3
-"""Until so many layers went one way, it is not thought to take more beyond its price than the others.  The first of
-them finds what the way before it has left: copies for nothing, or none."""
-_WORTH_TRYING: Final = 1.5
-"""A way of which little is known is tried where it should take no more than so many times the best."""
-_SOON: Final = 32
-"""Layers in a row that went another way after which those of a way are forgotten, so that it is tried again: whatever
-held up most of its few layers, such as another program, is over by then."""
-_LATER: Final = 4
-"""So many times as long is waited each time that it has been tried again for nothing."""
-_LATEST: Final = 2048
-"""The longest wait: whatever has been found, another way may become better some day."""
 _LONGEST_REST: Final = 15
 """The most layers in a row that are not priced, where all misses went one way before."""
 
@@ -72,48 +56,26 @@ def prompt_prices(
 
 @dataclass(slots=True)
 class _OfSize:
-    """What is known of prompts of about one length.
+    """Prompts of about one length.
 
     Attributes:
-        beyond_s: of each way, what its last layers took beyond their price.
-        unused: layers that went another way since the last one of each way; again: after how many it is tried again.
+        choice: of their layers' way.
         way: of the last layer that was priced.
         rest, resting: layers that are not priced, in a row, and how many of them are left.
     """
 
-    beyond_s: dict[PromptWay, deque[float]] = field(
-        default_factory=lambda: {way: deque(maxlen=_KEPT) for way in PromptWay}
-    )
-    unused: dict[PromptWay, int] = field(default_factory=lambda: dict.fromkeys(PromptWay, 0))
-    again: dict[PromptWay, int] = field(default_factory=lambda: dict.fromkeys(PromptWay, _SOON))
+    choice: Choice[PromptWay]
     way: PromptWay | None = None
     rest: int = 0
     resting: int = 0
 
-    def is_known(self, way: PromptWay) -> bool:
-        """Whether there are layers enough to say what it takes beyond its price."""
-        return len(self.beyond_s[way]) >= _FEWEST
-
-    def is_tried(self, way: PromptWay, price_s: float, expected_s: float, best_s: float) -> bool:
-        """Whether it is too early to say that it takes longer than the best way."""
-        if not self.is_known(way):
-            return expected_s <= _WORTH_TRYING * best_s
-        # One of its few layers was sooner: the others may have been held up.
-        beyond_s = self.beyond_s[way]
-        return len(beyond_s) < _KEPT and price_s + min(beyond_s) < best_s < expected_s
-
-    def expected_s(self, prices: Mapping[PromptWay, float]) -> dict[PromptWay, float]:
-        """What each way should take in all."""
-        usual_s = {way: median(self.beyond_s[way]) for way in prices if self.beyond_s[way]}
-        least_s = min(usual_s.values(), default=0.0)
-        return {way: price_s + (usual_s[way] if self.is_known(way) else least_s) for way, price_s in prices.items()}
-
 
 class PromptChoice:
-    """The way of a prompt's layers on one device, for prompts of each length."""
+    """The way of a prompt's layers on one device, for prompts of each length; see `Choice` for `is_busy`."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_busy: Callable[[], bool] = lambda: False) -> None:
         self._of_size: dict[int, _OfSize] = {}
+        self._is_busy = is_busy
 
     def way(self, tokens: int) -> PromptWay | None:
         """Of the last layer with about so many tokens, if there was one."""
@@ -134,29 +96,18 @@ class PromptChoice:
             prices: seconds that the layer should take in each way that there is.
         """
         known = self._of(tokens)
-        expected_s = known.expected_s(prices)
-        best = min(expected_s, key=lambda way: expected_s[way])
-        tried = [way for way in prices if known.is_tried(way, prices[way], expected_s[way], expected_s[best])]
-        taken = best if best in tried or not tried else tried[0]
-        is_settled = taken is known.way is not PromptWay.SHARED and not tried
+        taken = known.choice.take(prices, steps=1 + known.rest)
+        is_settled = taken is known.way is not PromptWay.SHARED and not known.choice.is_learning
         known.way, known.rest = taken, min(2 * known.rest + 1, _LONGEST_REST) if is_settled else 0
         known.resting = known.rest
-        for way in prices:
-            known.unused[way] = 0 if way is taken else known.unused[way] + 1 + known.rest
-            if known.beyond_s[way] and known.unused[way] >= known.again[way]:
-                known.beyond_s[way].clear()
-                known.again[way] = min(_LATER * known.again[way], _LATEST)
-        if not tried:  # it is the best of all: if that ends, it may be due to something that passes
-            known.again[taken] = _SOON
         return taken
 
     def observe(self, tokens: int, way: PromptWay, took_s: float, price_s: float) -> None:
         """A layer with so many tokens, which went this way at this price, took so long."""
-        self._of(tokens).beyond_s[way].append(took_s - price_s)
+        self._of(tokens).choice.observe(way, took_s, price_s)
 
     def _of(self, tokens: int) -> _OfSize:
         size = tokens.bit_length()
-        known = self._of_size.get(size)
-        if known is None:
-            known = self._of_size[size] = _OfSize()
-        return known
+        if size not in self._of_size:
+            self._of_size[size] = _OfSize(Choice(tuple(PromptWay), warm=1, run=2, first=4, is_busy=self._is_busy))
+        return self._of_size[size]

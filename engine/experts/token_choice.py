@@ -3,8 +3,7 @@
 A token of the device's own leaves all misses to the CPU, and hands over by flags.  The dispatcher divides misses
 between the CPU and the link, which can be sooner where many miss, and takes more of the host's time for every layer.
 So the price of the whole token decides, at the share of experts that miss these days: what the layers take by the
-measured latencies, as in `engine.planner.step_time`, and what tokens took beyond that, which each way learns from its
-own.
+measured latencies, as in `engine.planner.step_time`, and what tokens of each way were found to take over that.
 
 How many misses are copied to a device after a token: as many as its hits pay for, twice over.
 
@@ -16,10 +15,11 @@ less (Ljung 1999, section 11.2, as sums).  Before there are tokens enough, what 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from math import comb
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from engine.common.choice import Choice, clearly_least
+from engine.common.costs import DISPATCHED_LAYER_S, FLAGS_LAYER_S, drawn
 from engine.experts.latency import LatencyModel
 
 _REMEMBERED = 256
@@ -95,22 +95,14 @@ class CopyPace:
         self._due -= copies
 
 
-_FLAGS_S: Final = 20e-6
-_DISPATCH_S: Final = 150e-6
-"""What a layer takes beside its experts in each way, before there are tokens: `docs/step-time.md`."""
 _AGAIN: Final = 32
 """Tokens between two looks, at which what they took is learnt."""
-_WORTH: Final = 0.9
-"""The other way is taken if it takes no more than this part of what the present one takes: changing costs a capture."""
+_WORTH: Final = 0.1
+"""The other way is taken if it takes less by this share: changing costs a capture."""
 _FIRST: Final = 4
 """Tokens after a change that say little: graphs are captured, and kernels met for the first time."""
 _WEIGHT: Final = 0.05
-"""Of the newest token in an average."""
-_FORGOTTEN: Final = 0.998
-"""At each look the way that is not taken is thought a little more of what was thought of it at first: what happened to
-it once, perhaps while the machine was busy, must not rule it out for ever."""
-_LONGEST: Final = 2.0
-"""A token counts as no longer than so many usual ones: something else has run meanwhile."""
+"""Of the newest token in the share that misses."""
 
 
 class TokenChoice:
@@ -121,75 +113,61 @@ class TokenChoice:
         layers: that have experts.
         per_token: experts of a token in each of them.
         miss_ratio: share of a token's experts that will miss, as far as that is known.
+        is_busy: see `Choice`.
 
     Attributes:
         by_itself: whether the device computes the next token by itself.
         miss_ratio: of late, as of the last look.
     """
 
-    def __init__(self, latency: LatencyModel, layers: int, per_token: int, miss_ratio: float) -> None:
+    def __init__(
+        self,
+        latency: LatencyModel,
+        layers: int,
+        per_token: int,
+        miss_ratio: float,
+        is_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._latency, self._layers, self._per_token = latency, layers, per_token
         self.miss_ratio = miss_ratio
-        self._beyond_s = {True: layers * _FLAGS_S, False: layers * _DISPATCH_S}
-        self._first_s = dict(self._beyond_s)
-        self._usual_s = {True: 0.0, False: 0.0}
-        self._tokens = 0
         self._new: list[tuple[float, int]] = []
-        self._chosen = [comb(per_token, misses) for misses in range(per_token + 1)]
         self._priced_at, self._took_s = self._rates(), self._tables()
-        self._price_s: dict[int, float] = {}
-        """Of the present way's layers, by misses."""
-        self.by_itself = self.price_s(by_itself=True) <= self.price_s(by_itself=False)
-
-    def price_s(self, *, by_itself: bool) -> float:
-        """Seconds of a token now."""
-        return self._layers_s(self.miss_ratio, by_itself) + self._beyond_s[by_itself]
+        self._choice = Choice((True, False), margin=_WORTH, warm=_FIRST, run=_FIRST, is_busy=is_busy)
+        self.by_itself = self._choice.take(self._prices_s(miss_ratio))
 
     def is_worth_it(self, miss_ratio: float) -> bool:
         """Whether tokens of the device's own are clearly better at this share of misses, before there are any."""
-        own_s, dispatched_s = (self._layers_s(miss_ratio, way) + self._first_s[way] for way in (True, False))
-        return own_s <= _WORTH * dispatched_s
+        return clearly_least(self._prices_s(miss_ratio), False, _WORTH)
 
     def observe(self, seconds: float, missed: int) -> None:
         """A token of the present way took so long, with so many experts missed in all layers."""
         # Code that runs once a token has left the processor's caches, and takes long: all are learnt at once.
         self._new.append((seconds, missed))
-        if len(self._new) == _AGAIN:
+        if len(self._new) == _AGAIN or self._choice.is_trying:
             for token in self._new:
                 self._learn(*token)
+            if (rates := self._rates()) != self._priced_at:
+                self._priced_at, self._took_s = rates, self._tables()
+            self.by_itself = self._choice.take(self._prices_s(self.miss_ratio), steps=len(self._new))
             self._new.clear()
-            self._look()
 
     def _learn(self, seconds: float, missed: int) -> None:
-        ratio, way = missed / (self._layers * self._per_token), self.by_itself
-        if (price_s := self._price_s.get(missed)) is None:
-            price_s = self._price_s[missed] = self._layers_s(ratio, way)
+        ratio = missed / (self._layers * self._per_token)
         self.miss_ratio += _WEIGHT * (ratio - self.miss_ratio)
-        self._tokens += 1
-        if self._tokens > _FIRST:
-            usual_s = self._usual_s[way]
-            seconds = min(seconds, _LONGEST * usual_s) if usual_s else seconds
-            weight = max(_WEIGHT, 1 / (self._tokens - _FIRST))
-            self._usual_s[way] += weight * (seconds - usual_s)
-            beyond_s = seconds - price_s
-            self._beyond_s[way] += weight * (beyond_s - self._beyond_s[way])
+        self._choice.observe(self.by_itself, seconds, self._price_s(ratio, self.by_itself))
 
-    def _look(self) -> None:
-        other = not self.by_itself
-        if (rates := self._rates()) != self._priced_at:
-            self._priced_at, self._took_s, self._price_s = rates, self._tables(), {}
-        self._beyond_s[other] = self._first_s[other] + _FORGOTTEN * (self._beyond_s[other] - self._first_s[other])
-        if self.price_s(by_itself=other) < _WORTH * self.price_s(by_itself=self.by_itself):
-            self.by_itself, self._tokens, self._price_s = other, 0, {}
-            self._usual_s[other] = 0.0
+    def _prices_s(self, miss_ratio: float) -> dict[bool, float]:
+        return {way: self._price_s(miss_ratio, way) for way in (True, False)}
+
+    def _price_s(self, miss_ratio: float, by_itself: bool) -> float:
+        """Seconds of a token, as predicted."""
+        beside_s = FLAGS_LAYER_S if by_itself else DISPATCHED_LAYER_S
+        return self._layers * beside_s + self._layers_s(miss_ratio, by_itself)
 
     def _layers_s(self, miss_ratio: float, by_itself: bool) -> float:
         """Seconds of the experts of all layers, whose misses are a binomial draw."""
-        k, hit_ratio = self._per_token, 1 - miss_ratio
-        drawn = (count * miss_ratio**misses * hit_ratio ** (k - misses) for misses, count in enumerate(self._chosen))
-        return self._layers * sum(
-            share * seconds for share, seconds in zip(drawn, self._took_s[by_itself], strict=True)
-        )
+        took_s = zip(drawn(self._per_token, miss_ratio), self._took_s[by_itself], strict=True)
+        return self._layers * sum(share * seconds for share, seconds in took_s)
 
     def _rates(self) -> tuple[float, float, float]:
         """What the tables depend on, which changes only while the dispatcher computes."""

@@ -88,6 +88,25 @@ def busy_now() -> float:
     return round(taken(), 1)
 
 
+class BusyLately:
+    """Whether other programs have kept the machine busy of late; looks again after `every_s`, else says the same."""
+
+    def __init__(
+        self, others: OtherPrograms, every_s: float = 2.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._others, self._every_s, self._clock = others, every_s, clock
+        self._share: Share | None = None
+        self._looked_s, self._is_busy = -every_s, False
+
+    def __call__(self) -> bool:
+        now_s = self._clock()
+        if now_s - self._looked_s >= self._every_s:
+            if self._share is not None:
+                self._is_busy = is_busy(self._share())
+            self._share, self._looked_s = self._others.watch(), now_s
+        return self._is_busy
+
+
 def is_busy(share: float) -> bool:
     """Whether timings taken meanwhile are unreliable."""
     return share >= BUSY

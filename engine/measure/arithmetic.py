@@ -110,7 +110,7 @@ class CpuArithmetic:
 
     def __call__(self, run: Run) -> None:
         with torch_threads(run.threads):
-            flops = matrix_rate(run, "processor", _CPU, _timed_here, self.repeats)
+            flops = matrix_rate(run, "processor", _CPU, seconds_here, self.repeats)
         run.found(Arithmetic("cpu", run.threads, flops, 0.0))
 
 
@@ -180,7 +180,8 @@ def seconds_on(device: Device, work: Callable[[], object]) -> float:
     return max(event.ended_s - event.started_s, 1e-9)
 
 
-def _timed_here(work: Callable[[], object]) -> float:
+def seconds_here(work: Callable[[], object]) -> float:
+    """Seconds of `work` on the CPU."""
     started_s = time.perf_counter()
     with torch.inference_mode():
         work()

@@ -26,7 +26,7 @@ from engine.hardware.measured import CallTime
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.measure.arithmetic import torch_threads
+from engine.measure.arithmetic import seconds_here, seconds_on, torch_threads
 from engine.measure.experts import ExpertShape, expert_layout, expert_module, layer_in
 from engine.measure.run import NotMeasuredError, Run, counted
 
@@ -59,14 +59,12 @@ class NativeCalls:
                 with torch_threads(threads):
                     kernel = _kernel(records, native)
 
-                    def once(kernel: ExpertKernel = kernel) -> float:
-                        begun_s = time.perf_counter()
-                        with torch.inference_mode():
-                            for index in chosen:
-                                kernel(hidden, index, weights)
-                        return (time.perf_counter() - begun_s) / _CALLS
+                    def calls(kernel: ExpertKernel = kernel) -> None:
+                        for index in chosen:
+                            kernel(hidden, index, weights)
 
-                    seconds = run.steady(f"a native call, {counted(threads, 'thread')}", once, self.repeats)
+                    name = f"a native call, {counted(threads, 'thread')}"
+                    seconds = run.steady(name, lambda: seconds_here(calls), self.repeats) / _CALLS
             finally:
                 native.close()
             run.found(CallTime("cpu", "native_s", threads, seconds))
@@ -196,14 +194,7 @@ class _Shared:
         kernel = segment.kernel(self._layer.make_kernel)
         place = self._device.torch_device
         index, weight = torch.tensor([[row]], device=place), torch.ones(1, 1, device=place)
-
-        def work() -> None:
-            with torch.inference_mode():
-                kernel(self._hidden, index, weight)
-
-        event = self._device.compute_stream.submit(work)
-        event.wait()
-        return max(event.ended_s - event.started_s, 1e-9)
+        return seconds_on(self._device, lambda: kernel(self._hidden, index, weight))
 
     def _step(self, experts: list[int] | range) -> None:
         index = torch.tensor([[*experts]], device=self._device.torch_device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from engine.hardware.measured import ExpertTime
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.measure.arithmetic import seconds_on, torch_threads
+from engine.measure.arithmetic import seconds_here, seconds_on, torch_threads
 from engine.measure.run import NotMeasuredError, Run, counted
 
 _AT_ONCE = 8
@@ -87,7 +86,7 @@ class CpuExperts:
             name = (
                 f"{shape.hidden} x {shape.inner} {precision}, {counted(tokens, 'token')}, {counted(threads, 'thread')}"
             )
-            seconds = run.steady(name, partial(_timed, calls), self.repeats) / calls.experts
+            seconds = run.steady(name, partial(seconds_here, calls), self.repeats) / calls.experts
             nbytes = layer.layout.nbytes
             run.found(ExpertTime("cpu", shape.hidden, shape.inner, precision, tokens, threads, nbytes, seconds))
 
@@ -153,13 +152,6 @@ class _Calls:
 
     def __call__(self) -> None:
         self._kernel(self._x, next(self._indices), self._weights)
-
-
-def _timed(calls: _Calls) -> float:
-    started_s = time.perf_counter()
-    with torch.inference_mode():
-        calls()
-    return max(time.perf_counter() - started_s, 1e-9)
 
 
 def _fitting(shape: ExpertShape, precision: str, room_bytes: int) -> ExpertShape:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from engine.checkpoint.model_shape import ModelShape
+from engine.common.costs import Cost, CostModel, Source, prefers_cpu
 from engine.formats import careful, format_of
 from engine.hardware.machine import CallProfile, GpuProfile, HardwareProfile, Origin
 
@@ -86,6 +87,11 @@ class Dispatch:
     seen_card_expert_s: float = 0.0
     by_flags: bool = False
 
+    def slower(self, factor: float) -> Dispatch:
+        """With calls that take so many times as long."""
+        calls = ("layer_s", "card_s", "host_s", "host_expert_s", "card_call_s")
+        return replace(self, **{name: factor * getattr(self, name) for name in calls})
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
@@ -102,6 +108,11 @@ class DecodeSteps:
     graph_operator_s: float = 0.0
     exchange: Dispatch | None = None
     exchange_token: int = 0
+
+    def slower(self, factor: float) -> DecodeSteps:
+        """With calls that take so many times as long."""
+        exchange = self.exchange.slower(factor) if self.exchange is not None else None
+        return replace(self, graph_operator_s=factor * self.graph_operator_s, exchange=exchange)
 
 
 @dataclass(frozen=True)
@@ -217,6 +228,38 @@ class Costs:
             reached = self._gain * self.step_share
             return reached * _interpolated(dict(cpu.weights_bytes_per_s), threads)
         return self._gain * cpu.ram_bytes_per_s * self.efficiency.host_memory * min(1.0, threads / (cpu.cores / 2))
+
+    @cached_property
+    def by_kind(self) -> CostModel:
+        """The same as the run has it, which goes on to correct what was measured: see `engine.common.costs`."""
+        costs, origins = CostModel(), self.machine.origins
+        for kind, name, seconds in (
+            (Cost.CPU_EXPERT, "cpu.ram_bytes_per_s", self.cpu_experts),
+            (Cost.CPU_LAYER, "cpu.ram_bytes_per_s", partial(self.cpu_layer, context=0.0)),
+            (Cost.DISK, "disk_bytes_per_s", self.disk),
+            *(
+                (
+                    (Cost.CARD_EXPERT, "gpu.bytes_per_s", self.gpu_experts),
+                    (Cost.CARD_LAYER, "gpu.bytes_per_s", partial(self.gpu_layer, context=0.0)),
+                    (Cost.H2D, "link.h2d", self.h2d),
+                    (Cost.H2D_PAGEABLE, "link.h2d_pageable", partial(self.h2d, pinned=False)),
+                    (Cost.D2H, "link.d2h", self.d2h),
+                )
+                if self.machine.gpu is not None
+                else ()
+            ),
+        ):
+            is_measured = origins.get(name) is Origin.MEASURED
+            costs.know(kind, seconds, Source.MEASURED if is_measured else Source.DATA_SHEET)
+        return costs
+
+    def predict(self, kind: Cost, size: float = 1) -> float:
+        """Seconds of work of this kind and size."""
+        return self.by_kind.predict(kind, size)
+
+    def prefers_cpu(self, rows: float = 1, *, pinned: bool = True) -> bool:
+        """Fiddler's Algorithm 1, with these costs."""
+        return prefers_cpu(self.by_kind, self.expert_bytes, rows, pinned=pinned)
 
     # On the card
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from typing import cast
+from typing import Any, cast
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import CachePolicy, EngineConfig, KvPrecision, Misses, Prefetch
@@ -37,6 +37,22 @@ class Limits:
     vram_of_others: int = 0
     ram_of_others: int = 0
     cpu_of_others: float = 0.0
+
+    @classmethod
+    def of(cls, config: EngineConfig, **more: Any) -> Limits:
+        """The limits that a configuration implies, and `more` of these fields."""
+        return cls(
+            **{
+                "vram_bytes": config.vram_bytes,
+                "ram_bytes": config.ram_bytes,
+                "threads": config.threads,
+                "context_tokens": config.context_tokens,
+                "precision": config.precision,
+                "kv_precision": config.kv_precision,
+                "use_card": config.device != "cpu",
+                **more,
+            }
+        )
 
     def held(self, model: ModelShape, machine: HardwareProfile) -> ModelShape:
         """The model with its keys and values, and what is stored of its weights, as this machine holds them."""

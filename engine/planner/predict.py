@@ -23,7 +23,7 @@ What was measured of this very model on this machine replaces the prediction and
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -36,8 +36,9 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.formats import AUTO, is_precision
 from engine.hardware.machine import HardwareProfile, LinkProfile, Origin
-from engine.planner.costs import Costs, DecodeSteps, Dispatch, engine_costs
+from engine.planner.costs import Costs, engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, from_disk, memory_of, memory_rule, sizes_of
+from engine.planner.memory import share_on_disk
 from engine.planner.placement import NotEnoughRamError, resolve
 from engine.planner.plan_parts import Limits
 from engine.planner.simulator.outcome import Outcome
@@ -53,6 +54,7 @@ from engine.planner.simulator.strategy import (
     Strategy,
     expected_statistics,
 )
+from engine.planner.step_time import StepTime
 from engine.planner.workload import Workload
 
 _MEASURED, _UNSTEADY, _LOOKED_UP, _IN_CACHE = 0.2, 0.35, 0.4, 0.1
@@ -89,8 +91,8 @@ class Doubt:
             host_layer_s=calls * costs.host_layer_s,
             host_token_s=calls * costs.host_token_s,
             cached_gain=self.cached_gain,
-            dispatch=_slower(costs.dispatch, calls),
-            steps=_slower_steps(costs.steps, calls),
+            dispatch=costs.dispatch.slower(calls),
+            steps=costs.steps.slower(calls) if costs.steps is not None else None,
         )
 
 
@@ -114,24 +116,6 @@ def both_ends(costs: Costs, others: float, *, is_shared: bool) -> tuple[Doubt, D
         Doubt(left * (1 - off), slow / left, _CACHED_GAIN[0], PUBLISHED_STATISTICS),
         Doubt(1 + off, quick, _CACHED_GAIN[1], STRONGEST_STATISTICS),
     )
-
-
-def _slower(dispatch: Dispatch, calls: float) -> Dispatch:
-    return replace(
-        dispatch,
-        layer_s=calls * dispatch.layer_s,
-        card_s=calls * dispatch.card_s,
-        host_s=calls * dispatch.host_s,
-        host_expert_s=calls * dispatch.host_expert_s,
-        card_call_s=calls * dispatch.card_call_s,
-    )
-
-
-def _slower_steps(steps: DecodeSteps | None, calls: float) -> DecodeSteps | None:
-    if steps is None:
-        return None
-    exchange = None if steps.exchange is None else _slower(steps.exchange, calls)
-    return replace(steps, graph_operator_s=calls * steps.graph_operator_s, exchange=exchange)
 
 
 def _faster(machine: HardwareProfile, factor: float) -> HardwareProfile:
@@ -192,7 +176,7 @@ def predict_decode(
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
-    limits = limits or limits_of(config)
+    limits = limits or Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
     work = Workload("decode", prompt_tokens, tokens)
     found = _simulated(costs, memory, config, work, limits, routing=routing)
@@ -232,7 +216,7 @@ def simulate_decode(
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, the model does not fit.
     """
-    limits = limits or limits_of(config)
+    limits = limits or Limits.of(config)
     costs, memory = _placed(machine, limits.held(model, machine), config, limits)
     work = Workload("decode", prompt_tokens, tokens)
     return _simulated(costs, memory, config, work, limits, routing=routing, record=record), memory, costs.precision
@@ -285,19 +269,6 @@ def _does_not_fit(model: ModelShape, machine: HardwareProfile) -> EngineError:
     return EngineError(ErrorCode.NOT_ENOUGH_MEMORY, sentence)
 
 
-def limits_of(config: EngineConfig) -> Limits:
-    """The limits that a configuration implies."""
-    return Limits(
-        vram_bytes=config.vram_bytes,
-        ram_bytes=config.ram_bytes,
-        threads=config.threads,
-        context_tokens=config.context_tokens,
-        precision=config.precision,
-        kv_precision=config.kv_precision,
-        use_card=config.device != "cpu",
-    )
-
-
 def _strategy(config: EngineConfig, memory: EngineMemory) -> Strategy:
     if memory.card is None:
         return HOST_ONLY
@@ -307,6 +278,52 @@ def _strategy(config: EngineConfig, memory: EngineMemory) -> Strategy:
     kept = Residency.STATIC if config.cache_policy == "static" or memory.all_experts else Residency.CACHE
     mixed = Strategy("as configured", Residency.NONE if config.misses == "off" else kept, miss, grouped=True)
     return replace(mixed, prefetch=Prefetch.PREDICTED, prefetch_accuracy=0.85) if config.prefetch == "mlp" else mixed
+
+
+def tokens_per_s_by_slots(
+    machine: HardwareProfile,
+    model: ModelShape,
+    config: EngineConfig,
+    miss_ratio_curve: Iterable[tuple[int, float]],
+    *,
+    context: int = 256,
+) -> list[tuple[int, float]]:
+    """Decode speed of one sequence with other numbers of expert slots, at each point of a miss-ratio curve.
+
+    The misses of each layer are a binomial draw (`StepTime`), where the simulator plays steps: a whole curve takes
+    about a millisecond and can follow a slider or a live session.
+
+    The slots are on the card if the configuration uses one, else in RAM in front of experts on disk.
+
+    Args:
+        config: how misses are served, threads, precision; `auto` is resolved as loading would.
+        miss_ratio_curve: (slots, share of expert uses that miss with this many slots).
+        context: tokens that each step attends to.
+
+    Returns:
+        (slots, tokens / s), in the order of the curve.
+
+    Raises:
+        EngineError: `NOT_ENOUGH_MEMORY`: precision is `auto` and no precision of the model fits.
+        ValueError: a miss ratio is not between 0 and 1.
+    """
+    precision = config.precision
+    if precision == "auto":
+        precision = predict_decode(machine, model, config, tokens=8).precision
+    costs = engine_costs(machine, model, precision, config.threads, captures=config.graphs != "off")
+    on_card = config.device != "cpu" and machine.gpu is not None
+    # Without a card every miss is read from disk; with one, only the share that is not in RAM.
+    rule = memory_rule(costs, Limits.of(config))
+    disk_share = share_on_disk(machine, model, precision, rule=rule) if on_card else 1.0
+    step = StepTime(costs, on_card=on_card, way=config.misses, context=context, disk_share=disk_share)
+    # With all of them there, nothing is looked up; two ways look away all the same.
+    looks_up = not on_card or config.misses in ("off", "layer")
+    curve = []
+    for slots, miss_ratio in miss_ratio_curve:
+        whole = 0 if looks_up or slots < model.moe_layers * model.experts else model.moe_layers
+        share = 1.0 if config.misses == "off" and on_card else miss_ratio
+        curve.append((slots, 1 / step.seconds(share, whole_layers=whole)))
+    return curve
 
 
 def running_config(model: ModelInfo, asked: EngineConfig | None, slots: int | None) -> EngineConfig:

@@ -1,6 +1,6 @@
 """Seconds of a decode step whose experts are on a card, in RAM or on disk, from the share of them that misses.
 
-One formula for all who ask: curves over numbers of slots (`cache_speed`), other programs' published speeds (`rivals`)
+One formula for all who ask: curves over numbers of slots (`predict`), other programs' published speeds (`rivals`)
 and `docs/step-time.md`.  Its parts are costs of `engine.planner.costs`, as in the simulator, which plays
 the same steps event by event.  Misses of a layer are a binomial draw, so a step takes microseconds to price.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import comb
 
+from engine.common.costs import drawn
 from engine.planner.costs import Costs
 
 MOST_ROWS = 16
@@ -68,8 +68,7 @@ def _asking(costs: Costs) -> Costs | None:
 
 def prefers_cpu(costs: Costs, misses: str) -> bool:
     """Whether a step has its misses computed by the CPU: asked for, or one is sooner computed than fetched."""
-    fetched_s = costs.transfer_expert() + costs.gpu_experts(1)
-    return misses == "cpu" or (misses == "mixed" and costs.cpu_experts(1) <= fetched_s)
+    return misses == "cpu" or (misses == "mixed" and costs.prefers_cpu())
 
 
 TOKEN_LAYER_S = 40e-6
@@ -124,7 +123,7 @@ class StepTime:
         if self.on_card and self.costs.steps is not None:
             as_run = [self._with_all] if whole_layers == self.costs.model.moe_layers else self._with_misses
             return min(way.seconds(miss_ratio, whole_layers=whole_layers) for way in as_run)
-        layer_s = sum(share * time for share, time in zip(self._draw(miss_ratio), self._layers_s, strict=True))
+        layer_s = sum(share * time for share, time in zip(drawn(self.used, miss_ratio), self._layers_s, strict=True))
         rest = self.costs.model.moe_layers - whole_layers
         whole_s = whole_layers * self.whole_layer_s if whole_layers else 0.0
         computing_s = self.drafts_s + self.without_experts_s + whole_s + rest * layer_s
@@ -170,11 +169,6 @@ class StepTime:
         """Seconds of a MoE layer by its number of misses."""
         layer_s = self._on_card_s if self.on_card else self._on_cpu_s
         return [layer_s(misses) for misses in range(self.used + 1)]
-
-    def _draw(self, miss_ratio: float) -> list[float]:
-        """Probability of each number of misses among the experts that a step uses in a layer."""
-        used = self.used
-        return [comb(used, n) * miss_ratio**n * (1 - miss_ratio) ** (used - n) for n in range(used + 1)]
 
     def _visits(self, experts: float) -> float:
         """Rows that so many of a layer's experts compute: each row visits `experts_per_token`."""

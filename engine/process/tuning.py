@@ -34,16 +34,4 @@ def run_tuning(
             stage, sent_s = event.stage, time.monotonic()
         send(event)
 
-    ending = tune(engine, request, tell, lambda: requests.is_cancelled(request.request_id))
-    return TuningFinished(
-        request.request_id,
-        ending.finished,
-        ending.result,
-        ending.reloaded,
-        ending.loaded,
-        ending.note,
-        ending.problem,
-        ending.saved,
-        ending.others,
-        ending.unsaved,
-    )
+    return tune(engine, request, tell, lambda: requests.is_cancelled(request.request_id))

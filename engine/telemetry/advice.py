@@ -14,7 +14,7 @@ from engine.common.errors import EngineError
 from engine.formats import FORMATS, next_smaller
 from engine.hardware.machine import HardwareProfile
 from engine.hardware.other_programs import is_busy
-from engine.planner.cache_speed import tokens_per_s_by_slots
+from engine.planner.predict import tokens_per_s_by_slots
 from engine.telemetry.analysis import OTHER, Waiting
 from engine.telemetry.messages import CacheReport
 

@@ -166,15 +166,12 @@ def _predicted(situation: Situation, how: str, config: EngineConfig) -> Candidat
 
 def _plan(situation: Situation, precision: str) -> Plan:
     asked = situation.asked
-    limits = replace(
-        situation.others,
-        vram_bytes=asked.vram_bytes,
-        ram_bytes=asked.ram_bytes,
-        threads=asked.threads,
-        context_tokens=asked.context_tokens,
-        precision=precision,
-        kv_precision=asked.kv_precision,
-        use_card=situation.has_card,
+    others, use_card = situation.others, situation.has_card
+    limits = Limits.of(
+        replace(asked, precision=precision),
+        use_card=use_card,
+        vram_of_others=others.vram_of_others,
+        ram_of_others=others.ram_of_others,
     )
     machine = situation.machine(precision if precision != AUTO else situation.model.precisions[0])
     return make_plan(machine, situation.model, CHAT, limits, measured=True)

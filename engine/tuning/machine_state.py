@@ -77,13 +77,8 @@ class MachineLook:
 
     def limits(self, config: EngineConfig) -> Limits:
         """What the user's settings and other programs leave; an emulated device is nobody else's."""
-        return Limits(
-            vram_bytes=config.vram_bytes,
-            ram_bytes=config.ram_bytes,
-            threads=config.threads,
-            context_tokens=config.context_tokens,
-            precision=config.precision,
-            kv_precision=config.kv_precision,
+        return Limits.of(
+            config,
             use_card=bool(self.device),
             vram_of_others=0 if self.device.startswith(EMULATED) else self.probe.vram_in_use,
             ram_of_others=self.probe.ram_in_use,

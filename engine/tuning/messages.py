@@ -162,9 +162,9 @@ class TuningFinished:
 
     request_id: str
     finished: bool
-    result: TuningResult | None
-    reloaded: bool
-    loaded: ModelInfo | None
+    result: TuningResult | None = None
+    reloaded: bool = False
+    loaded: ModelInfo | None = None
     note: str = ""
     problem: str = ""
     saved: bool = True

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from engine.common.choice import clearly_least
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, RequestCancelled
 from engine.common.model_info import ModelInfo
@@ -18,8 +19,8 @@ from engine.tuning.result import Contestant, DecodeRate, Timed
 _WARM_UP_TOKENS = 8
 _WARM_UP_S = 3.0
 _DRIFT = 0.15
-_AS_GOOD = 1.03
-"""Speedup over the current settings required of another configuration in the same precision: less is noise."""
+_AS_GOOD = 0.03
+"""Share of the time that another configuration in the same precision must save over the current settings."""
 
 
 class RacedEngine(Protocol):
@@ -229,9 +230,10 @@ def winner_of(timed: Sequence[Timed]) -> Timed | None:
     precision = worthwhile({name: one.tokens_per_s for name, one in best.items()})
     if precision is None:
         return max(able, key=lambda one: one.tokens_per_s, default=None)
-    won = best[precision]
     before = next((one for one in able if one.contestant.is_before and one.precision == precision), None)
-    return before if before is not None and won.tokens_per_s < _AS_GOOD * before.tokens_per_s else won
+    return clearly_least(
+        {one: 1 / one.tokens_per_s for one in filter(None, (best[precision], before))}, before, _AS_GOOD
+    )
 
 
 def _wants_card(contestant: Contestant) -> bool:

@@ -31,6 +31,7 @@ from engine.tuning.measuring import MeasuredMachine, measured_machine
 from engine.tuning.messages import (
     Stage,
     StartTuning,
+    TuningFinished,
     TuningMeasured,
     TuningNumber,
     TuningPlans,
@@ -72,21 +73,6 @@ class TunedEngine(RacedEngine, Protocol):
     ) -> ModelInfo: ...
 
 
-@dataclass(frozen=True, slots=True)
-class TuningEnding:
-    """How a run ended; see `engine.tuning.messages.TuningFinished`."""
-
-    finished: bool
-    result: TuningResult | None = None
-    reloaded: bool = False
-    loaded: ModelInfo | None = None
-    note: str = ""
-    problem: str = ""
-    saved: bool = True
-    others: float = 0.0
-    unsaved: Measurements | None = None
-
-
 @dataclass(frozen=True)
 class TuningSurroundings:
     """A run's access to the machine; replaced in tests.
@@ -114,7 +100,7 @@ def tune(
     tell: Callable[[TuningEvent], None],
     cancelled: Callable[[], bool],
     surroundings: TuningSurroundings | None = None,
-) -> TuningEnding:
+) -> TuningFinished:
     """Performs `request`.
 
     Once started, cancellation and problems are reported in the ending; only unexpected errors are raised, after the
@@ -148,7 +134,7 @@ class _Tuning:
         self._unsaved: Measurements | None = None
         self._saved = True
 
-    def run(self) -> TuningEnding:
+    def run(self) -> TuningFinished:
         result, problem, finished = None, "", False
         try:
             result = self._stages()
@@ -162,7 +148,7 @@ class _Tuning:
             raise
         note = self._restore()
         loaded = self._engine.info if self._touched else None
-        ending = TuningEnding(finished, result, self._touched, loaded, note, problem)
+        ending = TuningFinished(self._request.request_id, finished, result, self._touched, loaded, note, problem)
         if not finished:
             return ending
         return replace(ending, saved=self._saved, others=self._others, unsaved=self._unsaved)

@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
 
-from engine.checkpoint.names import resolve
 from engine.checkpoint.shards import content_digest
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
@@ -20,7 +19,7 @@ from engine.common.files import write_private
 from engine.common.json_fields import from_fields
 from engine.common.paths import data_dir
 from engine.hardware.measured import Measurements, described, save_measurements
-from engine.hardware.probe import Probe, probe
+from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
 from engine.tuning.result import Correction, Fact, TuningResult
 
@@ -86,15 +85,6 @@ def kept_corrections(mark: str, machine: Mapping[str, str]) -> tuple[Correction,
         for one in result.corrections:
             found.setdefault((one.precision, one.on_card, one.threads), one)
     return tuple(found.values())
-
-
-def corrections_here(model: str) -> tuple[Correction, ...]:
-    """The same for a model by user-given name, on this machine; none if it is not here."""
-    try:
-        mark = model_mark(resolve(model))
-    except EngineError:
-        return ()
-    return kept_corrections(mark, described(probe())) if results_of(mark) else ()
 
 
 def read_result(path: Path) -> TuningResult | None:

@@ -16,7 +16,8 @@ from engine.verbs.options import add_engine_options, engine_config
 from engine.verbs.output import clear_progress, emit, note, show_progress
 
 if TYPE_CHECKING:
-    from engine.tuning.run import TuningEnding, TuningEvent
+    from engine.tuning.messages import TuningFinished
+    from engine.tuning.run import TuningEvent
 
 _STAGES = {
     "probing": "detecting hardware",
@@ -102,7 +103,7 @@ def _tune(args: argparse.Namespace) -> int:
     return 0 if saved else 2
 
 
-def _confirmed(ending: TuningEnding) -> bool:
+def _confirmed(ending: TuningFinished) -> bool:
     """Asks at the terminal whether to save anyway, and does; returns whether it was saved."""
     from engine.tuning.saved_results import keep_anyway
 
@@ -143,7 +144,7 @@ class _Progress:
             clear_progress()
 
 
-def _document(ending: TuningEnding, *, saved: bool) -> dict[str, Any]:
+def _document(ending: TuningFinished, *, saved: bool) -> dict[str, Any]:
     result = ending.result
     assert result is not None
     won, before = result.won, result.before

@@ -285,12 +285,13 @@ def test_a_card_without_room_for_two_layers_answers_as_well(folder: Path, wanted
         taken.release()
 
 
-def test_the_fastest_schedule_is_kept_for_sweeps_of_a_size() -> None:
+def test_the_fastest_schedule_is_found_for_sweeps_of_a_size() -> None:
     choice, seconds = ScheduleChoice(), {CGOPIPE: 3.0, KLOTSKI: 1.0, HYBRID: 2.0}
-    tried = []
-    for _ in range(9):
+    taken = []
+    for _ in range(900):
         schedule = choice.of(10)
-        tried.append(schedule)
+        taken.append(schedule)
         choice.took(schedule, 10, seconds[schedule])
-    assert tried == [each for each in seconds for _ in range(2)] + [KLOTSKI] * 3
+    assert taken[0] is CGOPIPE
+    assert taken[-100:].count(KLOTSKI) >= 98
     assert choice.of(100) is CGOPIPE

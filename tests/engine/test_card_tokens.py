@@ -110,13 +110,12 @@ def test_tokens_go_the_way_that_is_chosen(tmp_path: Path) -> None:
         choice = tokens.choice = TokenChoice(latency, len(tokens._layers), model.info.experts_per_token, 0.5)
         counters = model.caches[0].counters
         for by_itself in (True, False, True):
-            choice._first_s = choice._beyond_s = {by_itself: 0.0, not by_itself: 9.0}
-            choice.by_itself, choice._tokens = by_itself, 0
+            choice._choice.take = lambda *_, way=by_itself, **__: way  # type: ignore[method-assign]
+            choice.by_itself, choice._choice.present = by_itself, by_itself
             choice._new.clear()
             number, lookups = tokens._exchange.records()["token"].max(), counters.lookups
             logits = cpu.logits_of(model)
             assert choice.by_itself == by_itself
-            assert choice._tokens + len(choice._new) == TOKENS
             assert counters.lookups - lookups == TOKENS * len(tokens._layers) * model.info.experts_per_token
             assert (tokens._exchange.records()["token"].max() > number) == by_itself
             if by_itself:

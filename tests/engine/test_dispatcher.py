@@ -130,7 +130,7 @@ def test_misses_are_met_as_the_mode_says(device: Device) -> None:
 def test_hits_are_computed_by_the_cpu_where_that_is_done_sooner(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(LatencyModel, "prefers_cpu_alone", lambda *_sides: True)
+    monkeypatch.setattr(LatencyModel, "sides", lambda *_sides: {True: 1.0})
     generator = torch.Generator().manual_seed(9)
     with Layers(device, slots=12, policy="lru") as layers:
         for count in (1, 1, 3, 1):

@@ -29,7 +29,7 @@ from engine.kernels.native.build import library_path
 from engine.measure.measuring import QUICK, measure_machine
 from engine.planner.engine_memory import context_tokens
 from engine.planner.plan_parts import Limits
-from engine.planner.predict import limits_of, predict_decode, running_config
+from engine.planner.predict import predict_decode, running_config
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
@@ -162,7 +162,7 @@ def _compare_kv(row: FitRow, loaded: LoadedModel, config: EngineConfig, said: st
     """Fills the whole context, where it was limited; else compares with what a token was seen to take."""
     context = loaded.context_tokens
     # A small card may have room for less than was wanted; a token of it takes as much.
-    at_context = row.kv_at_context * context / context_tokens(find_shape(config.model), limits_of(config))
+    at_context = row.kv_at_context * context / context_tokens(find_shape(config.model), Limits.of(config))
     held = context * loaded.info.kv_bytes_per_token
     if config.context_tokens is not None:
         vocabulary = loaded.model.config.get_text_config().vocab_size

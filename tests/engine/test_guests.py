@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.common import costs
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel, Work
@@ -248,7 +249,7 @@ def test_a_wrong_price_keeps_nobody_from_a_turn() -> None:
     now = [0.0]
     times = Times(lambda: now[0])
     times.start()
-    times.token_s = 100.0
+    times._costs.observe(costs.Cost.TOKEN, 1, 100.0)
     times.enter()
     times.note(counts=False)
     times.leave()

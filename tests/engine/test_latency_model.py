@@ -14,6 +14,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from engine.common.costs import Cost
 from engine.devices.opening import open_devices
 from engine.experts import latency_measurement
 from engine.experts.bank import BankLayer
@@ -160,14 +161,14 @@ def test_a_busy_link_is_left_alone() -> None:
 def test_corrections_follow_a_trend_and_shrug_at_outliers() -> None:
     model = replace(MIXTRAL)
     before_s = model.cpu_s(1)
-    model.observe_cpu([1], before_s * 1e6)
+    model.costs.observe(Cost.CPU_EXPERT, 1, before_s * 1e6)
     assert model.cpu_s(1) < before_s * 1.04
     for wrong in (0.0, -1.0, float("nan"), float("inf")):
-        model.observe_transfer(wrong)
+        model.costs.observe(Cost.H2D, model.record_nbytes, wrong)
     assert model.transfer_s == MIXTRAL.transfer_s
     for _ in range(300):
-        model.observe_cpu([1, 1], 6 * before_s)
-        model.observe_transfer(MIXTRAL.transfer_s / 4)
+        model.costs.observe(Cost.CPU_EXPERT, (1, 1), 6 * before_s)
+        model.costs.observe(Cost.H2D, model.record_nbytes, MIXTRAL.transfer_s / 4)
         model.observe_gpu([2], MIXTRAL.gpu_s(2) * 2)
     assert model.cpu_s(1) == pytest.approx(3 * before_s, rel=0.05)
     assert model.transfer_s == pytest.approx(MIXTRAL.transfer_s / 4, rel=0.05)
@@ -228,40 +229,23 @@ def test_measures_real_kernels_and_copies(spec: str) -> None:
         assert model.transfer_s >= 20e-6
 
 
-@given(
-    st.lists(st.integers(1, 8), min_size=1, max_size=6),
-    st.lists(st.integers(1, 8), max_size=6),
-    st.lists(st.floats(1e-5, 10.0), max_size=40),
-)
-def test_the_device_is_left_alone_only_if_the_cpu_is_done_sooner(
-    hits: list[int], misses: list[int], spans: list[float]
-) -> None:
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=6), st.lists(st.integers(1, 8), max_size=6))
+def test_the_device_is_left_alone_only_if_the_cpu_is_done_sooner(hits: list[int], misses: list[int]) -> None:
+    here_s = sum(map(MIXTRAL.cpu_s, misses))
+    both_s, alone_s = max(here_s, MIXTRAL.hits_s(hits)), here_s + sum(map(MIXTRAL.cpu_s, hits))
+    sides = MIXTRAL.sides(hits, misses)
+    assert sides == {True: pytest.approx(alone_s), False: pytest.approx(both_s)}
+    assert replace(MIXTRAL).side(len(hits) + len(misses)).take(sides) == (alone_s < both_s)
+
+
+def test_what_joining_both_sides_takes_is_learnt() -> None:
     model = replace(MIXTRAL)
-    for took_s in spans:
-        model.observe_both(hits, misses, took_s)
-    here_s = sum(map(model.cpu_s, misses))
-    both_s = max(here_s, model.hits_s(hits)) + model._sides(len(hits) + len(misses)).joining_s
-    alone_s = here_s + sum(map(model.cpu_s, hits))
-    assert model.prefers_cpu_alone(hits, misses) == (alone_s < both_s)
-
-
-def test_a_device_that_was_slow_to_join_is_tried_again() -> None:
-    model = replace(MIXTRAL)
-    for _ in range(500):
-        model.observe_both([1], [1], 1.0)
-    assert model.prefers_cpu_alone([1], [1])
-    assert any(not model.prefers_cpu_alone([1], [1]) for _ in range(2000))
-
-
-def test_what_the_cpu_alone_takes_beside_computing_counts_too() -> None:
-    model = replace(MIXTRAL)
-    for _ in range(100):
-        model.observe_both([1], [1], 1.0)
-    assert model.prefers_cpu_alone([1], [1])
-    for _ in range(100):
-        model.observe_alone([1, 1], 10.0)
-    assert not model.prefers_cpu_alone([1], [1])
-    assert model.is_new_to_joining(20)  # of which nothing is known yet
+    for _ in range(200):
+        sides = model.sides([1], [1])
+        alone = model.side(2).take(sides)
+        model.side(2).observe(alone, sides[True] if alone else 1.0, sides[alone])
+    assert alone
+    assert model.side(20).take(model.sides([1] * 10, [1] * 10)) is False  # of which nothing is known yet
 
 
 # An RTX 4090 and int4 experts of Qwen3-30B-A3B: a launch takes 6 us, an expert's bytes 3 us more; the CPU takes 56 us.
@@ -276,7 +260,8 @@ def test_experts_on_the_device_share_a_launch(hits: list[int]) -> None:
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_card_that_has_the_experts_is_not_left_idle(count: int) -> None:
-    assert not replace(RTX_4090).prefers_cpu_alone([1] * count, [1] * (8 - count))
+    sides = RTX_4090.sides([1] * count, [1] * (8 - count))
+    assert sides[False] < sides[True]
 
 
 def test_a_launch_cannot_take_longer_than_what_it_is_part_of() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
+from engine.common.costs import CostModel
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
 from engine.experts import misses
@@ -49,9 +50,9 @@ def test_a_new_way_is_used_where_it_is_the_fastest(
     device: Device, monkeypatch: pytest.MonkeyPatch, base: type[Way], seconds: float
 ) -> None:
     # How long anything took here and now must not decide.
-    for name in ("both", "cpu", "entering", "fetching", "gpu", "transfer"):
-        monkeypatch.setattr(LatencyModel, f"observe_{name}", lambda *_, **__: None)
-    monkeypatch.setattr(LatencyModel, "prefers_cpu_alone", lambda *_: False)
+    monkeypatch.setattr(CostModel, "observe", lambda *_: None)
+    monkeypatch.setattr(LatencyModel, "observe_gpu", lambda *_: None)
+    monkeypatch.setattr(LatencyModel, "sides", lambda *_: {})
     way, met = toy(base, seconds)
     monkeypatch.setattr(misses, "WAYS", [*WAYS, way])
     assert modes() == [MIXED, "cpu", "fetch", "one by one", CACHE_OFF]

@@ -23,7 +23,7 @@ from engine.kernels.native.library import usable_isas
 from engine.planner import placement as placing
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import engine_memory
-from engine.planner.predict import limits_of
+from engine.planner.plan_parts import Limits
 from engine.runtime.load import conversion, model
 from engine.runtime.load.plan import Plan
 from engine.runtime.loaded_model import LoadedModel
@@ -211,7 +211,7 @@ def test_the_planner_wants_the_same_room(
     assert placed.on_disk
     for ram in range(MIB // 2, 16 * MIB, MIB // 4):
         config = EngineConfig(str(models[name]), device="cpu", precision=precision, ram_bytes=ram, threads=1)
-        told = engine_memory(engine_costs(machine(0), shape, precision, 1), limits_of(config), on_card=False)
+        told = engine_memory(engine_costs(machine(0), shape, precision, 1), Limits.of(config), on_card=False)
         if told is not None:
             break
     assert told is not None

@@ -22,8 +22,8 @@ from engine.kernels.native.build import library_path
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, resolve
-from engine.planner.plan import Limits, make_plan
-from engine.planner.predict import limits_of
+from engine.planner.plan import make_plan
+from engine.planner.plan_parts import Limits
 from engine.runtime.load.checkpoint import open_checkpoint
 from engine.runtime.load.in_place import BLOCKS
 from engine.runtime.load.model import load_model, open_compute_devices
@@ -65,7 +65,7 @@ def test_on_an_emulated_card(folder: Path, vram: int, precision: str) -> None:
     finally:
         loaded.close()
     planned = engine_memory(
-        engine_costs(machine(vram), find_shape(str(folder)), precision, 1), limits_of(config), on_card=True
+        engine_costs(machine(vram), find_shape(str(folder)), precision, 1), Limits.of(config), on_card=True
     )
     assert planned is not None
     assert planned.card is not None
@@ -87,7 +87,7 @@ def test_on_the_cpu(folder: Path, precision: str) -> None:
     finally:
         loaded.close()
     planned = engine_memory(
-        engine_costs(machine(0), find_shape(str(folder)), precision, 1), limits_of(config), on_card=False
+        engine_costs(machine(0), find_shape(str(folder)), precision, 1), Limits.of(config), on_card=False
     )
     assert planned is not None
     assert planned.card is None
@@ -114,7 +114,7 @@ def test_a_plan_and_loading_decide_alike(folder: Path) -> None:
                 for device in devices:
                     device.close()
             costs = engine_costs(machine(vram), shape, LADDER[0])
-            planned_sizes = sizes_of(costs, limits_of(config), LADDER if precision == "auto" else [precision])
+            planned_sizes = sizes_of(costs, Limits.of(config), LADDER if precision == "auto" else [precision])
             for ram in (64, 24, 16, 8, 5):
                 there_is = replace(there.memory, ram_allowed=ram * MIB)
                 planned, counted = (_tried(sizes, there_is, config) for sizes in (planned_sizes, counted_sizes))
@@ -190,7 +190,7 @@ def test_what_is_stored_is_planned_as_it_is_loaded(tmp_path: Path, family: str, 
     counted = counted_sizes_of(config, Machine([card], Budgets(2**40), has_kernels=False), opened, frozenset())
     gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
     costs = engine_costs(replace(machine(64), gpu=gpu), shape, shape.precisions[0], 1)
-    planned = sizes_of(costs, limits_of(config), shape.precisions)
+    planned = sizes_of(costs, Limits.of(config), shape.precisions)
 
     assert [weights.precision for weights in planned.weights] == [weights.precision for weights in counted.weights]
     ours, theirs = planned.weights[0], counted.weights[0]
@@ -209,7 +209,7 @@ def test_what_is_stored_is_planned_as_it_is_loaded(tmp_path: Path, family: str, 
     assert ours.dense_in_ram == pytest.approx(theirs.dense_in_ram, rel=0.001)
     assert planned.kv_per_token == counted.kv_per_token
     blocks = counted_sizes_of(config, Machine([card], Budgets(2**40), has_kernels=True), opened, BLOCKS).weights[0]
-    passing = sizes_of(replace(costs, model=shape.in_place()), limits_of(config), shape.precisions).weights[0]
+    passing = sizes_of(replace(costs, model=shape.in_place()), Limits.of(config), shape.precisions).weights[0]
     for found in (passing, blocks):  # a few matrices at a time
         assert 0 < found.working_for_devices < found.dense_in_ram
     assert passing.working_for_devices == pytest.approx(blocks.working_for_devices, rel=0.5)

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.common import clock
+from engine.common.costs import Cost
 from engine.devices.clocked import open_clocked
 from engine.experts.latency import LatencyModel
 from engine.experts.prompt_choice import PromptChoice, PromptWay, prompt_prices
@@ -151,7 +152,7 @@ def test_a_processor_that_is_kept_too_long_to_compute_gets_nothing() -> None:
 def test_as_many_experts_come_ahead_as_the_link_has_time_for() -> None:
     latency = LatencyModel("test", 4096, 1e-3, 0.0, 1e-6, 512, 0.0, 0.0, 4096 / 190e-6)
     assert latency.fit_between_layers(0) == 0  # nothing is known yet
-    latency.observe_between(1e-3)
+    latency.costs.observe(Cost.BETWEEN, 1, 1e-3)
     assert [latency.fit_between_layers(arriving) for arriving in (0, 3, 9)] == [5, 2, 0]
 
 
@@ -226,20 +227,6 @@ def test_what_layers_took_overrules_their_prices(
     assert total_ms <= 1.15 * best_ms * len(ways)
 
 
-@pytest.mark.parametrize("held_up", [2, 3])
-@pytest.mark.parametrize("best", PromptWay)
-def test_a_way_that_was_held_up_while_it_was_tried_is_soon_tried_again(best: PromptWay, held_up: int) -> None:
-    """At once if one of its layers was not held up, otherwise a little later."""
-    choice, prices_ms = PromptChoice(), dict.fromkeys(PromptWay, 2.0)
-    truth = Truth(choice, {way: 0.5 if way is best else 3.0 for way in PromptWay}, held_up=0.0)
-    for way in PromptWay:
-        for number in range(3):
-            took_ms = prices_ms[way] + truth.beyond_ms[way] + (20 if way is best and number < held_up else 0)
-            choice.observe(truth.tokens, way, took_ms, prices_ms[way])
-    assert truth.layers(20, prices_ms).count(best) == (20 if held_up == 2 else 0)
-    assert truth.layers(200, prices_ms)[50:].count(best) > 135
-
-
 @pytest.mark.parametrize("layers", [4, 9, 15, 50, 200])
 def test_a_program_that_is_busy_for_a_while_changes_nothing_for_long(layers: int) -> None:
     """It meets one way after the other, so that all seem to take longer than they do."""
@@ -285,7 +272,7 @@ def test_layers_are_priced_less_often_while_all_misses_go_one_way(best: PromptWa
 def test_a_processor_that_is_soonest_alone_is_left_alone() -> None:
     with timed_layers(card(100.0, 10.0, 20.0)) as layers:  # a call of the driver takes longer than an expert
         counters = layers.cache.counters
-        for seed in range(6):  # each way is tried
+        for seed in range(6):  # its price is corrected
             read(layers, seed)
         before = counters.prefill_fetched, counters.prefetched
         for seed in range(6, 14):

@@ -27,7 +27,7 @@ from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.race import RacePace
 from engine.tuning.result import Contestant, Timed, TuningResult
-from engine.tuning.run import TuningEnding, TuningEvent, TuningSurroundings, tune
+from engine.tuning.run import TuningEvent, TuningSurroundings, tune
 from engine.tuning.saved_results import facts, model_mark, results_of, save_result
 from engine.verbs import tune as verb
 from engine.verbs.doctor import tuning_findings
@@ -215,7 +215,7 @@ def test_at_a_terminal_somebody_is_asked(
     shown = Terminal()
     monkeypatch.setattr("sys.stdin", Terminal(answer))
     monkeypatch.setattr("sys.stderr", shown)
-    ending = TuningEnding(finished=True, saved=False, others=0.5, unsaved=measurements(MACHINE))
+    ending = TuningFinished("", finished=True, saved=False, others=0.5, unsaved=measurements(MACHINE))
     assert verb._confirmed(ending) is kept
     assert "50%" in shown.getvalue()
     assert (load_measurements(MACHINE, "") is not None) is kept

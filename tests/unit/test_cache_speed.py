@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.common.config import EngineConfig, Misses
 from engine.hardware.machine import machine_names, read_machine
-from engine.planner.cache_speed import tokens_per_s_by_slots
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import memory_rule
 from engine.planner.plan_parts import Limits
+from engine.planner.predict import tokens_per_s_by_slots
 from engine.planner.simulator.requests import Setting, run_requests
 from engine.planner.simulator.strategy import Miss, Residency, Strategy
 from engine.planner.workload import Workload

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from engine.hardware.other_programs import BUSY, OtherPrograms, is_busy
+from engine.hardware.other_programs import BUSY, BusyLately, OtherPrograms, is_busy
 
 
 class Machine:
@@ -95,3 +95,17 @@ def test_the_real_counters_are_read() -> None:
     assert 0.0 <= OtherPrograms().watch()() <= 1.0
     assert is_busy(BUSY)
     assert not is_busy(BUSY / 2)
+
+
+def test_whether_it_was_busy_of_late_is_looked_up_now_and_then() -> None:
+    machine, now_s = Machine(), 0.0
+    is_busy_lately = BusyLately(machine.watched(), every_s=2.0, clock=lambda: now_s)
+    assert not is_busy_lately()
+    machine.spend([1.0, 1.0], [0.0, 0.0], 0.0)
+    assert not is_busy_lately()  # it is too soon to say
+    now_s = 2.5
+    assert is_busy_lately()
+    machine.spend([0.0, 0.0], [1.0, 1.0], 0.0)
+    assert is_busy_lately()
+    now_s = 5.0
+    assert not is_busy_lately()

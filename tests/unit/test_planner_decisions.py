@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import Costs
-from engine.planner.fiddler import break_even_rows, hit_rate_bounds, runs_on_cpu
+from engine.planner.fiddler import break_even_rows, hit_rate_bounds
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
@@ -97,8 +97,8 @@ def test_algorithm_1_changes_its_mind_once(machine: str, precision: str) -> None
     costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), precision)
     rows = break_even_rows(costs)
     if rows:
-        assert runs_on_cpu(costs, rows)
-    assert not runs_on_cpu(costs, rows + 1)
+        assert costs.prefers_cpu(rows)
+    assert not costs.prefers_cpu(rows + 1)
 
 
 _SECONDS = st.floats(1e-6, 1.0)

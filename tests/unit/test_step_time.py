@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.step_table import drafts_lines, lines
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import GRAPH_OPERATOR_S, STEP_LAUNCHES, engine_costs
-from engine.planner.step_table import drafts_lines, lines
 from engine.planner.step_time import StepTime, costs_of_step, ways_of_step
 
 _CARDS = [name for name in machine_names() if read_machine(name).gpu is not None]

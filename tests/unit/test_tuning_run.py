@@ -14,10 +14,10 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.paths import data_dir
 from engine.hardware.measured import described, load_measurements
 from engine.tuning.measuring import _good_enough
-from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
+from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 from engine.tuning.report import report_text
 from engine.tuning.result import TuningResult
-from engine.tuning.run import TuningEnding, TuningEvent, tune
+from engine.tuning.run import TuningEvent, tune
 from engine.tuning.saved_results import (
     apply_tuning,
     keep_anyway,
@@ -56,7 +56,7 @@ def speeds(config: EngineConfig) -> float:
 
 def run(
     engine: MadeUpEngine, config: EngineConfig, events: list[TuningEvent] | None = None, **asked: object
-) -> TuningEnding:
+) -> TuningFinished:
     told: list[TuningEvent] = [] if events is None else events
     return tune(engine, StartTuning("t", config, **asked), told.append, lambda: False, around())  # type: ignore[arg-type]
 
@@ -202,7 +202,7 @@ def test_it_ends_where_it_was_asked_to(model: Path) -> None:
     for until, last in (("measured", TuningMeasured), ("planned", TuningPlans)):
         events: list[TuningEvent] = []
         ending = run(engine, EngineConfig(str(model)), events, until=until)
-        assert ending == TuningEnding(finished=True)
+        assert ending == TuningFinished("t", finished=True)
         assert isinstance(events[-1], last)
     assert engine.diary == []
 
@@ -377,7 +377,7 @@ def test_after_a_fault_of_ours_the_model_is_there_again(model: Path) -> None:
 
 def busy_run(
     model: Path, share: Callable[[], float], engine: MadeUpEngine | None = None, **asked: object
-) -> TuningEnding:
+) -> TuningFinished:
     """A run beside other programs that take `share()` of the processor."""
     request = StartTuning("t", EngineConfig(str(model)), **asked)  # type: ignore[arg-type]
     return tune(

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
+from engine.common.choice import clearly_least
 from engine.common.clock import read
 from engine.experts.cache.policies import Key, Policy, make_policy
 from engine.experts.cache.pool import Pool
@@ -127,15 +128,12 @@ class PolicySelector:
             shadow.hits, shadow.copies = shadow.hits * fade + hits, shadow.copies * fade + copies
         if self._accesses < self._patience:
             return None
-        price = self._copy_price
-        best = max(self._shadows, key=lambda shadow: shadow.worth(price))
-        if best.name == self.adopted:
+        costs = {shadow.name: -shadow.worth(self._copy_price) for shadow in self._shadows}
+        best = clearly_least(costs, self.adopted, least=self._margin * self._accesses)
+        if best == self.adopted:
             return None
-        mine = next(shadow for shadow in self._shadows if shadow.name == self.adopted)
-        if best.worth(price) - mine.worth(price) < self._margin * self._accesses:
-            return None
-        self.adopted = best.name
-        return best.pool.policy.without_residents()
+        self.adopted = best
+        return next(shadow for shadow in self._shadows if shadow.name == best).pool.policy.without_residents()
 
     def hit_rates(self) -> dict[str, float]:
         """Recent hit rate of every candidate's shadow."""

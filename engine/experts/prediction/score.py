@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from engine.common.choice import clearly_least
 from engine.experts.prediction.aging import Aging
 from engine.experts.prediction.predictors import Predictor, Ranked
 from engine.experts.prediction.target import PrefetchTimes
@@ -294,17 +295,12 @@ class Adoption:
             return self.adopted
         if self.adopted is not None and (self.adopted not in scores or self.adopted.gain_s <= 0):
             self.adopted = None
-        known = [score for score in scores if score.layers >= _EVIDENCE_LAYERS]
-        best = max(known, key=_gain, default=None)
-        if best is None or best is self.adopted or best.gain_s <= _LEAST_GAIN * step_s:
-            return self.adopted
-        if self.adopted is None or best.gain_s > _BETTER * self.adopted.gain_s + _LEAST_GAIN * step_s:
-            self.adopted = best
+        known = [score for score in scores if score.layers >= _EVIDENCE_LAYERS or score is self.adopted]
+        costs: dict[Score | None, float] = {score: -score.gain_s for score in known}
+        if self.adopted is None:
+            costs[None] = 0.0
+        self.adopted = clearly_least(costs, self.adopted, 1 - _BETTER, _LEAST_GAIN * step_s)
         return self.adopted
-
-
-def _gain(score: Score) -> float:
-    return score.gain_s
 
 
 class Distance:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.common.choice import clearly_least
 from engine.common.files import new_folder, write_whole
 from engine.common.paths import data_dir
 from engine.formats import FORMATS
@@ -39,8 +40,8 @@ _ROUNDS = 7
 _HOPELESS = 1.6
 """Candidates that are so much slower than the best after the first round are not measured again."""
 _BURST_S = {FEW: 0.003, MANY: 0.004}
-_CLEARLY = 1.08
-"""The newest instructions stay in use unless others are this much faster."""
+_CLEARLY = 0.074
+"""The newest instructions stay in use unless others take less time by this share."""
 _STEADY = 1.35
 """Median over best of the newest ones' bursts: above, other programs are running, and nothing is believed."""
 
@@ -93,8 +94,8 @@ def choose(isas: list[Isa], seconds_of: Callable[[Use, Isa], float], rounds: int
             return None
         # Both by their best and by their typical burst, so that a single lucky one decides nothing.
         typical = {isa: statistics.median(found) for isa, found in times.items()}
-        fastest = min(best, key=lambda isa: best[isa])
-        if best[newest] > _CLEARLY * best[fastest] and typical[newest] > _CLEARLY * typical[fastest]:
+        fastest = clearly_least(best, newest, _CLEARLY)
+        if clearly_least({newest: typical[newest], fastest: typical[fastest]}, newest, _CLEARLY) is not newest:
             chosen[use] = fastest
     return chosen
 

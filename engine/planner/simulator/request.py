@@ -9,7 +9,6 @@ from numpy.typing import NDArray
 
 from engine.common.footprint import LAYERS_AT_ONCE
 from engine.planner.costs import Costs
-from engine.planner.fiddler import runs_on_cpu
 from engine.planner.simulator.strategy import Miss, Prefetch, Residency, SimulatedResidents, Strategy
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.step_time import StepTime, costs_of_step, ways_of_step
@@ -347,7 +346,7 @@ class RequestSimulation:
         if strategy.miss is Miss.CPU or costs.dispatch.by_flags:
             return [], misses
         if strategy.miss is Miss.CHEAPER:
-            computed = [miss for miss in misses if runs_on_cpu(costs, miss[1], pinned=strategy.pinned)]
+            computed = [miss for miss in misses if costs.prefers_cpu(miss[1], pinned=strategy.pinned)]
             return [miss for miss in misses if miss not in computed], computed
         return self._split(misses, ready)
 

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from engine.common import clock
+from engine.common.costs import Cost, CostModel
 from engine.runtime.decode.drafter import Drafter, Guess
 from engine.runtime.decode.prompt_lookup import PromptLookup
 from engine.runtime.decode.sequence import of_one
@@ -28,10 +29,6 @@ _PRIOR_PRICE = 0.4
 """What each further token of a step is taken to cost, in single steps, before it was measured: on the high side."""
 _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
-_OUTLIER = 2.0
-"""A time this much above or below the average counts as if it were only so much: the machine was busy."""
-_OF_ITS_OWN = 4.0
-"""Steps of a length that were timed count half as much, when so many were, as what steps of all lengths say of it."""
 _WORTH = 1.05
 """How much faster than single steps a guess must be expected to be."""
 _MOST_LOST = 0.015
@@ -67,40 +64,29 @@ class StepPrices:
     """What steps of several tokens cost with one model, measured; it outlives an answer."""
 
     def __init__(self) -> None:
+        self._costs = CostModel()
+        self._costs.learn(Cost.STEP, weight=_NEWEST, further=_PRIOR_PRICE, raw=1)
+        self._costs.learn(Cost.TAKING_BACK, weight=_NEWEST)
         self.single_s = 0.0
         """Seconds of a step of one token, lately."""
-        self._each, self._timed = _PRIOR_PRICE, 0
-        self._ratios: dict[int, tuple[float, int]] = {}
-        self._back = 0.0
 
     def took(self, tokens: int, seconds: float) -> None:
         """A step of so many tokens has taken so long."""
-        if tokens == 1:
-            self.single_s = _averaged(self.single_s, seconds)
-        elif self.single_s:
-            usual, times = self._ratios.get(tokens, (self.ratio(tokens), 0))
-            measured = min(max(seconds / self.single_s, usual / _OUTLIER), usual * _OUTLIER)
-            self._timed += 1
-            self._each += max(_NEWEST, 1 / self._timed) * ((measured - 1) / (tokens - 1) - self._each)
-            self._ratios[tokens] = usual + max(_NEWEST, 1 / (times + 1)) * (measured - usual), times + 1
+        self._costs.observe(Cost.STEP, tokens, seconds)
+        self.single_s = self._costs.predict(Cost.STEP)
 
     def took_back(self, seconds: float) -> None:
         """Forgetting the end of a step has taken so long, whatever its length."""
-        if self.single_s:
-            self._back += _NEWEST * (min(seconds / self.single_s, _OUTLIER) - self._back)
+        self._costs.observe(Cost.TAKING_BACK, 1, seconds)
 
     def ratio(self, tokens: int) -> float:
         """Time of a step of so many tokens over that of one."""
-        if tokens == 1:
-            return 1.0
-        from_all = 1 + max(0.0, self._each) * (tokens - 1)
-        own, times = self._ratios.get(tokens, (from_all, 0))
-        return (times * own + _OF_ITS_OWN * from_all) / (times + _OF_ITS_OWN)
+        return self._costs.ratio(Cost.STEP, tokens)
 
     @property
     def back(self) -> float:
         """Time of forgetting what did not come true over that of a step of one token."""
-        return self._back
+        return self._costs.predict(Cost.TAKING_BACK) / self.single_s if self.single_s else 0.0
 
 
 class Speculation:
@@ -232,10 +218,3 @@ class Speculation:
         while best and not self._session.takes(1 + best):
             best -= 1
         return best, best_rate
-
-
-def _averaged(average: float, value: float) -> float:
-    if not average:
-        return value
-    value = min(max(value, average / _OUTLIER), average * _OUTLIER)
-    return (1 - _NEWEST) * average + _NEWEST * value

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from engine.common.clock import read
+from engine.common.costs import Cost, CostModel
 
 SLICE_S = 0.15
 """The background goes on for so long at a time: a token after it costs more, for what it needs is in no cache, and
@@ -14,8 +15,6 @@ _MOST_OWED_S = 2.0
 _SLOWER, _FASTER = 0.05, 0.5
 """Weights of the newest token's time in their average: the first ones after a slice of the background are slow, and
 none is faster than it would be without."""
-_OUTLIER = 2.0
-"""A token that took longer by this factor than the average counts as if it were only so much: the machine was busy."""
 _MOST_CREDIT = 0.5
 """Of either side's time that need not be paid for, whatever tokens are thought to take."""
 
@@ -39,12 +38,18 @@ class Times:
         self._tokens = 0.0
         """Of each request, since their time was noted."""
         self._unpriced_s = 0.0
-        self.token_s = 0.0
+        self._costs = CostModel()
+        self.start()
+
+    @property
+    def token_s(self) -> float:
         """What a token for each of the requests takes without the background, lately; 0 before there was any."""
+        return self._costs.predict(Cost.TOKEN)
 
     def start(self) -> None:
         """Neither has had any."""
-        self._owed_s = self.token_s = 0.0
+        self._owed_s = 0.0
+        self._costs.learn(Cost.TOKEN, weight=_SLOWER, falling=_FASTER, raw=1)
         self.rest()
 
     def rest(self) -> None:
@@ -97,9 +102,5 @@ class Times:
             return 0.0
         tokens, took_s = self._tokens, self._unpriced_s
         self._tokens = self._unpriced_s = 0.0
-        newest = took_s / tokens
-        if not self.token_s:
-            self.token_s = newest
-        weight = _SLOWER if newest > self.token_s else _FASTER
-        self.token_s += weight * (min(newest, _OUTLIER * self.token_s) - self.token_s)
+        self._costs.observe(Cost.TOKEN, 1, took_s / tokens)
         return max(0.0, min(took_s - tokens * self.token_s, _MOST_CREDIT * took_s))

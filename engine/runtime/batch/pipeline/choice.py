@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+from engine.common.choice import Choice
 from engine.planner.schedules import CGOPIPE, HYBRID, KLOTSKI, Schedule
 
 _CANDIDATES = (CGOPIPE, KLOTSKI, HYBRID)
-_TRIALS = 2
-"""Sweeps that each schedule is timed with; the shorter one counts, as another process may have slowed the other."""
 
 
 class ScheduleChoice:
-    """Tries each schedule on the first sweeps of a size, then stays with the fastest.
+    """The schedule of each sweep, for sweeps of about one size.
 
     Args:
         planned, reading: the schedules that the planner expects to be the fastest, for decoding and for sweeps that
-            read prompts: tried first.
+            read prompts: taken first.
 
     Sizes within a factor of two count as one.  The number of experts that a sweep uses, and the arithmetic per expert,
     decide between a link that transfers all of them and a CPU that computes some.
@@ -22,23 +21,20 @@ class ScheduleChoice:
 
     def __init__(self, planned: Schedule | None = None, reading: Schedule | None = None) -> None:
         self._first = {False: planned, True: reading}
-        self._seconds: dict[tuple[int, bool], dict[Schedule, list[float]]] = {}
+        self._choices: dict[tuple[int, bool], Choice[Schedule]] = {}
 
     def of(self, tokens: int, *, reads: bool = False) -> Schedule:
         """The schedule for a sweep of `tokens` tokens; `reads` if some are prompt tokens."""
-        known = self._known(tokens, reads)
-        for schedule, seconds in known.items():
-            if len(seconds) < _TRIALS:
-                return schedule
-        return min(known, key=lambda schedule: min(known[schedule]))
+        choice = self._choice(tokens, reads)
+        return choice.take(dict.fromkeys(choice.arms, 1.0))
 
     def took(self, schedule: Schedule, tokens: int, seconds: float, *, reads: bool = False) -> None:
-        """Records the time of a sweep under a schedule; ignored after the trials."""
-        known = self._known(tokens, reads).get(schedule)
-        if known is not None and len(known) < _TRIALS:
-            known.append(seconds / tokens)
+        """Records the time of a sweep under a schedule."""
+        choice = self._choice(tokens, reads)
+        if schedule in choice.arms:
+            choice.observe(schedule, seconds / tokens, 1.0)
 
-    def _known(self, tokens: int, reads: bool) -> dict[Schedule, list[float]]:
+    def _choice(self, tokens: int, reads: bool) -> Choice[Schedule]:
         first = self._first[reads]
-        candidates = _CANDIDATES if first is None else (first, *_CANDIDATES)
-        return self._seconds.setdefault((tokens.bit_length(), reads), {schedule: [] for schedule in candidates})
+        arms = tuple(dict.fromkeys(_CANDIDATES if first is None else (first, *_CANDIDATES)))
+        return self._choices.setdefault((tokens.bit_length(), reads), Choice(arms, run=1, first=2))

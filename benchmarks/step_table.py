@@ -1,4 +1,4 @@
-"""The tables of predicted decode speeds in `docs/step-time.md`: `python -m engine.planner.step_table` prints them."""
+"""The tables of predicted decode speeds in `docs/step-time.md`: `python -m benchmarks.step_table` prints them."""
 
 from __future__ import annotations
 

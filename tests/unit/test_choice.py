@@ -1,0 +1,135 @@
+"""One chooser for all: it finds the best way under noise, tries little, follows changes, and no busy phase flips it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.common.choice import TRIALS, Choice, clearly_least
+
+ARMS = ("a", "b", "c")
+
+
+class World:
+    """Steps that take `factors` times what is predicted, with noise, and now and then something in between."""
+
+    def __init__(self, choice: Choice[str], factors: dict[str, float], seed: int, noise: float = 0.1) -> None:
+        self.choice, self.factors, self.dice, self.noise = choice, factors, random.Random(seed), noise
+        self.busy = 1.0
+        """Factor on all steps."""
+
+    def run(self, steps: int, predicted: dict[str, float]) -> list[str]:
+        taken = []
+        for _ in range(steps):
+            arm = self.choice.take(predicted)
+            seconds = predicted[arm] * self.factors[arm] * self.busy * self.dice.lognormvariate(0, self.noise)
+            if self.dice.random() < 0.02:
+                seconds *= self.dice.uniform(2, 10)  # held up
+            self.choice.observe(arm, seconds, predicted[arm])
+            taken.append(arm)
+        return taken
+
+
+_factors = st.fixed_dictionaries({arm: st.floats(0.5, 2.0) for arm in ARMS})
+_predicted = st.fixed_dictionaries({arm: st.floats(1e-3, 1.5e-3) for arm in ARMS})
+_seeds = st.integers(0, 10_000)
+
+
+@given(_factors, _predicted, _seeds, st.integers(0, 2))
+@settings(max_examples=60, deadline=None)
+def test_it_ends_with_a_way_that_is_about_the_best(
+    factors: dict[str, float], predicted: dict[str, float], seed: int, warm: int
+) -> None:
+    choice = Choice(ARMS, warm=warm)
+    World(choice, factors, seed).run(4000, predicted)
+    takes = {arm: factors[arm] * predicted[arm] for arm in ARMS}
+    assert choice.present is not None
+    assert takes[choice.present] <= 1.15 * min(takes.values())
+
+
+@given(_factors, _predicted, _seeds, st.integers(1, 3000), st.integers(0, 3), st.integers(1, 4))
+@settings(max_examples=60, deadline=None)
+def test_no_more_than_a_fiftieth_is_tried(
+    factors: dict[str, float], predicted: dict[str, float], seed: int, steps: int, warm: int, run: int
+) -> None:
+    choice = Choice(ARMS, warm=warm, run=run)
+    World(choice, factors, seed).run(steps, predicted)
+    assert choice.steps == steps
+    assert choice.trials <= TRIALS * steps
+
+
+@given(_seeds, st.sampled_from(ARMS))
+@settings(max_examples=30, deadline=None)
+def test_a_change_is_followed(seed: int, best: str) -> None:
+    world = World(Choice(ARMS), {**dict.fromkeys(ARMS, 1.4), "a": 1.0}, seed)
+    even = dict.fromkeys(ARMS, 1e-3)
+    world.run(1000, even)
+    assert world.choice.present == "a"
+    world.factors = {arm: 1.0 if arm == best else 1.6 for arm in ARMS}
+    world.run(6000, even)
+    assert world.choice.present == best
+
+
+@given(_seeds, st.floats(1.2, 10.0), st.integers(10, 600))
+@settings(max_examples=60, deadline=None)
+def test_a_busy_phase_does_not_flip_it(seed: int, slower: float, steps: int) -> None:
+    world = World(Choice(ARMS), {"a": 1.0, "b": 1.25, "c": 1.5}, seed)
+    even = dict.fromkeys(ARMS, 1e-3)
+    world.run(1000, even)
+    assert world.choice.present == "a"
+    world.busy = slower
+    for _ in range(steps):
+        world.run(1, even)
+        assert world.choice.present == "a"
+    world.busy = 1.0
+    world.run(steps, even)
+    assert world.choice.present == "a"
+
+
+def test_what_a_busy_machine_does_to_one_way_alone_is_not_learnt() -> None:
+    busy = False
+    world = World(Choice(ARMS, is_busy=lambda: busy), {"a": 1.0, "b": 1.2, "c": 1.3}, 1)
+    even = dict.fromkeys(ARMS, 1e-3)
+    world.run(1000, even)
+    busy, world.factors["a"] = True, 3.0
+    world.run(5, even)  # a trial may have begun
+    assert set(world.run(1000, even)) == {"a"}
+
+
+def test_the_prediction_decides_first_and_follows_what_is_asked() -> None:
+    choice = Choice(ARMS)
+    assert choice.take({"a": 2.0, "b": 1.0, "c": 3.0}) == "b"
+    choice.observe("b", 1.0, 1.0)
+    assert choice.take({"a": 0.5, "b": 1.0, "c": 3.0}) == "a"
+    assert choice.take({"b": 1.0, "c": 0.9}) == "c"  # there is no a this time
+
+
+def test_a_way_that_is_thought_much_dearer_is_not_tried_and_another_is_tried_again_and_again() -> None:
+    world = World(Choice(ARMS), dict.fromkeys(ARMS, 1.0), 3)
+    taken = world.run(2000, {"a": 1.0, "b": 1.3, "c": 20.0})
+    assert "c" not in taken
+    assert "b" in taken[:200]
+    assert "b" in taken[-500:]
+
+
+def test_a_first_way_far_beyond_its_prediction_gives_way_to_one_that_nobody_has_tried() -> None:
+    world = World(Choice(ARMS), {"a": 3.0, "b": 1.0, "c": 3.0}, 5)
+    assert world.run(100, {"a": 1.0, "b": 1.1, "c": 1.2})[-20:].count("b") >= 18
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_impossible_times_say_nothing(seconds: float) -> None:
+    choice = Choice(ARMS)
+    choice.take(dict.fromkeys(ARMS, 1.0))
+    choice.observe("a", seconds, 1.0)
+    assert choice.price("a", 1.0) == 1.0
+
+
+def test_the_present_one_stays_unless_another_is_clearly_better() -> None:
+    assert clearly_least({"a": 1.0, "b": 0.97}, "a", 0.05) == "a"
+    assert clearly_least({"a": 1.0, "b": 0.9}, "a", 0.05) == "b"
+    assert clearly_least({"a": 1.0, "b": 0.97}, None, 0.05) == "b"
+    assert clearly_least({"b": 0.97}, "a", 0.05) == "b"
