@@ -40,8 +40,6 @@ _UNKNOWN: Final = 0.5
 _AGES: Final = 5e-4
 """Variance that each step adds to what was found of a way: nothing is ruled out for ever."""
 _LEAST_S: Final = 1e-9
-_IN_COMMON: Final = 0.5
-"""Share of what the first way takes beyond its prediction that is expected of the untried ones, too."""
 
 
 def clearly_least(costs: Mapping[Arm, float], present: Arm | None, margin: float = 0.0, least: float = 0.0) -> Arm:
@@ -92,6 +90,8 @@ class Choice(Generic[Arm]):
         warm: steps after a change of way that say nothing: they find what the way before has left.
         run: steps of a trial that count.
         first: steps after which it is believed how far the first way is from its prediction.
+        in_common: share of that which is expected of untried ways, too: all of it where predictions only say which of
+            them is thought better.
         is_busy: whether other programs hold up what is being measured; nothing is tried meanwhile, nor learnt of ways.
 
     Attributes:
@@ -108,16 +108,17 @@ class Choice(Generic[Arm]):
         warm: int = 0,
         run: int = 2,
         first: int = 8,
+        in_common: float = 0.5,
         is_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self.arms = tuple(arms)
         self._found: dict[Arm, _Found[Arm]] = {arm: _Found() for arm in arms}
         self._margin, self._is_busy = -math.log1p(-margin), is_busy
-        self._warm, self._run, self._first = warm, run, first
+        self._warm, self._run, self._first, self._own = warm, run, first, 1 - in_common
         self.present: Arm | None = None
         self.steps = self.trials = 0
         self._usual_s = self._lost_s = self._expected_s = 0.0
-        self._pending: list[tuple[Arm, float]] = []
+        self._pending: deque[tuple[Arm, float]] = deque(maxlen=_LATELY)
         """Of the last trial, until it is known what steps of the way in use take after it."""
         self._lately: deque[float] = deque(maxlen=_LATELY)
         self._level, self._levelled, self._spread = 0.0, 0, 0.0
@@ -125,7 +126,7 @@ class Choice(Generic[Arm]):
         self._left = 0
         self._last: Arm | None = None
         self._taken: Arm | None = None
-        self._in_turn = self._proving = 0
+        self._in_turn = self._proving = self._absent = 0
 
     @property
     def is_learning(self) -> bool:
@@ -153,9 +154,13 @@ class Choice(Generic[Arm]):
         scores = {arm: log(seconds or _LEAST_S) + found[arm].offset for arm, seconds in predicted.items()}
         best = min(scores, key=scores.__getitem__)
         present = self.present if self.present is not None else best
-        if present not in scores:  # this time it does not exist
-            self._trial, self._taken = None, best
+        self._absent = 0 if present in scores else self._absent + 1
+        if self._absent > _LATELY:
+            self._change_to(best)
+        elif self._absent:  # this time it does not exist
+            self._trial, self._expected_s, self._taken = None, 0.0, best
             return best
+        present = self.present if self.present is not None else best
         if self._trial not in scores:
             self._trial = None
             if best != present and self._is_better(best, scores):
@@ -203,7 +208,7 @@ class Choice(Generic[Arm]):
         if self._levelled == self._first:
             for other in self._found.values():
                 if not other.is_measured and other is not found:
-                    other.offset = -(1 - _IN_COMMON) * (self._level + found.offset)
+                    other.offset = -self._own * (self._level + found.offset)
             found.tried.extend([found.offset] * _KEPT)
         if self._pending and self._in_turn - self._warm >= _NEWEST:
             self._learn_of_trial()
@@ -211,7 +216,8 @@ class Choice(Generic[Arm]):
     def _change_to(self, arm: Arm) -> None:
         if self.present is not None:
             self._found[self.present].tried_at = self.steps
-        self.present, self._pending = arm, []
+        self.present, self._absent = arm, 0
+        self._pending.clear()
         if self._levelled < self._first:  # too little is known of the one before to compare it with
             self._lately.clear()
             self._levelled = 0
@@ -226,10 +232,10 @@ class Choice(Generic[Arm]):
 
     def _learn_of_trial(self) -> None:
         """A trial counts if steps of the way in use took the same before and after it."""
-        pending, self._pending = self._pending, []
         if self._is_steady and not self._is_busy():
-            for arm, beyond in pending:
+            for arm, beyond in self._pending:
                 self._found[arm].add(beyond - self._level)
+        self._pending.clear()
 
     def _is_better(self, arm: Arm, scores: Mapping[Arm, float]) -> bool:
         """Whether this way is clearly better than the present one, by what was measured where that was."""

@@ -91,6 +91,9 @@ class CacheSettings:
     prefetch: Prefetch = "auto"
 
 
+CACHE_FIELDS = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch")
+"""Those fields' names."""
+
 Thinking = Literal["auto", "off", "on", "low", "medium", "high"]
 THINKINGS: tuple[Thinking, ...] = ("auto", "off", "on", "low", "medium", "high")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
-from engine.common.config import EngineConfig
+from engine.common.config import CACHE_FIELDS, EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import AUTO, FORMATS, LADDER
 from engine.hardware.cpu import compute_threads
@@ -26,7 +26,6 @@ _MOST = 3
 _HOPEFUL = 0.5
 """Fraction of the best prediction, weighted by quality: candidates below are not worth loading."""
 _ON_CARD = ("Switchyard mixed", "Switchyard, misses on the CPU", "Switchyard mixed, static", "whole-layer prefetch")
-_CACHE = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch")
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def predicted(situation: Situation, configs: Iterable[tuple[str, EngineConfig]])
 
 def _on_card(asked: EngineConfig) -> Sequence[str]:
     plain = EngineConfig("")
-    by_hand = any(getattr(asked, name) != getattr(plain, name) for name in _CACHE)
+    by_hand = any(getattr(asked, name) != getattr(plain, name) for name in CACHE_FIELDS)
     return _ON_CARD[:1] if by_hand else _ON_CARD
 
 
@@ -183,7 +182,7 @@ def _from_plan(situation: Situation, plan: Plan) -> EngineConfig:
     config = plan.engine_config(asked.model, asked.device)
     if asked.device != "auto":
         config = replace(config, device=asked.device)
-    given = {name: value for name in _CACHE if (value := getattr(asked, name)) != getattr(plain, name)}
+    given = {name: value for name in CACHE_FIELDS if (value := getattr(asked, name)) != getattr(plain, name)}
     return replace(config, graphs=asked.graphs, speculation=asked.speculation, **given)
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
-from engine.common.config import EngineConfig
+from engine.common.config import CACHE_FIELDS, EngineConfig
 from engine.common.errors import EngineError
 from engine.formats import AUTO
 from engine.hardware.cpu import compute_threads
@@ -130,9 +130,6 @@ def _delivered(work: Workload, before: Speed, decode: float) -> float:
     return work.tokens_out / max(seconds + steps / decode - steps / before.decode_tokens_per_s, 1e-9)
 
 
-_CACHE = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch")
-
-
 def best_settled(
     machine_of: Callable[[str], HardwareProfile],
     model: ModelShape,
@@ -209,11 +206,8 @@ def settled_plan(
             plan = with_decode(plan, found.tokens_per_s, found.low, found.high)
     plan = corrected_plan(plan, corrections)
     way = mechanism(config, plan.precision, on_card=plan.card is not None)
-    for result in known:
-        same = next((one for one in result.timed if mechanism_of(one) == way), None)
-        if same is not None:
-            plan = with_timed(plan, same, result.taken_at)
-            break
+    if (found_timing := _timed(way, known)) is not None:
+        plan = with_timed(plan, *found_timing)
     return replace(plan, alternatives=tuple(_settled(one, plan, known) for one in plan.alternatives))
 
 
@@ -238,7 +232,7 @@ def mechanism(config: EngineConfig, precision: str, *, on_card: bool, threads: i
     threads = threads or config.threads or compute_threads()
     if not on_card:
         return ("cpu", precision, threads)
-    return (precision, threads, *(getattr(config, name) for name in _CACHE), config.graphs)
+    return (precision, threads, *(getattr(config, name) for name in CACHE_FIELDS), config.graphs)
 
 
 def mechanism_of(timed: Timed) -> tuple[Any, ...] | None:
@@ -254,17 +248,14 @@ def _settled(one: Alternative, plan: Plan, results: list[TuningResult]) -> Alter
         return one
     config = EngineConfig(plan.model, threads=plan.threads, **settings)
     way = mechanism(config, one.precision, on_card=config.device != "cpu" and plan.card is not None)
-    for result in results:
-        for timed in result.timed:
-            if mechanism_of(timed) == way:
-                rate = timed.tokens_per_s
-                speed: Speed = replace(
-                    one.speed,
-                    decode_tokens_per_s=rate,
-                    low=rate,
-                    high=rate,
-                    predicted=one.speed.decode_tokens_per_s,
-                    timed_at=result.taken_at,
-                )
-                return replace(one, speed=speed)
-    return one
+    if (found := _timed(way, results)) is None:
+        return one
+    rate, predicted = found[0].tokens_per_s, one.speed.decode_tokens_per_s
+    of_timing = {"low": rate, "high": rate, "predicted": predicted, "timed_at": found[1]}
+    return replace(one, speed=replace(one.speed, decode_tokens_per_s=rate, **of_timing))
+
+
+def _timed(way: tuple[Any, ...], results: Iterable[TuningResult]) -> tuple[Timed, str] | None:
+    """The latest timing of this way, and when it was taken."""
+    timings = ((timed, result.taken_at) for result in results for timed in result.timed)
+    return next((each for each in timings if mechanism_of(each[0]) == way), None)

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from engine.checkpoint.shards import content_digest
-from engine.common.config import EngineConfig
+from engine.common.config import CACHE_FIELDS, EngineConfig
 from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.json_fields import from_fields
@@ -127,7 +127,6 @@ def _folder() -> Path:
 _ALWAYS_THE_USERS = ("model", "vram_bytes", "ram_bytes", "context_tokens", "speculation", "kv_precision")
 OUTRUN = 1.5
 """Speedup over its timing at which a timing is no longer trusted: less is noise and heat."""
-_CACHE = {"cache_slots", "cache_ways", "cache_policy", "misses", "prefetch"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +235,7 @@ def tuned_config(config: EngineConfig, result: TuningResult) -> EngineConfig | N
     theirs = won.contestant.config
     if "precision" in given and config.precision != won.precision:
         return None
-    if given & _CACHE:
+    if given.intersection(CACHE_FIELDS):
         return None  # do not mix a manual cache size with settings tuned for another
     filled = {
         entry.name: getattr(theirs, entry.name)

@@ -133,3 +133,21 @@ def test_the_present_one_stays_unless_another_is_clearly_better() -> None:
     assert clearly_least({"a": 1.0, "b": 0.9}, "a", 0.05) == "b"
     assert clearly_least({"a": 1.0, "b": 0.97}, None, 0.05) == "b"
     assert clearly_least({"b": 0.97}, "a", 0.05) == "b"
+
+
+@given(_factors, _seeds, st.floats(1e-6, 1e3))
+@settings(max_examples=30, deadline=None)
+def test_predictions_may_only_say_what_is_thought_better(factors: dict[str, float], seed: int, unit: float) -> None:
+    choice = Choice(ARMS, in_common=1.0)
+    World(choice, {arm: unit * factor for arm, factor in factors.items()}, seed).run(4000, dict.fromkeys(ARMS, 1.0))
+    assert choice.present is not None
+    assert factors[choice.present] <= 1.15 * min(factors.values())
+
+
+def test_a_way_that_is_there_no_more_is_left() -> None:
+    world = World(Choice(ARMS), {"a": 1.0, "b": 1.3, "c": 1.6}, 4)
+    world.run(300, dict.fromkeys(ARMS, 1e-3))
+    assert world.run(200, {"b": 1e-3, "c": 1e-3})[-100:].count("b") >= 96
+    assert world.choice.present == "b"
+    world.run(1500, dict.fromkeys(ARMS, 1e-3))
+    assert world.choice.present == "a"

@@ -37,4 +37,4 @@ class ScheduleChoice:
     def _choice(self, tokens: int, reads: bool) -> Choice[Schedule]:
         first = self._first[reads]
         arms = tuple(dict.fromkeys(_CANDIDATES if first is None else (first, *_CANDIDATES)))
-        return self._choices.setdefault((tokens.bit_length(), reads), Choice(arms, run=1, first=2))
+        return self._choices.setdefault((tokens.bit_length(), reads), Choice(arms, run=1, first=2, in_common=1.0))
