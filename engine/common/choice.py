@@ -185,11 +185,12 @@ class Choice(Generic[Arm]):
             return
         self._in_turn = self._in_turn + 1 if arm == self._last else 1
         self._last = arm
+        if self._in_turn <= self._warm:  # what changing takes counts whole, there and back
+            self._lost_s += max(0.0, seconds - self._usual_s) if self._levelled else 0.0
+            return
         if arm != self.present:
             held_up_s = math.exp(_FARTHEST) * self._expected_s
             self._lost_s += max(0.0, min(seconds, held_up_s) - self._expected_s)
-        if self._in_turn <= self._warm:
-            return
         found, beyond = self._found[arm], math.log(seconds / predicted_s)
         if arm != self.present:
             self._pending.append((arm, beyond))

@@ -151,3 +151,16 @@ def test_a_way_that_is_there_no_more_is_left() -> None:
     assert world.choice.present == "b"
     world.run(1500, dict.fromkeys(ARMS, 1e-3))
     assert world.choice.present == "a"
+
+
+def test_ways_that_take_long_to_change_to_are_hardly_ever_tried() -> None:
+    """As where each change captures a graph, which takes as long as a hundred steps."""
+    choice, changes, last, total_s = Choice(ARMS[:2], warm=2), 0, "a", 0.0
+    even = dict.fromkeys(ARMS[:2], 1e-3)
+    for _ in range(20_000):
+        arm = choice.take(even)
+        seconds = 1e-3 if arm == last else 0.1
+        changes, last, total_s = changes + (arm != last), arm, total_s + seconds
+        choice.observe(arm, seconds, 1e-3)
+    assert 2 <= changes <= 12
+    assert total_s <= 1.03 * (20_000 + 200) * 1e-3
