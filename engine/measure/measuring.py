@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -33,7 +32,7 @@ from engine.hardware.measured import (
     described,
 )
 from engine.hardware.probe import Probe
-from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, torch_threads
+from engine.measure.arithmetic import CpuArithmetic, DeviceArithmetic, RamBandwidth, seconds_here, torch_threads
 from engine.measure.calls import NativeCalls, SharedLayer
 from engine.measure.disk import DiskReads
 from engine.measure.experts import CardExpertTimes, CpuExperts, ExpertShape
@@ -53,28 +52,12 @@ _WIDTH = 1024
 _REPEATS = 9
 
 
-class Throttling(Protocol):
-    """A task that takes longer when the machine slows down."""
-
-    def speed(self) -> float:
-        """Seconds that the task takes now."""
-
-
-class WholeMachine:
-    """A matrix product on all cores, for some milliseconds."""
-
-    def __init__(self, threads: int) -> None:
-        self._threads = threads
-
-    def speed(self) -> float:
-        left = torch.full((_WIDTH, _WIDTH), 0.01)
-        seconds = []
-        with torch_threads(self._threads), torch.inference_mode():
-            for _ in range(_REPEATS + 1):
-                started_s = time.perf_counter()
-                torch.mm(left, left)
-                seconds.append(time.perf_counter() - started_s)
-        return min(seconds[1:])  # slower runs were disturbed by something else
+def machine_seconds(threads: int) -> float:
+    """Seconds that a matrix product on all cores takes now: more when the machine slows down."""
+    left = torch.full((_WIDTH, _WIDTH), 0.01)
+    with torch_threads(threads):
+        seconds = [seconds_here(partial(torch.mm, left, left)) for _ in range(_REPEATS + 1)]
+    return min(seconds[1:])  # slower runs were disturbed by something else
 
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
@@ -173,7 +156,7 @@ def measure_machine(
     *,
     on_progress: Callable[[MeasurementProgress], None] = lambda _progress: None,
     cancelled: Callable[[], bool] = lambda: False,
-    throttling: Throttling | None = None,
+    throttling: Callable[[], float] | None = None,
     others_bytes: Callable[[], int | None] | None = None,
 ) -> Measurements:
     """Takes the measurements; those that fail are skipped with a reason.
@@ -183,7 +166,7 @@ def measure_machine(
     Args:
         device: in addition to the CPU; None or the CPU itself: only the CPU.
         folder: where models are stored.
-        throttling: detects a CPU that slows down meanwhile.
+        throttling: seconds of a task that takes longer when the machine slows down.
         others_bytes: video memory that other programs use.
 
     Raises:
@@ -193,7 +176,7 @@ def measure_machine(
     threads = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
     state = _State(what, on_progress)
     run = Run(beside, folder, threads, cold_bytes(probe, what.cold_bytes), cancelled, state.found)
-    throttling = throttling or WholeMachine(threads)
+    throttling = throttling or partial(machine_seconds, threads)
     others_bytes = others_bytes or _used_by_others
     others_before = others_bytes()
     skipped, notes = _measured_steadily(what, run, state, throttling)
@@ -222,20 +205,20 @@ def measure_machine(
 
 
 def _measured_steadily(
-    what: MeasurementSet, run: Run, state: _State, throttling: Throttling
+    what: MeasurementSet, run: Run, state: _State, throttling: Callable[[], float]
 ) -> tuple[dict[str, str], list[str]]:
     """(reasons of skipped measurements, notes); CPU measurements are repeated if the CPU slowed down."""
     notes: list[str] = []
-    before = throttling.speed()
+    before = throttling()
     skipped = _measured(what.measurements, run, state)
-    after = throttling.speed()
+    after = throttling()
     if abs(changed := drift_of([before, after])) > DRIFT:
         # Numbers taken before the slowdown do not represent sustained speed.
         notes.append(_slower(changed, "was measured again"))
         again = tuple(each for each in what.measurements if each.name not in skipped and _is_processors(each))
         run.rows = [row for row in run.rows if not _of_cpu(row)]
         skipped |= _measured(again, run, state)
-        if abs(changed := drift_of([after, throttling.speed()])) > DRIFT:
+        if abs(changed := drift_of([after, throttling()])) > DRIFT:
             notes.append(_slower(changed, "its numbers are uncertain"))
             run.unsteady["processor, from first to last"] = changed
     return skipped, notes

@@ -97,23 +97,6 @@ class JobPrediction:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Sweep:
-    """Seconds of one sweep, by cause."""
-
-    parts: dict[Bottleneck, float]
-
-    @property
-    def seconds(self) -> float:
-        return sum(self.parts.values())
-
-    def times(self, count: float) -> _Sweep:
-        return _Sweep({name: count * value for name, value in self.parts.items()})
-
-    def plus(self, other: _Sweep) -> _Sweep:
-        return _Sweep({name: value + other.parts[name] for name, value in self.parts.items()})
-
-
 def predict_on_cpu(
     costs: Costs, job: JobRows, rows_together: int, *, sweep_tokens: int, disk_share: float = 0.0, off: float = 0.4
 ) -> JobPrediction:
@@ -137,9 +120,10 @@ def predict_on_cpu(
     context = job.prompt_tokens + (job.generated_tokens + 1) / 2
     decoding = _sweep(costs, together, context, 0.0, together, disk_share)
     sweeps = max(0.0, job.generated_tokens - 1) * job.rows / together
-    whole = reading.times(job.rows * job.prompt_tokens / piece).plus(decoding.times(sweeps))
-    worst = max(whole.parts, key=lambda name: whole.parts[name])
-    return _prediction(job, together, 1, "", job.rows * job.generated_tokens / whole.seconds, off, worst)
+    reads = job.rows * job.prompt_tokens / piece
+    whole = {name: reads * reading[name] + sweeps * decoding[name] for name in reading}
+    rate = job.rows * job.generated_tokens / sum(whole.values())
+    return _prediction(job, together, 1, "", rate, off, max(whole, key=lambda name: whole[name]))
 
 
 def predicted_on_card(
@@ -169,8 +153,10 @@ def _prediction(
     return JobPrediction(job, together, count, schedule, rate, low, high, tokens / high, tokens / low, bottleneck)
 
 
-def _sweep(costs: Costs, tokens: float, context: float, prompts: float, sequences: float, disk_share: float) -> _Sweep:
-    """`tokens` through all layers: of `prompts` prompts, or one decode step each if `prompts` is 0.
+def _sweep(
+    costs: Costs, tokens: float, context: float, prompts: float, sequences: float, disk_share: float
+) -> dict[Bottleneck, float]:
+    """Seconds, by cause, of `tokens` through all layers: of `prompts` prompts, or one decode step each if it is 0.
 
     Args:
         sequences: sequences whose next token is sampled at the end.
@@ -194,5 +180,5 @@ def _sweep(costs: Costs, tokens: float, context: float, prompts: float, sequence
     waiting = costs.look_up(tokens) + (costs.disk(brought * disk_share) if disk_share else 0.0)
     layers = costs.disk(costs.streamed_bytes)  # read while others are computed: one of both takes no time of its own
     if layers > sum(computing.values()):
-        return _Sweep({**dict.fromkeys(computing, 0.0), Bottleneck.DISK: waiting + layers})
-    return _Sweep({**computing, Bottleneck.DISK: waiting})
+        return {**dict.fromkeys(computing, 0.0), Bottleneck.DISK: waiting + layers}
+    return {**computing, Bottleneck.DISK: waiting}

@@ -59,7 +59,7 @@ def slow_link() -> Iterator[Device]:
 class Steady:
     """A machine that never slows down."""
 
-    def speed(self) -> float:
+    def __call__(self) -> float:
         return 1.0
 
 
@@ -69,7 +69,7 @@ class Slowing:
 
     seconds: list[float]
 
-    def speed(self) -> float:
+    def __call__(self) -> float:
         return self.seconds.pop(0)
 
 
