@@ -109,5 +109,7 @@ class PromptChoice:
     def _of(self, tokens: int) -> _OfSize:
         size = tokens.bit_length()
         if size not in self._of_size:
-            self._of_size[size] = _OfSize(Choice(tuple(PromptWay), warm=1, run=2, first=4, is_busy=self._is_busy))
+            self._of_size[size] = _OfSize(
+                Choice(tuple(PromptWay), warm=1, run=2, first=4, in_common=0.0, is_busy=self._is_busy)
+            )
         return self._of_size[size]
