@@ -251,8 +251,8 @@ def _settled(one: Alternative, plan: Plan, results: list[TuningResult]) -> Alter
     if (found := _timed(way, results)) is None:
         return one
     rate, predicted = found[0].tokens_per_s, one.speed.decode_tokens_per_s
-    of_timing = {"low": rate, "high": rate, "predicted": predicted, "timed_at": found[1]}
-    return replace(one, speed=replace(one.speed, decode_tokens_per_s=rate, **of_timing))
+    speed = replace(one.speed, decode_tokens_per_s=rate, low=rate, high=rate, predicted=predicted, timed_at=found[1])
+    return replace(one, speed=speed)
 
 
 def _timed(way: tuple[Any, ...], results: Iterable[TuningResult]) -> tuple[Timed, str] | None:
