@@ -164,6 +164,15 @@ def switchyard_home(leak_check: None, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture(autouse=True)
+def nothing_has_fallen() -> Iterator[None]:
+    """What gave way in one test is not told in the next."""
+    yield
+    falls = sys.modules.get("engine.common.falls")
+    if falls is not None:
+        falls.FALLS.clear()
+
+
+@pytest.fixture(autouse=True)
 def same_torch_for_every_test(leak_check: None) -> None:
     """Seed and thread count of torch are global: a test may set them, the next one does not inherit them."""
     torch = sys.modules.get("torch")

@@ -33,6 +33,7 @@ from engine.batch_files.documents import (
 )
 from engine.common.confined import dies_after, limit_memory
 from engine.common.errors import EngineError
+from engine.common.falls import passed_over
 from engine.common.foreign import check_foreign, open_foreign, parse_json, reason
 from engine.common.sizes import about
 
@@ -81,7 +82,7 @@ def _pdf(path: Path, known: WhatWasRead) -> Parts:
 def _titles(document: Any) -> dict[int, str]:
     """By page, from 0: the last heading of the outline that begins there."""
     found: dict[int, str] = {}
-    with contextlib.suppress(Exception):  # it may be damaged, which costs nothing else
+    with passed_over("An outline was not read"):  # it may be damaged, which costs nothing else
         for mark in document.get_toc(max_depth=4):
             place = mark.get_dest()
             index = place.get_index() if place is not None else None

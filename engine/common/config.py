@@ -23,6 +23,8 @@ KvPrecision = Literal["auto", "bf16", "fp16", "int8"]
 KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "bf16", "fp16", "int8")
 Graphs = Literal["auto", "on", "off"]
 GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
+Sharing = Literal["auto", "layers", "experts"]
+SHARINGS: tuple[Sharing, ...] = ("auto", "layers", "experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class EngineConfig:
     Attributes:
         model: `starter`, a library name, or the path of a checkpoint directory.
         device: `auto`, `cpu`, `cuda` (every card), `cuda:N`, `xpu` likewise for Intel's,
-            `emulated:NAME` or `emulated:NAMExN` for N of them.
+            several with commas, `emulated:NAME` or `emulated:NAMExN` for N of them.
         precision: of the weights in memory: `auto`, or the name of one of `engine.formats.PRECISIONS`.
         vram_bytes, ram_bytes: budgets in bytes.
         threads: CPU threads that compute; `None` is one per fast physical core.
@@ -46,6 +48,8 @@ class EngineConfig:
         prefetch: predictor of the experts of coming layers; `auto` uses the best one, if any pays off.
         graphs: whether decode steps are captured and replayed as graphs; `auto` captures on graphics cards, not on
             emulated ones, where it gains nothing.
+        sharing: how several cards share a model: `layers` gives each a run of layers, `experts` each a part of every
+            layer's experts, the rest to the first; `auto` is as a plan says, and layers without one.
         speculation: `auto` guesses the next tokens of an answer that quotes, and tries them together where that is
             measured to pay; answers are the same.  `heads` also loads the layer that guesses tokens, where a checkpoint
             has one and the CPU computes the model.
@@ -66,6 +70,7 @@ class EngineConfig:
     misses: Misses = "mixed"
     prefetch: Prefetch = "auto"
     graphs: Graphs = "auto"
+    sharing: Sharing = "auto"
     speculation: Guesses = "auto"
     kv_precision: KvPrecision = "auto"
 
@@ -77,7 +82,9 @@ class EngineConfig:
     @property
     def cache(self) -> CacheSettings:
         """Its part about experts on devices."""
-        return CacheSettings(self.cache_slots, self.cache_ways, self.cache_policy, self.misses, self.prefetch)
+        return CacheSettings(
+            self.cache_slots, self.cache_ways, self.cache_policy, self.misses, self.prefetch, self.sharing
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +96,7 @@ class CacheSettings:
     policy: CachePolicy = "auto"
     misses: Misses = "mixed"
     prefetch: Prefetch = "auto"
+    sharing: Sharing = "auto"
 
 
 CACHE_FIELDS = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+from engine.common.falls import passed_over
 
 _SERVICE = "Switchyard"
 
 
 def ask_keyring(name: str) -> str:
     """What is kept under this name, or an empty string.  May wait for people who unlock it."""
-    with contextlib.suppress(Exception):  # there is none, it is locked, or there is no session to ask in
+    with passed_over("The keyring was not read"):  # there is none, it is locked, or no session to ask in
         import keyring
 
         return keyring.get_password(_SERVICE, name) or ""
@@ -18,7 +18,7 @@ def ask_keyring(name: str) -> str:
 
 def tell_keyring(name: str, secret: str) -> None:
     """Keeps a secret, if there is a keyring: ask to know."""
-    with contextlib.suppress(Exception):  # a keyring is the system's: what its backends raise is not documented
+    with passed_over("The keyring keeps nothing"):  # what its backends raise is not documented
         import keyring
 
         keyring.set_password(_SERVICE, name, secret)
@@ -26,7 +26,7 @@ def tell_keyring(name: str, secret: str) -> None:
 
 def forget_in_keyring(name: str) -> None:
     """Removes it, if it is there."""
-    with contextlib.suppress(Exception):
+    with passed_over("The keyring forgets nothing"):
         import keyring
 
         keyring.delete_password(_SERVICE, name)

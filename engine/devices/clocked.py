@@ -316,6 +316,7 @@ def open_clocked(
     wires = {
         Direction.H2D: Wire(profile.link_h2d_gbps * 1e9, latency_s),
         Direction.D2H: Wire(profile.link_d2h_gbps * 1e9, latency_s),
+        Direction.P2P: Wire(*profile.from_peers),
     }
 
     def stream(role: str, usual: Direction | None, *, is_urgent: bool = False) -> ClockedStream:

@@ -40,7 +40,7 @@ class CopyRecord:
 
     Attributes:
         stream: its name, including the device's.
-        direction: `h2d`, `d2h` or `d2d`.
+        direction: `h2d`, `d2h`, `d2d` or `p2p`.
         nbytes: payload.
         started_s, ended_s: on `time.perf_counter`'s clock.
     """
@@ -133,11 +133,12 @@ def upload(tensor: torch.Tensor, place: torch.device) -> torch.Tensor:
 
 
 class Direction(StrEnum):
-    """Direction of a copy: over the link to the device, back, or within the device."""
+    """Direction of a copy: over the link to the device, back, within the device, or from another one."""
 
     H2D = "h2d"
     D2H = "d2h"
     D2D = "d2d"
+    P2P = "p2p"
 
 
 Label = tuple[int, int | None, int, int]

@@ -163,6 +163,7 @@ def open_emulated(profile: DeviceProfile, index: int = 0, vram_bytes: int | None
     links = {
         Direction.H2D: Link(profile.link_h2d_gbps * 1e9, latency_s, closing.is_set),
         Direction.D2H: Link(profile.link_d2h_gbps * 1e9, latency_s, closing.is_set),
+        Direction.P2P: Link(*profile.from_peers, closing.is_set),
     }
 
     def stream(role: str, usual: Direction | None, *, is_urgent: bool = False, slowdown: float = 1.0) -> ThreadedStream:

@@ -88,14 +88,21 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
     """Opens the devices named by `spec`; the caller closes them.
 
     Args:
-        spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` and `mps` likewise, `emulated:NAME` or `emulated:NAMEx2`
-            (two); with `?host=fixed` the time of the host beside a card with a clock of its own is modelled, too, and
-            with `?host=only` it is the host alone.
+        spec: `cpu`, `cuda` (every card), `cuda:1`, `xpu` and `mps` likewise, `emulated:NAME`, `emulated:NAMEx2` (two)
+            or `emulated:NAME#1` (the second of several); with `?host=fixed` the time of the host beside a card with a
+            clock of its own is modelled, too, and with `?host=only` it is the host alone; several with commas.
         vram_bytes: memory budget of each device; ignored for `cpu`.
 
     Raises:
         EngineError: `INVALID_REQUEST` if the name is unknown, `DEVICE_UNAVAILABLE` if this machine has no such device.
     """
+    if "," in spec:
+        with contextlib.ExitStack() as opened:
+            devices = [
+                opened.enter_context(device) for one in spec.split(",") for device in open_devices(one, vram_bytes)
+            ]
+            opened.pop_all()
+        return devices
     kind, colon, which = spec.partition(":")
     if spec == "cpu":
         return [open_cpu()]
@@ -106,13 +113,17 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
         return _open_all(lambda index: open_card(cards, index, vram_bytes), indices)
     if kind == "emulated" and which:
         _, count = emulated_cards(spec)
+        number = which.partition("#")[2].partition("?")[0]
+        first = int(number) if number.isascii() and number.isdecimal() else 0
         if not 1 <= count <= MOST_EMULATED:
             raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec} would be {count} devices: use 1 to {MOST_EMULATED}.")
         profile = of_machine(spec)
         if profile.has_clock:
             is_fixed = has_fixed_host(spec)
-            return _open_all(lambda index: open_clocked(profile, index, vram_bytes, is_fixed=is_fixed), range(count))
-        return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(count))
+            return _open_all(
+                lambda index: open_clocked(profile, index, vram_bytes, is_fixed=is_fixed), range(first, first + count)
+            )
+        return _open_all(lambda index: open_emulated(profile, index, vram_bytes), range(first, first + count))
     raise EngineError(
         ErrorCode.INVALID_REQUEST,
         f"There is no device called {spec!r}: use cpu, cuda, cuda:NUMBER, xpu, xpu:NUMBER, mps or "

@@ -7,6 +7,7 @@ the residents and streams the rest through staging slots.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Generator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 from engine.common import clock
 from engine.common.costs import Cost
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.falls import FALLS
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
@@ -33,6 +35,9 @@ from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:
     from engine.experts.card_tokens import CardTokens
+
+Working = Generator[None, None, torch.Tensor]
+"""A step under way: it stops where the caller is about to compute, and returns the layer's output."""
 
 BUNDLED_BYTES = 2**17
 """Hidden states up to this size are copied with the routing in case the CPU needs them, to save a second sync."""
@@ -57,6 +62,16 @@ _GIVE_BACK_SHARE = 4
 """One part in so many of the cache is given back after a kernel has run out of device memory."""
 
 
+def _ended(step: Working) -> torch.Tensor:
+    """What a step returns that nothing else is done beside."""
+    while True:
+        try:
+            next(step)
+        except StopIteration as end:
+            result: torch.Tensor = end.value
+            return result
+
+
 class HybridExperts(ExpertLayer):
     """An `ExpertKernel` for one layer with experts in RAM or on disk, some of them also in slots on the device.
 
@@ -73,10 +88,14 @@ class HybridExperts(ExpertLayer):
         after: the layer that is computed after this one, in the same cache, if there is one.
         prompts: how misses of prompts are served where there is a choice; layers that are alike share it.
         is_busy: whether other programs hold up what is timed.
+        is_part: other cards have experts of this layer, too (`engine.experts.shared`); first: number of its own first.
+        promised_s: seconds for which their misses keep the CPU in this step; own_s: likewise for its own.
     """
 
     tokens: CardTokens | None = None
     after: HybridExperts | None = None
+    is_part, first = False, 0
+    promised_s = own_s = 0.0
 
     def __init__(
         self,
@@ -96,6 +115,7 @@ class HybridExperts(ExpertLayer):
         self.is_busy = _busy_lately if cache.device.compute_follows_caller else _never
         self.prompts = PromptChoice(self.is_busy)
         self._joins, self._ahead_since_s = 0, 0.0
+        self._landed: torch.Tensor | None = None
         self._before: tuple[float, int, tuple[PromptWay, float]] | None = None
         """Of the layer before, in this prompt: when its routing had come, its tokens, its way and the price of that."""
         self._has_read = False
@@ -118,7 +138,28 @@ class HybridExperts(ExpertLayer):
         """
         if self.tokens is not None and self.is_capturable:
             return self.tokens.compute(self, hidden_states, top_k_index, top_k_weights)
-        return self._step(hidden_states, top_k_index, top_k_weights, len(top_k_index) > DECODE_TOKENS)
+        return _ended(self._step(hidden_states, top_k_index, top_k_weights, len(top_k_index) > DECODE_TOKENS))
+
+    def part(
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        landed: torch.Tensor | None,
+        *,
+        misses_on_cpu: bool = False,
+    ) -> Working:
+        """As `__call__`, of a layer that other cards have experts of, too.  The sum is in 32 bits.
+
+        Args:
+            index: on the host, by its own numbers; at or above their count are experts of others.
+            landed: `hidden` on the host, if it is there.
+            misses_on_cpu: all of them, and the cache stays as it is.
+        """
+        self._landed, self.own_s = landed, 0.0
+        if misses_on_cpu:
+            return self._with_misses_on_cpu(hidden, index, weights)
+        return self._step(hidden, index, weights, len(index) > DECODE_TOKENS)
 
     @property
     def is_capturable(self) -> bool:
@@ -132,30 +173,33 @@ class HybridExperts(ExpertLayer):
 
     def with_misses_on_cpu(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """As `__call__`, but computes all misses on the CPU and does not change the cache."""
+        return _ended(self._with_misses_on_cpu(hidden, index, weights))
+
+    def _with_misses_on_cpu(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Working:
         ways, self._ways = self._ways, [self._host]
         try:
-            return self._step(hidden, index, weights, is_prefill=True)
+            return (yield from self._step(hidden, index, weights, is_prefill=True))
         finally:
             self._ways = ways
 
-    def _step(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+    def _step(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool) -> Working:
         if not index.numel():
             return torch.zeros_like(hidden)
         tokens, width = index.shape
         pieces = min(tokens, -(-tokens * width * hidden.shape[1] // STEP_ELEMENTS))
-        return self._in_pieces(hidden, index, weights, pieces, is_prefill)
+        return (yield from self._in_pieces(hidden, index, weights, pieces, is_prefill))
 
     def _in_pieces(
         self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, pieces: int, is_prefill: bool
-    ) -> torch.Tensor:
+    ) -> Working:
         if pieces == 1:
-            return self._attempt(hidden, index, weights, is_prefill)
+            return (yield from self._attempt(hidden, index, weights, is_prefill))
         cut = [tensor.tensor_split(pieces) for tensor in (hidden, index, weights)]
         after, results = self.after, list[torch.Tensor]()
         try:
             for number, piece in enumerate(zip(cut[0], cut[1], cut[2], strict=True)):
                 self.after = self if number + 1 < pieces else after
-                results.append(self._attempt(*piece, is_prefill))
+                results.append((yield from self._attempt(*piece, is_prefill)))
         finally:
             self.after = after
         return torch.cat(results)
@@ -168,13 +212,13 @@ class HybridExperts(ExpertLayer):
         is_prefill: bool,
         *,
         is_last: bool = False,
-    ) -> torch.Tensor:
+    ) -> Working:
         """Runs a step; if memory or a copy fails, retries with less memory or on the CPU."""
         keeps = not is_prefill and self.mode != CACHE_OFF
         step = Step(hidden, is_prefill, keeps, False, Lookup(self.layer))
         refused: DeviceMemoryError | None = None
         try:
-            result = self._run(step, index, weights)
+            result = yield from self._run(step, index, weights)
         except BaseException as error:
             copy_has_failed = any(way.has_failed for way in self._ways)
             missed = list(step.lookup.misses)
@@ -198,15 +242,15 @@ class HybridExperts(ExpertLayer):
             if kernel_is_short:
                 self.cache.give_back(max(self.cache.nbytes // _GIVE_BACK_SHARE, 1))
             if fewer:
-                return self._attempt(hidden, index, weights, is_prefill)
-            return self._recompute(step, missed, index, weights)
+                return (yield from self._attempt(hidden, index, weights, is_prefill))
+            return (yield from self._recompute(step, missed, index, weights))
         if self.cache.give_back(refused.asked):
-            return self._attempt(hidden, index, weights, is_prefill, is_last=is_last)
+            return (yield from self._attempt(hidden, index, weights, is_prefill, is_last=is_last))
         freed = self.activations.shrink()  # buffers of a larger step take from the others of a smaller one
         if len(index) > 1:
-            return self._in_pieces(hidden, index, weights, 2, is_prefill)
+            return (yield from self._in_pieces(hidden, index, weights, 2, is_prefill))
         if freed and not is_last:
-            return self._attempt(hidden, index, weights, is_prefill, is_last=True)
+            return (yield from self._attempt(hidden, index, weights, is_prefill, is_last=True))
         raise refused
 
     def _can_halve_groups(self, step: Step) -> bool:
@@ -217,11 +261,12 @@ class HybridExperts(ExpertLayer):
         staging.most_together //= 2
         return True
 
-    def _recompute(self, failed: Step, missed: list[int], index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _recompute(self, failed: Step, missed: list[int], index: torch.Tensor, weights: torch.Tensor) -> Working:
         """Runs a step again, entirely on the CPU, after a copy failed or a kernel ran out of memory."""
+        FALLS.say(f"A step on {self.device.name}", "the CPU", "a copy to the card failed, or its memory was used up")
         step = Step(failed.hidden, failed.is_prefill, False, True, Lookup(self.layer))
         try:
-            result = self._run(step, index, weights)
+            result = yield from self._run(step, index, weights)
         except BaseException as error:
             self._give_up(step)
             if isinstance(error, EngineError) or not isinstance(error, Exception):
@@ -231,13 +276,15 @@ class HybridExperts(ExpertLayer):
             self.cache.count_served(failed.lookup, len(missed), 0, recomputed=step.on_cpu)
         return result
 
-    def _run(self, step: Step, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def _run(self, step: Step, index: torch.Tensor, weights: torch.Tensor) -> Working:
+        """Yields where the device has been given what it can do, and the caller is about to compute."""
         routing = step.routing = self._routing(step, index)
-        shape = (index.numel(), step.hidden.shape[1])
-        sums = step.sums = PartialSums(step.hidden, weights, routing, self.activations.rows(shape, step.hidden.dtype))
+        rows = self.activations.rows((index.numel(), step.hidden.shape[1]), step.hidden.dtype)
+        sums = step.sums = PartialSums(step.hidden, weights, routing, rows, is_part=self.is_part)
         lookup = step.lookup = self._look_up(step, routing)
         if RECORDER.on and not step.is_prefill:
-            record_uses(routing.experts, lookup.hits)
+            first = self.first
+            record_uses([first + expert for expert in routing.experts], [first + hit for hit in lookup.hits])
         begun_s = clock.now()
         self._observe_before(begun_s)
         if step.is_prefill and self._ahead_since_s:
@@ -245,15 +292,19 @@ class HybridExperts(ExpertLayer):
         self._ahead_since_s = 0.0
         sides = self._sides(step, routing) if lookup.hits else {}
         side = self.latency.side(len(routing.experts), self.is_busy)
-        alone = bool(sides) and side.take(sides)
+        # The time of a part is that of the other cards, too: nothing is learnt from it.
+        alone = bool(sides) and (sides[True] < sides[False] if self.is_part else side.take(sides))
         if alone:
+            if self.is_part:
+                self.own_s = sum(self.latency.cpu_s(routing.tokens(expert)) for expert in routing.experts)
+                yield
             self._compute_all_on_cpu(step)
         else:
             step.hits_wait = bool(lookup.hits)
             if lookup.misses:
                 if not (step.is_prefill and self.source.has_all):
                     self.compute_hits(step)  # otherwise the link begins before the host plans a prompt's hits
-                self._serve_misses(step)
+                yield from self._serve_misses(step)
             else:
                 self.plan_hits(step)
                 self._bring_ahead(step)
@@ -261,11 +312,12 @@ class HybridExperts(ExpertLayer):
         end = self.submit(step)
         assert end is not None
         self._notify_prefetcher(step)
-        self._joins += bool(sides)
-        learns = bool(sides) and (side.is_learning or self._joins % _JOINS_PER_WAIT == 0)
-        if not self.device.compute_follows_caller or end.failure is not None or learns:
+        learns = bool(sides) and not self.is_part
+        self._joins += learns
+        waits = learns and (side.is_learning or self._joins % _JOINS_PER_WAIT == 0)
+        if not self.device.compute_follows_caller or end.failure is not None or waits:
             end.wait()
-            if sides and not step.fetched:
+            if learns and not step.fetched:
                 side.observe(alone, clock.now() - begun_s, sides[alone])
         self.cache.release(lookup, end)
         if self.after is not None:
@@ -311,14 +363,20 @@ class HybridExperts(ExpertLayer):
 
     def _routing(self, step: Step, index: torch.Tensor) -> Routing:
         """Copies the routing to the host, the only sync of a step, together with small hidden states."""
+        if self.is_part:
+            landed, self._landed = self._landed, None
+            step.host_hidden = landed if landed is not None and len(landed) == len(step.hidden) else None
+            for way in self._away:
+                way.observe()
+            return Routing(index, self.source.num_experts)
         tensors = [index]
         if step.hidden.nbytes <= BUNDLED_BYTES:
             tensors.append(step.hidden)
-        landed = self.activations.bundle_to_host(tensors)
-        step.host_hidden = landed[1] if len(landed) == 2 else None
+        copied = self.activations.bundle_to_host(tensors)
+        step.host_hidden = copied[1] if len(copied) == 2 else None
         for way in self._away:
             way.observe()
-        return Routing(landed[0], self.source.num_experts)
+        return Routing(copied[0], self.source.num_experts)
 
     def _look_up(self, step: Step, routing: Routing) -> Lookup:
         if self.mode == CACHE_OFF or step.only_host:
@@ -326,17 +384,17 @@ class HybridExperts(ExpertLayer):
         look_up = self.cache.hold if step.is_prefill else self.cache.acquire
         return look_up(self.layer, routing.experts)
 
-    def _serve_misses(self, step: Step) -> None:
+    def _serve_misses(self, step: Step) -> Generator[None, None, None]:
         """Serves the misses whose records are in RAM first, the others as they arrive."""
         busy_s = self.latency.hits_s([step.routing.tokens(expert) for expert in step.lookup.hits])
         # If non-urgent copies hold all slots in RAM, `cancel` frees them.
         arrivals = Arrivals(self.source, step.lookup.misses, lambda: self._notify_prefetcher(step), self.cache.cancel)
         step.held.append(arrivals)
         for held, there in arrivals:
-            self._serve(step, held, there, busy_s)
+            yield from self._serve(step, held, there, busy_s)
             busy_s = 0.0  # later batches account for submitted device work through the backlog of the link
 
-    def _serve(self, step: Step, held: Held, experts: list[int], busy_s: float) -> None:
+    def _serve(self, step: Step, held: Held, experts: list[int], busy_s: float) -> Generator[None, None, None]:
         """Serves misses whose records are in RAM."""
         on_caller: list[tuple[Way, list[int]]] = []
         on_cpu: list[int] = []
@@ -358,6 +416,9 @@ class HybridExperts(ExpertLayer):
         step.on_cpu += len(on_cpu)
         if step.on_cpu + step.fetched == len(step.lookup.misses):
             self._bring_ahead(step)  # behind this layer's own copies, while the CPU computes
+        if self.is_part and on_cpu:
+            self.own_s += sum(self.latency.cpu_s(step.routing.tokens(expert)) for expert in on_cpu)
+            yield
         for way, mine in on_caller:
             way.serve(step, mine, held)
 
@@ -376,8 +437,8 @@ class HybridExperts(ExpertLayer):
         free = [(expert, routing.tokens(expert)) for expert in experts if expert not in taken]
         estimates = [way.estimate(step, busy_s) for way in ways]
         kept_s = sum(len(ahead) * each.caller_s for ahead, each in zip(coming, estimates, strict=True))
-        if kept_s:
-            estimates[0] = replace(estimates[0], busy_s=kept_s)
+        if kept_s + self.promised_s:
+            estimates[0] = replace(estimates[0], busy_s=kept_s + self.promised_s)
         shares = split_among(free, estimates)
         for mine, ahead in zip(shares, coming, strict=True):
             if ahead:

@@ -98,14 +98,23 @@ class PartialSums:
         hidden: [T, H] on the device, which may be the CPU.
         weights: [T, k] on the device.
         rows: [T * k, H] on the device, with `hidden`'s dtype; uninitialised.
+        is_part: others have the rest of the sum: it is not rounded.
 
     Attributes:
         result: [T, H], once `finish` has run.
     """
 
-    def __init__(self, hidden: torch.Tensor, weights: torch.Tensor, routing: Routing, rows: torch.Tensor) -> None:
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weights: torch.Tensor,
+        routing: Routing,
+        rows: torch.Tensor,
+        *,
+        is_part: bool = False,
+    ) -> None:
         self._hidden, self._weights, self._routing, self._rows = hidden, weights, routing, rows
-        self.result = torch.empty_like(hidden)
+        self.result = torch.empty_like(hidden, dtype=torch.float32 if is_part else None)
 
     def on_device(self, kernel: ExpertKernel, slot_of: Mapping[int, int]) -> Work:
         """Computes these experts from the slots of a kernel on the device.

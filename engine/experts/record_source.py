@@ -97,6 +97,22 @@ class RecordSource:
         return False
 
 
+class PartOfRecords(RecordSource):
+    """Some of a layer's records, all of them in RAM, as if they were a layer.
+
+    Args:
+        kernel: the CPU's, of the whole layer.
+        own: which they are.
+    """
+
+    def __init__(self, bank: BankLayer, kernel: ExpertKernel, own: range) -> None:
+        super().__init__(bank, kernel)
+        self.num_experts, self._first = len(own), own.start
+
+    def acquire(self, experts: Sequence[int]) -> Held:
+        return Held(self._records, {expert: self._first + expert for expert in experts})
+
+
 class Arrivals:
     """Iterates over distinct experts of a layer as batches (holder, experts in RAM): first those in RAM, then the
     others as they arrive, as many at a time as RAM has slots for.  Each batch is released when the loop continues.

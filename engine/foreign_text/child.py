@@ -30,6 +30,7 @@ from typing import Any, BinaryIO, NamedTuple
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.chat import ROLES
 from engine.common.confined import dies_after, limit_memory
+from engine.common.falls import passed_over
 from engine.common.foreign import read_foreign
 from engine.foreign_text.provenance import Spans, is_control, own, own_bytes, spans_of
 from engine.foreign_text.templates import TemplateRefusedError, render
@@ -77,7 +78,7 @@ class _BackendEncoder:
         self._blank = next(sign for sign in map(chr, range(0x2801, 0x2900)) if sign not in contents)
         """A sign that is part of no added token and that no normaliser changes."""
         self._unknown: set[int] = set()
-        with contextlib.suppress(Exception):  # a vocabulary of words may have nothing for others
+        with passed_over("The vocabulary has nothing for unknown signs"):  # as one of words may
             self._unknown.update(self._of_model("\U00100000"))
 
     def split_special(self, splits: bool) -> None:

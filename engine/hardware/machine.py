@@ -26,7 +26,8 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class GpuProfile:
-    """Identical graphics cards, treated as one device if there are several (tensor parallelism).
+    """Identical graphics cards.  What several do together depends on how a model is shared among them
+    (`engine.planner.costs.Cards`).
 
     Attributes:
         name: the manufacturer's name.
@@ -51,12 +52,19 @@ class LinkProfile:
         h2d, d2h: from and to pinned memory.
         h2d_pageable: from memory that is not pinned.
         latency_s: fixed cost of each copy.
+        peer: from one card to another; 0 where such copies go through RAM.
     """
 
     h2d: float
     d2h: float
     h2d_pageable: float
     latency_s: float = 1e-5
+    peer: float = 0.0
+
+    def between_cards(self, nbytes: float) -> float:
+        """Seconds of a copy from one card to another: direct, or through RAM where that is sooner."""
+        through_ram = nbytes / self.d2h + nbytes / self.h2d + 2 * self.latency_s
+        return min(nbytes / self.peer + self.latency_s, through_ram) if self.peer else through_ram
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +224,7 @@ def machine_in(file: ProfileFile, name: str) -> HardwareProfile:
             d2h=link.number("d2h_gbps", 0.001, 2000) * GIGA,
             h2d_pageable=link.number("h2d_pageable_gbps", 0.001, 2000) * GIGA,
             latency_s=link.number("latency_us", 0, 1e5) * 1e-6,
+            peer=link.number("peer_gbps", 0, 2000) * GIGA if "peer_gbps" in link.content else 0.0,
         ),
         cpu=CpuProfile(
             name=cpu.text("name"),

@@ -41,6 +41,7 @@ class DeviceProfile:
         card_gbps, card_tflops: of its memory in 1e9 bytes per second, and of its 16-bit matrix arithmetic, by its data
             sheet; 0 for a card that computes on this machine's CPU, and so has no clock of its own.
         launch_us: from one of its kernels to the next.
+        peer_gbps: from one such card to another; 0 where copies go through the host.
         call_us: of the host's time for each call of its driver.
         cpu_slowdown: factor of kernel times on the host's CPU over this machine's.
         cpu_gbps, cpu_tflops: of the host's CPU, where its time is modelled as well.
@@ -56,6 +57,7 @@ class DeviceProfile:
     card_gbps: float = 0.0
     card_tflops: float = 0.0
     launch_us: float = 4.0
+    peer_gbps: float = 0.0
     call_us: float = 3.0
     cpu_slowdown: float = 1.0
     cpu_gbps: float = 20.0
@@ -65,6 +67,14 @@ class DeviceProfile:
     def has_clock(self) -> bool:
         """Whether its time is modelled."""
         return self.card_gbps > 0 and self.card_tflops > 0
+
+    @property
+    def from_peers(self) -> tuple[float, float]:
+        """(bytes per second, seconds) of copies from another such card: through the host if they have no link."""
+        latency_s = self.link_latency_us / 1e6
+        if self.peer_gbps:
+            return self.peer_gbps * 1e9, latency_s
+        return 1e9 / (1 / self.link_d2h_gbps + 1 / self.link_h2d_gbps), 2 * latency_s
 
 
 # Plausible for any card of the next decades; a number outside is probably in the wrong unit.
@@ -77,6 +87,7 @@ _RANGES: dict[str, tuple[float, float]] = {
     "card_gbps": (1, 100_000),
     "card_tflops": (0.01, 100_000),
     "launch_us": (0, 1000),
+    "peer_gbps": (0, 2000),
     "call_us": (0, 1000),
     "cpu_slowdown": (0.01, 100),
     "cpu_gbps": (0.1, 10_000),
@@ -186,8 +197,11 @@ def emulated_cards(device: str) -> tuple[str, int]:
     not exist.
     """
     which = device.removeprefix(EMULATED).partition("#")[0].partition("?")[0]
-    several, names = _SEVERAL.fullmatch(which), profile_names()
-    if several is None or which in names or several[1] not in names:
+    several = _SEVERAL.fullmatch(which)
+    if several is None:
+        return which, 1
+    names = {*profile_names(), *(one.name for one in timed_profiles())}
+    if which in names or several[1] not in names:
         return which, 1
     return several[1], int(several[2][:9])
 
@@ -210,7 +224,8 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
         cpu = replace(cpu, flops=cpu.flops / slower, ram_bytes_per_s=cpu.ram_bytes_per_s / slower)
     gpu = GpuProfile(f"{EMULATED}{name}", memory_bytes or card.vram_bytes, flops, bytes_per_s, count)
     h2d, d2h = card.link_h2d_gbps * 1e9, card.link_d2h_gbps * 1e9
-    return replace(machine, cpu=cpu, gpu=gpu, link=LinkProfile(h2d, d2h, h2d, card.link_latency_us / 1e6))
+    link = LinkProfile(h2d, d2h, h2d, card.link_latency_us / 1e6, card.peer_gbps * 1e9)
+    return replace(machine, cpu=cpu, gpu=gpu, link=link)
 
 
 def _checked(content: dict[str, object], path: Path, *, named_by_file: bool = True) -> DeviceProfile:

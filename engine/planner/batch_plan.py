@@ -11,10 +11,12 @@ would promise more than the engine delivers.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_prediction import JobRows
-from engine.planner.costs import Costs
+from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import (
     EngineMemory,
     all_records_nbytes,
@@ -27,10 +29,9 @@ from engine.planner.engine_memory import (
 )
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
-from engine.planner.plan_search import EXECUTED_SCHEDULES, Question
+from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
 from engine.planner.simulator.batch import system_of
 from engine.planner.simulator.outcome import Outcome
-from engine.planner.simulator.plans import run_all
 from engine.planner.workload import Workload
 
 _MOST_SEQUENCES = 512
@@ -44,7 +45,8 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
     if found is None or found.batch is None:
         return None
     policy = found.batch
-    times = block_times(question.setting().costs, question.workload, policy.micro_batch, policy.resident)
+    costs = replace(question, cards=found.cards).setting().costs
+    times = block_times(costs, question.workload, policy.micro_batch, policy.resident)
     fewest, system = fewest_batches(times), system_of(found.policy, policy)
     return BatchPlan(
         schedule=found.policy,
@@ -60,6 +62,7 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
         fewest_batches=fewest,
         hides_transfers=fewest is not None and policy.micro_batches >= fewest,
         tokens_per_s=found.tokens_per_s,
+        sharing="experts" if found.cards is Cards.EXPERTS else "auto",
     )
 
 
@@ -71,8 +74,7 @@ def best_batch(
         "job", round(rows.prompt_tokens), max(1, round(rows.generated_tokens)), min(rows.rows, _MOST_SEQUENCES)
     )
     question = Question(machine, model, work, limits, precision)
-    setting = question.setting(_DRAWN_LAYERS)
-    outcomes = run_all(setting, EXECUTED_SCHEDULES)
+    outcomes = run_shared(question, _DRAWN_LAYERS, EXECUTED_SCHEDULES)
     plan = plan_batch(question, outcomes)
     if plan is None:
         return None

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from enum import StrEnum
+from functools import cache, cached_property, partial
+from math import factorial
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.costs import Cost, CostModel, Source, prefers_cpu
@@ -93,6 +95,17 @@ class Dispatch:
         return replace(self, **{name: factor * getattr(self, name) for name in calls})
 
 
+class Cards(StrEnum):
+    """How several cards share a model."""
+
+    TENSORS = "tensors"
+    """Every matrix is cut, as published systems do (MoE-Lightning, 4.3): all of them are as one card."""
+    LAYERS = "layers"
+    """Each has a run of layers: one sequence passes through them one after the other."""
+    EXPERTS = "experts"
+    """Each has a part of every layer's experts, the first one all else.  Rows travel there, and sums back."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
     """How a card runs steps of one sequence, if other than its other passes (`engine.planner.step_time`).
@@ -138,6 +151,7 @@ class Costs:
         rows: of tables on disk that each token looks up; row_bytes: of these together.
         launches: operators of a pass on a card.
         steps: of one sequence, where they have less; None: as all passes.
+        cards: how several cards share the model.
     """
 
     machine: HardwareProfile
@@ -161,6 +175,32 @@ class Costs:
     row_bytes: int = 0
     launches: Launches = field(default=Launches())
     steps: DecodeSteps | None = None
+    cards: Cards = Cards.TENSORS
+
+    @property
+    def expert_cards(self) -> int:
+        """Cards that compute a layer's experts at once, and bring them over links of their own."""
+        return self.machine.gpu.count if self.machine.gpu and self.cards is not Cards.LAYERS else 1
+
+    @property
+    def dense_cards(self) -> int:
+        """Cards that compute all else of a layer at once."""
+        return self.machine.gpu.count if self.machine.gpu and self.cards is Cards.TENSORS else 1
+
+    def between_cards(self, rows: float) -> float:
+        """Seconds of hidden states that cross to another card."""
+        return self.machine.link.between_cards(2.0 * rows * self.model.hidden)
+
+    def pass_on(self, rows: float) -> float:
+        """Seconds for which a pass waits because its next layer is on another card, and at last the head on the
+        first."""
+        gpu = self.machine.gpu
+        return gpu.count * self.between_cards(rows) if gpu and gpu.count > 1 and self.cards is Cards.LAYERS else 0.0
+
+    def _together(self, rows: float) -> float:
+        """Seconds for rows to reach the cards that share a layer's experts, and for the sums to come back."""
+        others = self.expert_cards - 1
+        return 2 * others * self.between_cards(rows) if others and self.cards is Cards.EXPERTS else 0.0
 
     @cached_property
     def expert_bytes(self) -> float:
@@ -183,14 +223,14 @@ class Costs:
     def card_bytes_per_s(self) -> float:
         gpu = self.machine.gpu
         assert gpu is not None, "this machine has no graphics card"
-        reached = gpu.bytes_per_s * gpu.count * self.efficiency.card_memory
+        reached = gpu.bytes_per_s * self.dense_cards * self.efficiency.card_memory
         return min(self._gain * reached, self._host_bytes_per_s(1)) if self.native_card else reached
 
     @cached_property
     def card_flops(self) -> float:
         gpu = self.machine.gpu
         assert gpu is not None, "this machine has no graphics card"
-        return gpu.flops * gpu.count * self.efficiency.arithmetic
+        return gpu.flops * self.dense_cards * self.efficiency.arithmetic
 
     @cached_property
     def cpu_flops(self) -> float:
@@ -278,9 +318,15 @@ class Costs:
         if self.native_card:
             reading = experts * self.expert_bytes / self.card_bytes_per_s
             return max(reading, tokens * self._expert_flops / self.card_flops) + calls * self.dispatch.card_call_s
-        reading = experts * self._card_traffic / self.card_bytes_per_s
-        arithmetic = tokens * self._expert_flops / self.card_flops
-        return max(reading, arithmetic) + calls * self.launches.experts * self.efficiency.operator_s
+        part = 1.0  # of the work, that the busiest card has
+        if self.cards is Cards.EXPERTS and self.expert_cards > 1:
+            part = most_on_one(experts, self.expert_cards) / experts
+            if grouped:
+                calls *= min(self.expert_cards, experts)  # the host launches them one after the other
+        reading = part * experts * self._card_traffic / self.card_bytes_per_s
+        arithmetic = part * tokens * self._expert_flops / self.card_flops
+        passing = self._together(max(1.0, tokens / self.model.experts_per_token)) if part < 1 else 0.0
+        return max(reading, arithmetic) + calls * self.launches.experts * self.efficiency.operator_s + passing
 
     def gpu_layer(
         self, tokens: float, context: float, *, dense: bool = False, cached: bool = True, prompts: float = 0.0
@@ -390,13 +436,20 @@ class Costs:
     def h2d(self, nbytes: float, *, pinned: bool = True) -> float:
         """Copies to the card."""
         link = self.machine.link
-        cards = self.machine.gpu.count if self.machine.gpu else 1
-        return nbytes / ((link.h2d if pinned else link.h2d_pageable) * cards) + link.latency_s
+        return nbytes / ((link.h2d if pinned else link.h2d_pageable) * self.dense_cards) + link.latency_s
+
+    def h2d_of_experts(self, nbytes: float, *, pinned: bool = True) -> float:
+        """Copies of a layer's experts, each over the link of its card, as fast as RAM can be read."""
+        link, cards = self.machine.link, self.expert_cards
+        one = link.h2d if pinned else link.h2d_pageable
+        rate = (
+            max(one, min(cards * one, self.machine.cpu.ram_bytes_per_s)) if self.cards is Cards.EXPERTS else one * cards
+        )
+        return nbytes / rate + link.latency_s
 
     def d2h(self, nbytes: float) -> float:
         """Copies from the card."""
-        cards = self.machine.gpu.count if self.machine.gpu else 1
-        return nbytes / (self.machine.link.d2h * cards) + self.machine.link.latency_s
+        return nbytes / (self.machine.link.d2h * self.dense_cards) + self.machine.link.latency_s
 
     def disk(self, nbytes: float) -> float:
         return nbytes / self.machine.disk_bytes_per_s
@@ -413,6 +466,40 @@ class Costs:
 
     def transfer_expert(self, *, pinned: bool = True) -> float:
         return self.h2d(self.expert_bytes, pinned=pinned)
+
+
+@cache
+def _most_of(experts: int, cards: int) -> float:
+    """The expected number on the busiest of so many cards, each of which is as likely to have an expert."""
+    total, expected = cards**experts, 0.0
+    for most in range(experts):
+        # Ways in which no card has more than `most`: experts! times the coefficient of x^experts in (sum x^i / i!)^n.
+        ways, one = [1.0], [1.0 / factorial(count) for count in range(most + 1)]
+        for _ in range(cards):
+            grown = [0.0] * min(len(ways) + most, experts + 1)
+            for left, some in enumerate(ways):
+                for more, each in enumerate(one):
+                    if left + more < len(grown):
+                        grown[left + more] += some * each
+            ways = grown
+        expected += 1 - (factorial(experts) * ways[experts] / total if len(ways) > experts else 0.0)
+    return expected
+
+
+_COUNTED = 16
+"""Experts up to which their spread over cards is counted out; of many each card has about its share."""
+
+
+def most_on_one(experts: float, cards: int) -> float:
+    """Experts of a layer's on the busiest card."""
+    if experts <= 1 or cards == 1:
+        return experts
+    if experts > _COUNTED:
+        spread = (_most_of(_COUNTED, cards) - _COUNTED / cards) / _COUNTED**0.5
+        return min(experts, experts / cards + spread * experts**0.5)
+    low = int(experts)
+    below, above = _most_of(low, cards), _most_of(min(low + 1, _COUNTED), cards)
+    return below + (experts - low) * (above - below)
 
 
 def _interpolated(by_threads: dict[int, float], threads: int) -> float:
@@ -473,12 +560,19 @@ them out, and more than twice where nothing else runs
 
 
 def engine_costs(
-    machine: HardwareProfile, model: ModelShape, precision: str, threads: int | None = None, *, captures: bool = True
+    machine: HardwareProfile,
+    model: ModelShape,
+    precision: str,
+    threads: int | None = None,
+    *,
+    captures: bool = True,
+    cards: Cards = Cards.LAYERS,
 ) -> Costs:
     """Costs of this engine, with dense weights in the experts' precision or close to it.
 
     Args:
         captures: whether a card's decode steps may be captured as graphs.
+        cards: how several cards share the model.
     """
 
     def measured(*names: str) -> Efficiency:
@@ -493,6 +587,7 @@ def engine_costs(
         operator_s=OF_DATA_SHEETS.operator_s,
     )
     calls = machine.calls
+    parts = machine.gpu.count if machine.gpu is not None and cards is Cards.EXPERTS else 1
     is_emulated = machine.gpu is not None and machine.gpu.name.startswith("emulated")
     dense = careful(precision, model.total_weights)
     return Costs(
@@ -506,12 +601,13 @@ def engine_costs(
         host_layer_s=LAYER_CALLS * calls.native_s or HOST_LAYER_S,
         host_token_s=TOKEN_CALLS * calls.native_s,
         native_card=is_emulated,
-        dispatch=_dispatch(calls, is_emulated=is_emulated),
+        dispatch=_dispatch(calls, parts=parts, is_emulated=is_emulated),
         step_share=STEP_SHARE if calls.native_s else 1.0,
         cached_share=min(1.0, machine.cpu.cache_bytes / max(_bytes_read(model, precision, dense), 1.0)),
         cached_gain=CACHED_GAIN,
         score_bytes=0.0,
         steps=None if machine.gpu is None or is_emulated else _steps(machine.gpu, captures=captures),
+        cards=cards,
     )
 
 
@@ -533,14 +629,18 @@ def _bytes_read(model: ModelShape, precision: str, dense: str) -> float:
     return layers + head + model.all_expert_bytes(precision)
 
 
-def _dispatch(calls: CallProfile, *, is_emulated: bool) -> Dispatch:
+def _dispatch(calls: CallProfile, *, parts: int, is_emulated: bool) -> Dispatch:
+    """Args:
+    parts: cards that a layer's experts are on: the host hands over to each.
+    """
     usual = DISPATCH_EMULATED if is_emulated else DISPATCH
+    usual = replace(usual, card_s=parts * usual.card_s)
     if not calls.layer_s:
         return usual
     return replace(
         usual,
         layer_s=calls.layer_s + (calls.router_s if is_emulated else 0.0),
-        card_s=calls.card_s,
+        card_s=parts * calls.card_s,
         host_s=calls.host_s,
         host_expert_s=calls.host_expert_s,
         card_call_s=calls.single_s,

@@ -10,7 +10,7 @@ from engine.common import footprint
 from engine.common.config import EngineConfig, Misses
 from engine.formats import BF16, STORED, as_stored, careful, format_of, head_format
 from engine.hardware.machine import GpuProfile
-from engine.planner.costs import Costs
+from engine.planner.costs import Cards, Costs
 from engine.planner.memory import MemoryRule
 from engine.planner.placement import (
     Budgets,
@@ -230,6 +230,7 @@ def engine_memory(
         misses=misses,
         cache_slots=cache_slots,
         cache_ways=ways,
+        sharing="experts" if costs.cards is Cards.EXPERTS else "layers",
     )
     try:
         placement = resolve(

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import pairwise
 
 from engine.common import footprint
 from engine.common.config import CacheSettings, EngineConfig
@@ -265,6 +266,8 @@ class NoteCode(StrEnum):
     """The minimum of a device, `needed` bytes, exceeds its `room`."""
     NO_SLOTS = "no_slots"
     """A device that keeps all experts or none would have to hold `needed` bytes, more than its `room`."""
+    SHARED_BY_LAYERS = "shared_by_layers"
+    """Cards were to share each layer's experts, but of these `needed` bytes have to be in RAM, which has `room`."""
     COARSER_FOR_RAM = "coarser_for_ram"
     """`auto` did not choose `instead_of`, which needs `needed` bytes of RAM; only `room` may be used."""
     COARSER_FOR_DEVICE = "coarser_for_device"
@@ -355,6 +358,7 @@ class Placement:
     Attributes:
         devices: contents of each device; empty if the CPU computes everything.
         of_layer: device index of each decoder layer; empty if nothing is split.
+        shares: each device's part of every layer's experts, if they share these and the first has all else.
         all_experts: whether each device has all experts of its layers, and none are in RAM.
         chunk_tokens: prompt tokens that the devices have room to process at once.
         context_tokens: context that fits on the devices if experts make room, at most the one requested.
@@ -380,6 +384,7 @@ class Placement:
     must_be_kept: bool = False
     tables: Tables = Tables()
     notes: tuple[Note, ...] = ()
+    shares: tuple[int, ...] = ()
 
     @property
     def written(self) -> int:
@@ -455,6 +460,17 @@ def split_layers(layers: Sequence[int], elsewhere: int, capacities: Sequence[int
     return tuple(of_layer)
 
 
+def expert_ranges(count: int, shares: Sequence[int]) -> tuple[range, ...]:
+    """Which of a layer's experts each device has: runs in proportion to its share, of one expert at least."""
+    whole, before, cuts = max(sum(shares), 1), 0, [0]
+    for number, share in enumerate(shares, 1):
+        before += share
+        others = len(shares) - number
+        cuts.append(max(cuts[-1] + 1, min(round(count * before / whole), count - others)))
+    cuts[-1] = count
+    return tuple(range(first, behind) for first, behind in pairwise(cuts))
+
+
 def least_ram(sizes: Sizes) -> int:
     """RAM needed at least to run the model on the CPU in its last precision, with experts and layers read from disk."""
     weights = sizes.weights[-1].without_tables
@@ -525,16 +541,22 @@ def _place(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSetting
 
 
 def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettings, roomy: int) -> Placement:
-    of_layer = split_layers(sizes.layers, sizes.elsewhere, [device.total for device in budgets.devices])
+    is_shared = _shares_experts(weights, budgets, cache)
+    capacities = [device.total for device in budgets.devices]
+    of_layer = () if is_shared else split_layers(sizes.layers, sizes.elsewhere, capacities)
     needs = [_need(sizes, weights, of_layer, index, device) for index, device in enumerate(budgets.devices)]
     short = next((need for need in needs if need.least > need.device.free), None)
+    if short is not None and is_shared:
+        return _by_layers(sizes, weights, budgets, cache, roomy, short.least, short.device.free)
     if short is not None or not needs:
         notes = (Note(NoteCode.ON_CPU, short.least, short.device.free, short.device.name),) if short else ()
         return _on_cpu(sizes, weights, budgets, notes)
     room = min(need.activations for need in needs)  # every device processes the same chunk
     needs = [replace(need, activations=room) for need in needs]
+    shares = tuple(_room_for_experts(need) for need in needs) if is_shared else ()
     all_experts = not weights.experts or (
-        (_is_default(cache) or any(need.device.is_unified for need in needs))
+        not is_shared
+        and (_is_default(cache) or any(need.device.is_unified for need in needs))
         and all(
             need.with_experts(sum(each.nbytes for each in _experts_on(index, weights, of_layer)), roomy)
             <= need.device.free
@@ -550,19 +572,49 @@ def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettin
     experts = () if all_experts else weights.experts
     more = weights.working_for_devices
     ram, on_disk, _ = _in_ram(sizes, weights, budgets, dense=weights.kept_rows, experts=experts, more=more)
+    if on_disk and is_shared:
+        return _by_layers(sizes, weights, budgets, cache, roomy, weights.experts_nbytes, max(budgets.ram_usable, 0))
     return Placement(
         precision=weights.precision,
         devices=tuple(
-            _on_device(weights, of_layer, index, need, cache, all_experts=all_experts)
+            _on_device(weights, of_layer, index, need, cache, shares, all_experts=all_experts)
             for index, need in enumerate(needs)
         ),
         of_layer=of_layer,
+        shares=shares,
         all_experts=all_experts,
         chunk_tokens=min(need.piece for need in needs),
         context_tokens=min(need.context_room(sizes.context_tokens) for need in needs),
         ram=ram,
         on_disk=on_disk,
     )
+
+
+def _shares_experts(weights: Weights, budgets: Budgets, cache: CacheSettings) -> bool:
+    """Whether several cards are to share each layer's experts, and can: those that come one by one, into slots."""
+    devices = budgets.devices
+    return (
+        cache.sharing == "experts"
+        and len(devices) > 1
+        and bool(weights.experts)
+        and cache.misses != "layer"
+        and not any(device.is_unified for device in devices)
+        and all(each.is_on_demand and each.count >= len(devices) for each in weights.experts)
+    )
+
+
+def _by_layers(
+    sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettings, roomy: int, needed: int, room: int
+) -> Placement:
+    """The next best: the cards share layers, and it is said why."""
+    placed = _placed(sizes, weights, budgets, replace(cache, sharing="layers"), roomy)
+    note = Note(NoteCode.SHARED_BY_LAYERS, needed, room)
+    return replace(placed, notes=(note, *placed.notes)) if placed.devices else placed
+
+
+def _room_for_experts(need: _Need) -> int:
+    """Bytes that a device has for experts."""
+    return max(0, need.device.free - need.dense - need.activations - need.first_context * need.kv_per_token)
 
 
 def _on_cpu(sizes: Sizes, weights: Weights, budgets: Budgets, notes: tuple[Note, ...]) -> Placement:
@@ -634,21 +686,31 @@ def _is_default(cache: CacheSettings) -> bool:
     return cache.slots is None and cache.misses == "mixed"
 
 
-def _experts_on(index: int, weights: Weights, of_layer: Sequence[int]) -> list[Experts]:
-    """Experts of the layers that a device has."""
+def _experts_on(index: int, weights: Weights, of_layer: Sequence[int], shares: Sequence[int] = ()) -> list[Experts]:
+    """Experts of the layers that a device has, or its part of those of each."""
+    if shares:
+        parts = ((each, len(expert_ranges(each.count, shares)[index])) for each in weights.experts)
+        return [replace(each, count=count) for each, count in parts if count]
     return [each for each in weights.experts if _device_of(each.layer, of_layer) == index]
 
 
 def _on_device(
-    weights: Weights, of_layer: Sequence[int], index: int, need: _Need, cache: CacheSettings, *, all_experts: bool
+    weights: Weights,
+    of_layer: Sequence[int],
+    index: int,
+    need: _Need,
+    cache: CacheSettings,
+    shares: Sequence[int],
+    *,
+    all_experts: bool,
 ) -> OnDevice:
     kv = need.first_context * need.kv_per_token
     if all_experts:
         whole = _experts_on(index, weights, of_layer)
         nbytes, count = sum(each.nbytes for each in whole), sum(each.count for each in whole)
         return OnDevice(need.dense, nbytes, 0, kv, need.activations, count)
-    mine = [each for each in _experts_on(index, weights, of_layer) if each.is_on_demand]
-    budget = max(0, need.device.free - need.dense - kv - need.activations)
+    mine = [each for each in _experts_on(index, weights, of_layer, shares) if each.is_on_demand]
+    budget = _room_for_experts(need)
     held, staged, slots = 0, 0, 0
     total = sum(each.nbytes for each in mine)
     for layout in dict.fromkeys(each.layout for each in mine):

@@ -15,7 +15,7 @@ from engine.common.sizes import rounded_down, rounded_up
 from engine.formats import STORED
 from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_plan import batch_memory, plan_batch
-from engine.planner.costs import Costs
+from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory, dense_in_ram, engine_memory, ram_usable, sizes_of
 from engine.planner.fiddler import break_even_rows
 from engine.planner.memory import indexes
@@ -27,10 +27,12 @@ from engine.planner.plan_search import (
     choose_precision,
     in_order,
     quick_best,
+    run_shared,
     runs_here,
     search,
+    ways_to_share,
 )
-from engine.planner.plan_words import bottleneck_sentence, help_sentence
+from engine.planner.plan_words import bottleneck_sentence, help_sentence, sharing_sentence
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.what_helps import what_helps
 from engine.planner.workload import CHAT, Workload
@@ -99,8 +101,11 @@ class HierarchicalRoofline:
         return min(limits, key=lambda name: limits[name])
 
 
-def roofline_of(machine: HardwareProfile) -> HierarchicalRoofline:
+def roofline_of(machine: HardwareProfile, cards: int | None = None) -> HierarchicalRoofline:
     """The roofline of a machine, from its data sheet.
+
+    Args:
+        cards: that work at once; by default all.
 
     Raises:
         ValueError: the machine has no graphics card.
@@ -108,10 +113,11 @@ def roofline_of(machine: HardwareProfile) -> HierarchicalRoofline:
     gpu = machine.gpu
     if gpu is None:
         raise ValueError(f"{machine.name} has no graphics card")
+    cards = gpu.count if cards is None else cards
     return HierarchicalRoofline(
-        upper=Level("GPU", gpu.flops * gpu.count, gpu.bytes_per_s * gpu.count),
+        upper=Level("GPU", gpu.flops * cards, gpu.bytes_per_s * cards),
         lower=Level("CPU", machine.cpu.flops, machine.cpu.ram_bytes_per_s),
-        link=machine.link.h2d * gpu.count,
+        link=machine.link.h2d * cards,
     )
 
 
@@ -134,7 +140,7 @@ def roofline_picture(costs: Costs, workload: Workload) -> RooflinePicture:
     if machine.gpu is None:
         points = tuple(_on_host(name, cpu, max(each, 1.0) * width) for name, each in rows.items())
         return RooflinePicture(cpu.flops, cpu.bytes_per_s, points=points)
-    found = roofline_of(machine)
+    found = roofline_of(machine, costs.expert_cards)
     roofline = HierarchicalRoofline(found.upper, cpu, found.link)
     points = tuple(
         RooflinePoint(
@@ -168,6 +174,7 @@ def _on_host(name: str, cpu: Level, intensity: float) -> RooflinePoint:
 
 __all__ = ["Limits", "Plan", "make_plan"]
 
+_QUICK_LAYERS = 4
 _MEASURED, _LOOKED_UP = 0.15, 0.4
 """Expected relative error of a prediction: on a measured machine, and on one known from data sheets."""
 
@@ -194,12 +201,14 @@ def make_plan(
     precision = choose_precision(question) if limits.precision == "auto" else model.run_as(limits.precision)
     question = replace(question, precision=precision)
     outcomes = search(question)
-    able = ((one, _memory(question, one)) for one in in_order(outcomes, workload))
+    able = ((one, _memory(replace(question, cards=one.cards), one)) for one in in_order(outcomes, workload))
     best, memory = next(((one, held) for one, held in able if held is not None), (None, None))
     if best is None or memory is None:
         raise _does_not_fit(question)
+    question = replace(question, cards=best.cards)
     costs = question.setting().costs
     helps = what_helps(question)
+    shared = sharing_sentence(best, costs, _shared_otherwise(question, best))
     batch = plan_batch(question, outcomes) if workload.sequences > 1 else None
     return Plan(
         machine=machine.name,
@@ -227,7 +236,20 @@ def make_plan(
         table_bytes=memory.tables.on_disk,
         table_rows=memory.tables.rows if memory.tables.on_disk else 0,
         table_row_bytes=memory.tables.row_bytes if memory.tables.on_disk else 0,
+        sharing="auto" if not shared else "experts" if best.cards is Cards.EXPERTS else "layers",
+        sharing_words=shared,
     )
+
+
+def _shared_otherwise(question: Question, best: Outcome) -> list[Outcome]:
+    """The same policy under the other ways for several cards to share the model."""
+    others = [cards for cards in ways_to_share(question) if cards is not best.cards]
+    found = [run_shared(_only(question, cards), _QUICK_LAYERS, [best.policy]) for cards in others]
+    return [one for outcomes in found for one in outcomes]
+
+
+def _only(question: Question, cards: Cards) -> Question:
+    return replace(question, limits=replace(question.limits, sharing=cards.value))
 
 
 def _memory(question: Question, best: Outcome) -> EngineMemory | None:

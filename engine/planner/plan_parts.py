@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 from engine.checkpoint.model_shape import ModelShape
-from engine.common.config import CachePolicy, EngineConfig, KvPrecision, Misses, Prefetch
+from engine.common.config import CachePolicy, EngineConfig, KvPrecision, Misses, Prefetch, Sharing
 from engine.formats import STORED
 from engine.hardware.machine import HardwareProfile
 from engine.planner.workload import Workload
@@ -22,6 +22,7 @@ class Limits:
         context_tokens: longest context; None for the model's own.
         precision: of the experts; `auto` lets the plan choose.
         kv_precision: of keys and values, as in `EngineConfig`; cards keep them in 16 bits.
+        sharing: how several cards share the model; `auto` lets the plan choose.
         use_card: False keeps everything on the CPU.
         vram_of_others, ram_of_others: bytes that other programs hold now.
         cpu_of_others: share of the processor that they use now, 0 to 1.
@@ -33,6 +34,7 @@ class Limits:
     context_tokens: int | None = None
     precision: str = "auto"
     kv_precision: KvPrecision = "auto"
+    sharing: Sharing = "auto"
     use_card: bool = True
     vram_of_others: int = 0
     ram_of_others: int = 0
@@ -49,6 +51,7 @@ class Limits:
                 "context_tokens": config.context_tokens,
                 "precision": config.precision,
                 "kv_precision": config.kv_precision,
+                "sharing": config.sharing,
                 "use_card": config.device != "cpu",
                 **more,
             }
@@ -137,6 +140,7 @@ class BatchPlan:
         fewest_batches: the smallest n of this size that satisfies Klotski's inequalities (4) to (7); None if none does.
         hides_transfers: whether n satisfies them: weights arrive before they are needed.
         tokens_per_s: predicted, prefill included.
+        sharing: how several cards share the model.
     """
 
     schedule: str
@@ -152,6 +156,7 @@ class BatchPlan:
     fewest_batches: int | None
     hides_transfers: bool
     tokens_per_s: float
+    sharing: Sharing = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +279,7 @@ class Plan:
         written_bytes: room on disk without which it cannot be loaded: for converted experts that are read from there.
         table_bytes: embeddings that stay on disk; table_rows, table_row_bytes: rows that a token reads there, and their
             bytes.
+        sharing: how several cards share the model; sharing_words: a sentence on that, empty for one card.
     """
 
     machine: str
@@ -301,6 +307,8 @@ class Plan:
     table_bytes: int = 0
     table_rows: int = 0
     table_row_bytes: int = 0
+    sharing: Sharing = "auto"
+    sharing_words: str = ""
 
     def engine_config(self, model: str, device: str = "auto") -> EngineConfig:
         """The engine configuration that runs this plan.
@@ -326,6 +334,7 @@ class Plan:
             misses=cast("Misses", cache.misses),
             prefetch=cast("Prefetch", cache.prefetch),
             kv_precision=limits.kv_precision,
+            sharing=self.sharing,
         )
 
     def words(self, precision: str) -> str:

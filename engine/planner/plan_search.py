@@ -8,13 +8,13 @@ from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
-from engine.planner.costs import engine_costs
+from engine.planner.costs import Cards, engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk, memory_rule
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
 from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI
 from engine.planner.simulator.outcome import Outcome
-from engine.planner.simulator.plans import run_all
+from engine.planner.simulator.plans import BATCH_SYSTEMS, POLICIES, run_all
 from engine.planner.simulator.requests import Setting
 from engine.planner.simulator.strategy import expected_statistics
 from engine.planner.workload import Workload
@@ -54,6 +54,7 @@ class Question:
     Attributes:
         machine, model, workload, limits: what the plan is for.
         precision: of the experts.
+        cards: how several cards share the model, where that has been decided.
     """
 
     machine: HardwareProfile
@@ -61,6 +62,7 @@ class Question:
     workload: Workload
     limits: Limits
     precision: str
+    cards: Cards = Cards.LAYERS
 
     def setting(self, drawn_layers: int | None = None) -> Setting:
         """Input of the simulator, with the engine's own costs and memory; all layers are simulated by default.
@@ -71,7 +73,7 @@ class Question:
         if drawn_layers is not None and self.workload.sequences > 1:
             drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
         machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
-        costs = engine_costs(machine, self.model, self.precision, self.limits.threads)
+        costs = engine_costs(machine, self.model, self.precision, self.limits.threads, cards=self.cards)
         rule = memory_rule(costs, self.limits)
         costs = from_disk(costs, engine_memory(costs, self.limits, on_card=False))
         if machine.gpu is not None and (on_card := engine_memory(costs, self.limits, on_card=True)) is not None:
@@ -91,9 +93,34 @@ def runs_here(policy: str, workload: Workload) -> bool:
     return policy in ENGINE_SETTINGS or (workload.sequences > 1 and policy in EXECUTED_SCHEDULES)
 
 
+def ways_to_share(question: Question) -> tuple[Cards, ...]:
+    """How the cards of this machine may share the model."""
+    gpu, limits = question.machine.gpu, question.limits
+    if gpu is None or gpu.count < 2 or not limits.use_card or question.model.experts < gpu.count:
+        return (Cards.LAYERS,)
+    return (Cards.LAYERS, Cards.EXPERTS) if limits.sharing == "auto" else (Cards(limits.sharing),)
+
+
+def run_shared(question: Question, drawn_layers: int, names: Iterable[str] | None = None, **how: Any) -> list[Outcome]:
+    """Each policy in the way to share the model among several cards that suits it best, the fastest first.
+
+    Schedules of batches are run on one card, or on several that share each layer's experts.
+    """
+    found: dict[str, Outcome] = {}
+    wanted, ways = tuple(POLICIES if names is None else names), ways_to_share(question)
+    is_several = question.machine.gpu is not None and question.machine.gpu.count > 1
+    for cards in ways:
+        able = [name for name in wanted if not (is_several and cards is Cards.LAYERS and name in BATCH_SYSTEMS)]
+        for one in run_all(replace(replace(question, cards=cards).setting(drawn_layers), **how), able):
+            known = found.get(one.policy)
+            if known is None or one.tokens_per_s > known.tokens_per_s:
+                found[one.policy] = replace(one, cards=cards)
+    return sorted(found.values(), key=lambda one: -one.tokens_per_s)
+
+
 def search(question: Question) -> list[Outcome]:
     """All policies that fit, the fastest first; none is skipped, so no alternative can be faster than the first."""
-    return run_all(question.setting(_LONGER))
+    return run_shared(question, _LONGER)
 
 
 def in_order(outcomes: Iterable[Outcome], workload: Workload) -> list[Outcome]:
@@ -110,7 +137,7 @@ def in_order(outcomes: Iterable[Outcome], workload: Workload) -> list[Outcome]:
 def quick_best(question: Question) -> Outcome | None:
     """The fastest of a few policies, to compare machines and precisions."""
     names = _SHORTLIST if question.workload.sequences == 1 else _BATCH_SHORTLIST
-    found = run_all(replace(question.setting(_QUICK), even_only=True), names)
+    found = run_shared(question, _QUICK, names, even_only=True)
     return found[0] if found else None
 
 

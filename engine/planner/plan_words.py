@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.planner.costs import Costs
+from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory
 from engine.planner.plan_parts import Help
 from engine.planner.simulator.outcome import Outcome
@@ -52,6 +52,29 @@ def bottleneck_sentence(outcome: Outcome, costs: Costs, memory: EngineMemory, wo
         if costs.machine.gpu is not None
         else "The CPU limits the speed."
     )
+
+
+def sharing_sentence(outcome: Outcome, costs: Costs, others: list[Outcome]) -> str:
+    """How several cards share the model, and what that means; empty where there is one, or none is used.
+
+    Args:
+        others: the outcomes of the same policy under the other ways to share.
+    """
+    gpu = costs.machine.gpu
+    if gpu is None or gpu.count < 2 or not outcome.vram_bytes:
+        return ""
+    if outcome.cards is Cards.EXPERTS:
+        said = f"The {gpu.count} cards share each layer's experts, and bring them over a link each."
+    else:
+        said = (
+            f"Each of the {gpu.count} cards has a run of layers: an answer passes through them one after the other, no "
+            "faster than through one, but more of the model fits."
+        )
+    other = max(others, key=lambda one: one.tokens_per_s, default=None)
+    if other is None:
+        return said
+    way = "sharing layers" if other.cards is Cards.LAYERS else "sharing each layer's experts"
+    return f"{said} By {way} it would be {other.tokens_per_s:.3g} tokens/s."
 
 
 def help_sentence(helps: tuple[Help, ...], workload: Workload) -> str:

@@ -36,7 +36,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.formats import AUTO, is_precision
 from engine.hardware.machine import HardwareProfile, LinkProfile, Origin
-from engine.planner.costs import Costs, engine_costs
+from engine.planner.costs import Cards, Costs, engine_costs
 from engine.planner.engine_memory import EngineMemory, budgets_of, from_disk, memory_of, memory_rule, sizes_of
 from engine.planner.memory import share_on_disk
 from engine.planner.placement import NotEnoughRamError, resolve
@@ -129,7 +129,9 @@ def _faster(machine: HardwareProfile, factor: float) -> HardwareProfile:
             weights_bytes_per_s={threads: factor * rate for threads, rate in cpu.weights_bytes_per_s.items()},
         ),
         gpu=replace(gpu, flops=factor * gpu.flops, bytes_per_s=factor * gpu.bytes_per_s) if gpu is not None else None,
-        link=LinkProfile(factor * link.h2d, factor * link.d2h, factor * link.h2d_pageable, link.latency_s),
+        link=LinkProfile(
+            factor * link.h2d, factor * link.d2h, factor * link.h2d_pageable, link.latency_s, factor * link.peer
+        ),
         disk_bytes_per_s=factor * machine.disk_bytes_per_s,
     )
 
@@ -233,7 +235,14 @@ def _placed(
         placement = resolve(config, budgets, sizes_of(costs, limits, precisions))
     except NotEnoughRamError:
         raise _does_not_fit(model, machine) from None
-    costs = engine_costs(machine, model, placement.precision, config.threads, captures=config.graphs != "off")
+    costs = engine_costs(
+        machine,
+        model,
+        placement.precision,
+        config.threads,
+        captures=config.graphs != "off",
+        cards=Cards.EXPERTS if placement.shares else Cards.LAYERS,
+    )
     memory = memory_of(placement, costs, limits)
     return from_disk(costs, memory), memory
 

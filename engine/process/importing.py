@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from engine.common.collector import without_collector
 from engine.common.errors import EngineError
+from engine.common.falls import passed_over
 from engine.process.lifetime import quiet_libraries
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def load_torch_meanwhile() -> None:
 
 
 def _load_libraries() -> None:
-    with contextlib.suppress(Exception):
+    with passed_over("Libraries were not read ahead"):
         spec = importlib.util.find_spec("torch")
         assert spec is not None
         assert spec.origin is not None

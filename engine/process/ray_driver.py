@@ -30,6 +30,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from engine.common.falls import passed_over
 from engine.common.foreign import parse_json
 from engine.common.installed import bundle
 
@@ -199,7 +200,7 @@ class RayDriver:
         actor.has_ended = True
         if self._actors.get(actor.node) is actor:
             del self._actors[actor.node]
-        with contextlib.suppress(Exception):  # it has ended by itself
+        with passed_over("An actor had ended by itself"):
             self._ray.kill(actor.handle)
 
 

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
+_FEWER = "{0} stopped responding, so the model runs on {1} now."
 _LOST = "The graphics card stopped responding, so the model runs on the CPU now."
 _TAKEN = "Other programs use the graphics card's memory, so the model runs on the CPU until they leave it."
 _BACK = "The graphics card works again: reload the model to use it."
@@ -204,11 +205,23 @@ class Engine:
         Raises:
             EngineError: it cannot be loaded; no model is loaded then.
         """
-        why = _LOST if is_lost else _TAKEN
-        _log.error("%s is no longer used: %s", self._ready().info.device, why)
+        lost, others = self._lost_and_others() if is_lost else ((), ())
+        why = _FEWER.format(" and ".join(lost), " and ".join(others)) if others else _LOST if is_lost else _TAKEN
+        _log.error("%s is no longer used: %s", " and ".join(lost) or self._ready().info.device, why)
         if self._way_back is not None:
             self._way_back.left(monotonic(), is_lost=is_lost)
-        return self._elsewhere(why, needs_restart=is_lost)
+        if others:
+            try:
+                return self._elsewhere(why, ",".join(others), needs_restart=True)
+            except EngineError as error:
+                _log.warning("the model cannot run on what is left of the cards: %s", error.message)
+        return self._elsewhere(_LOST if is_lost else _TAKEN, "cpu", needs_restart=is_lost)
+
+    def _lost_and_others(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(names of cards that do not respond any more, names of the others)."""
+        devices = self._loaded.devices.devices if self._loaded is not None and self._loaded.devices is not None else ()
+        answering = {device.name: device.responds() for device in devices}
+        return tuple(n for n, answers in answering.items() if not answers), tuple(n for n in answering if answering[n])
 
     def may_return(self) -> bool:
         """See `Places`."""
@@ -227,7 +240,7 @@ class Engine:
             loaded = self._reloaded(self._exact, self._tuned_note)
         except Exception:  # the card went away meanwhile
             _log.warning("the model could not return to the graphics card", exc_info=True)
-            return self._elsewhere(_LOST if left.needs_restart else _TAKEN, needs_restart=left.needs_restart)
+            return self._elsewhere(_LOST if left.needs_restart else _TAKEN, "cpu", needs_restart=left.needs_restart)
         if loaded.devices is None:  # it had no room there after all
             loaded.info = replace(loaded.info, needs_restart=left.needs_restart)
         elif self._way_back is not None:
@@ -235,18 +248,19 @@ class Engine:
         self.on_moved(loaded.info)
         return loaded
 
-    def _elsewhere(self, why: str, *, needs_restart: bool) -> LoadedModel:
-        """The model on the CPU alone.
+    def _elsewhere(self, why: str, device: str, *, needs_restart: bool) -> LoadedModel:
+        """The model on what is left: the CPU alone, or fewer cards.
 
         Args:
             why: a sentence for the user.
         """
         assert self._asked is not None
         try:
-            loaded = self._reloaded(replace(self._asked, device="cpu"), "")
+            loaded = self._reloaded(replace(self._asked, device=device), "")
         except BaseException:
-            self._scheduler = None
-            self._held.close()
+            if device == "cpu":
+                self._scheduler = None
+                self._held.close()
             raise
         note = " ".join(filter(None, (why, loaded.info.device_note)))
         loaded.info = replace(loaded.info, device_note=note, is_hampered=True, needs_restart=needs_restart)

@@ -7,6 +7,7 @@ ones wait for the next engine.  Only a process that was given the secret can con
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 import threading
 from collections.abc import Callable
@@ -36,6 +37,8 @@ from engine.serving.asking import (
 from engine.serving.front_messages import forget_link
 from engine.serving.link_folder import LinkFolder
 from engine.serving.wire import Asked, Cancelled, Happened, Line, ModelIs, Prepare, Release, Remark
+
+_log = logging.getLogger(__name__)
 
 
 class EngineLink:
@@ -170,7 +173,8 @@ class EngineLink:
         while not self._has_closed():
             try:
                 connection = self._listener.accept()
-            except Exception:  # whoever it was did not know the secret, or is gone already
+            except Exception as error:  # whoever it was did not know the secret, or is gone already
+                _log.info("an engine could not connect: %s", type(error).__name__)
                 continue
             if self._has_closed():
                 connection.close()

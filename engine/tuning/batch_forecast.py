@@ -12,7 +12,7 @@ from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
-from engine.common.config import BatchJob, EngineConfig
+from engine.common.config import BatchJob, EngineConfig, Sharing
 from engine.common.errors import EngineError
 from engine.common.model_info import ModelInfo
 from engine.planner.batch_plan import best_batch
@@ -27,7 +27,7 @@ from engine.planner.batch_prediction import (
 )
 from engine.planner.costs import Costs, engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk
-from engine.tuning.machine_state import MachineLook, look_at_machine
+from engine.tuning.machine_state import MachineLook, look_at_machine, machine_for
 
 _READ_ROWS = 48
 """Rows sampled for the mean prompt length."""
@@ -65,6 +65,22 @@ class Forecast:
     alone_tokens_per_s: float = 0.0
 
 
+def sharing_for(prepared: PreparedJob, config: EngineConfig) -> Sharing:
+    """How several cards are to share the model that answers this job; as it was asked for, if it was.
+
+    Raises:
+        EngineError: there is no such model or device.
+    """
+    machine = machine_for(config) if config.sharing == "auto" and config.device != "cpu" else None
+    if machine is None or machine.gpu is None or machine.gpu.count < 2:
+        return config.sharing
+    rows = _rows(prepared, None)
+    shape = _shape(config.model)
+    limits = look_at_machine(config.device).limits(config)
+    best = best_batch(machine, shape, limits, shape.precisions[-1], rows) if rows is not None else None
+    return "auto" if best is None else best[0].sharing
+
+
 def forecast_of(question: ForecastQuestion) -> Forecast | None:
     """What the planner says of this job; None where nothing is known of the model or the card.
 
@@ -74,7 +90,7 @@ def forecast_of(question: ForecastQuestion) -> Forecast | None:
     model, config = question.model, question.config
     try:
         prepared = prepare(replace(question.job, start="resume"))
-        rows = _rows(prepared, question)
+        rows = _rows(prepared, question.total)
         shape = _shape(model.path)
     except (EngineError, OSError):
         return None
@@ -110,7 +126,7 @@ def _on_cpu(look: MachineLook, costs: Costs, rows: JobRows, off: float) -> Forec
     return Forecast(BatchPlanned.of("", prediction), alone.tokens_per_s)
 
 
-def _rows(prepared: PreparedJob, question: ForecastQuestion) -> JobRows | None:
+def _rows(prepared: PreparedJob, total: int | None) -> JobRows | None:
     """What the first rows say of all; None if none of them can be asked."""
     prompts: list[float] = []
     limits: list[int] = []
@@ -125,10 +141,10 @@ def _rows(prepared: PreparedJob, question: ForecastQuestion) -> JobRows | None:
         return None
     guessed = count if count < _READ_ROWS or share <= 0 else max(count, round(count / share))
     generated = statistics.fmean(limits)
-    choices = question.job.choices
+    choices = prepared.job.choices
     if choices:  # an answer is one of them
         generated = min(generated, max(len(choice.encode()) for choice in choices) / _BYTES_PER_TOKEN + 1)
-    return JobRows(question.total or guessed, statistics.fmean(prompts), max(1.0, generated))
+    return JobRows(total or guessed, statistics.fmean(prompts), max(1.0, generated))
 
 
 @lru_cache(maxsize=4)

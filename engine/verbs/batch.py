@@ -17,6 +17,7 @@ from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
 from engine.common.config import HERE, BatchJob, BatchStart, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.falls import FALLS
 from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
 from engine.remote.job import OwnModel, endpoints_of, run_remote_job, run_remote_sample
@@ -155,6 +156,11 @@ def run(args: argparse.Namespace) -> int:
         return _on_a_cluster(args, prepared)
     if job.endpoints:
         return _at_endpoints(args, prepared)
+    if args.sharing == "auto":
+        from engine.checkpoint.library import resolve
+        from engine.tuning.batch_forecast import sharing_for
+
+        args.sharing = sharing_for(prepared, engine_config(args, str(resolve(args.model))))
     engine, _info = load_engine(args)
     try:
         if args.sample:
@@ -330,6 +336,7 @@ def _document(prepared: PreparedJob, ending: JobEnding, seconds: float) -> dict[
         "unkept": ending.unkept,
         "endpoints": [_place_document(place) for place in pace.places],
         "note": ending.note,
+        "gave_way": FALLS.note,
         "errors": str(ending.errors) if ending.errors is not None else None,
     }
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from engine.common.chat import ChatMessage, parts_with
 from engine.common.config import THINKINGS, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import is_remote
 from engine.verbs.models.progress import ProgressLine
@@ -398,6 +399,7 @@ def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str)
         "threads": info.threads,
         "device_note": info.device_note,
         "template_note": info.template_note,
+        "gave_way": FALLS.note,
     }
     emit(document, as_json=args.json, human="")  # the text has been streamed; this ends its line
     return 0

@@ -7,7 +7,16 @@ import re
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.common.config import CACHE_POLICIES, GRAPHS, GUESSES, KV_PRECISIONS, MISSES, PREFETCHES, EngineConfig
+from engine.common.config import (
+    CACHE_POLICIES,
+    GRAPHS,
+    GUESSES,
+    KV_PRECISIONS,
+    MISSES,
+    PREFETCHES,
+    SHARINGS,
+    EngineConfig,
+)
 from engine.formats import AUTO, FORMATS, PRECISIONS
 
 _UNITS = {
@@ -104,7 +113,7 @@ def breaker(text: str) -> str:
 def device_name(text: str) -> str:
     """A value of `EngineConfig.device`; whether the device exists is checked when a model is loaded."""
     if text in ("auto", "cpu", "cuda", "xpu", "mps") or re.fullmatch(
-        r"(cuda|xpu):\d+|emulated:[\w.-]+(\?host=(fixed|only))?", text, re.ASCII
+        r"(cuda|xpu):\d+(,\1:\d+)*|emulated:[\w.-]+(\?host=(fixed|only))?", text, re.ASCII
     ):
         return text
     raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda, xpu, mps or emulated:NAME")
@@ -144,6 +153,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="speculative decoding: answers that quote are drafted and checked together where that is faster; answers "
         "stay the same. heads: also loads a model's own layer for drafting (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5)",
     )
+    group.add_argument(
+        "--sharing",
+        choices=SHARINGS,
+        default="auto",
+        help="several cards: layers gives each a run of layers, experts each a part of every layer's experts",
+    )
     cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
     cache.add_argument(
         "--cache-slots", type=count, metavar="N", help="experts cached on each device (default: as many as fit)"
@@ -178,6 +193,7 @@ def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
         misses=args.misses,
         prefetch=args.prefetch,
         graphs=args.graphs,
+        sharing=args.sharing,
         speculation=args.speculation,
         kv_precision=args.kv_precision,
     )

@@ -157,7 +157,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.policy}, {plan.words(plan.precision)}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
         f"({speed.low:.3g} to {speed.high:.3g}), first token after {speed.ttft_s:.3g} s, "
         f"{speed.tokens_per_s:.3g} tokens/s in all",
-        *filter(None, [timing_text(speed)]),
+        *filter(None, [timing_text(speed), plan.sharing_words]),
         plan.bottleneck,
         plan.what_helps,
         "",

@@ -64,7 +64,7 @@ class PlanCard(Card):
         self.summary.setText(plan_summary(plan))
         self.bars.show_tiers(tier_bars(plan, look))
         warning = disk_warning(plan, look)
-        self.bottleneck.setText(f"{warning}\n{plan.bottleneck}" if warning else plan.bottleneck)
+        self.bottleneck.setText("\n".join(filter(None, (warning, plan.sharing_words, plan.bottleneck))))
         self.helps.setText(plan.what_helps)
         here = [one for one in plan.alternatives if one.runs_here][:3]
         if here:

@@ -53,7 +53,8 @@ def page_report(look: MachineLook | None, plan: Plan | None, result: TuningResul
             lines.append(f"  Disk: {memory(plan.disk_bytes)} of experts, read on demand")
         if plan.streamed_bytes:
             lines.append(f"  Disk: {memory(plan.streamed_bytes)} of layers, read for each token")
-        parts.append("\n".join([*lines, f"  {plan.bottleneck}", f"  {plan.what_helps}"]))
+        said = filter(None, (plan.sharing_words, plan.bottleneck, plan.what_helps))
+        parts.append("\n".join([*lines, *(f"  {each}" for each in said)]))
     if result is not None:
         parts.append(report_text(result))
     return "\n\n".join(parts) + "\n" if parts else ""

@@ -171,7 +171,7 @@ class WhatIfCard(Card):
             else:
                 words = self.tr("About {0} → about {1} tokens/s, {2} times as fast")
             text = words.format(figures(now) if before.timed_at else rough(now), rate, rough(times))
-        self._show(text, f"{plan_summary(after)}\n{after.bottleneck}")
+        self._show(text, "\n".join(filter(None, (plan_summary(after), after.sharing_words, after.bottleneck))))
         self.bars.show_tiers(tier_bars(after, None))
         self.bars.show()
 

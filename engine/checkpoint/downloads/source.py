@@ -29,6 +29,7 @@ from engine.checkpoint.hub.repository import RepoFile, file_url, place_of
 from engine.checkpoint.hub.token import read_token, set_aside
 from engine.checkpoint.mirror import mirrored_package
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.falls import passed_over
 
 
 @contextlib.contextmanager
@@ -66,7 +67,7 @@ def open_xet(found: Any, size: int, start: int, end: int, headers: dict[str, str
     def abort() -> None:
         # Not the stream's own `cancel`, which fails while another thread waits for bytes; nor the group's end as a
         # context, which raises after this.
-        with contextlib.suppress(Exception):
+        with passed_over("A line could not be given up"):
             group.abort()
 
     try:
@@ -536,7 +537,7 @@ def _at_most(response: httpx2.Response, count: int) -> Iterator[bytes]:
 def _cut(response: httpx2.Response) -> None:
     """Ends the line under an answer; a thread that waits for bytes of it wakes up."""
     stream: Any = response.extensions.get("network_stream")
-    with contextlib.suppress(Exception):  # closed meanwhile, or by a library that shows no socket
+    with passed_over("A line was closed already"):  # or by a library that shows no socket
         stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.planner.costs import Costs
+from engine.planner.costs import Cards, Costs
 from engine.planner.simulator.sweeps import CopyCost, LayerTimes
 
 
@@ -82,7 +83,7 @@ class PassCosts:
             attention_s=costs.cpu_attention(self.sequences, self.context, expanded=self.expanded_attention),
             card_attention_s=max(0.0, self._attention() - projections),
             experts_s=costs.gpu_experts(visits, used),
-            expert_s=costs.gpu_experts(visits * count / wanted),
+            expert_s=self._one_of(costs.gpu_experts(visits * count / wanted)),
             host_experts_s=costs.cpu_experts(visits, used),
             host_disk_s=costs.disk(used * costs.expert_bytes * self.disk_share) if self.disk_share else 0.0,
             queries=_to_ram(costs, 2.0 * self.rows * states),
@@ -91,7 +92,7 @@ class PassCosts:
             cache=_to_card(costs, cached * (1 - policy.cached)),
             new_cache=_to_ram(costs, leaving),
             dense=self._weights(costs.card_layer_bytes * away),
-            expert=self._weights(costs.expert_bytes * away),
+            expert=self._weights(costs.expert_bytes * away, costs.h2d_of_experts),
             experts=model.experts,
             wanted=wanted,
             hot=min(model.experts_per_token, wanted),
@@ -104,9 +105,14 @@ class PassCosts:
             return self.costs.gpu_layer(self.rows, self.context / 2, prompts=self.sequences)
         return self.costs.gpu_layer(self.rows, self.context)
 
-    def _weights(self, nbytes: float) -> CopyCost:
+    def _one_of(self, seconds: float) -> float:
+        """Of one expert after another, where each card computes its own."""
+        return seconds / self.costs.expert_cards if self.costs.cards is Cards.EXPERTS else seconds
+
+    def _weights(self, nbytes: float, copied: Callable[..., float] | None = None) -> CopyCost:
         disk_s = self.costs.disk(nbytes * self.disk_share) if self.disk_share else 0.0
-        return CopyCost(self.costs.h2d(nbytes, pinned=self.pinned), nbytes, disk_s) if nbytes else CopyCost()
+        copied = copied or self.costs.h2d
+        return CopyCost(copied(nbytes, pinned=self.pinned), nbytes, disk_s) if nbytes else CopyCost()
 
 
 def _to_card(costs: Costs, nbytes: float) -> CopyCost:

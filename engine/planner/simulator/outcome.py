@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.planner.costs import Cards
 from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.simulator.timeline import LANES, Span, Timeline
 
@@ -23,6 +24,7 @@ class Outcome:
         utilisation: share of the simulated time that each lane was busy.
         slots, ways: of the expert cache.
         batch: the policy if sequences run together.
+        cards: how several cards share the model.
         spans: of the part that was simulated span by span; repeated layers and steps appear once.
     """
 
@@ -39,6 +41,7 @@ class Outcome:
     slots: int = 0
     ways: int = 0
     batch: OffloadPolicy | None = None
+    cards: Cards = Cards.LAYERS
 
     @property
     def tokens_per_s(self) -> float:

@@ -99,6 +99,7 @@ class RequestSimulation:
         if not prefill and self.uses > uses:
             missed = 1 - (self.hits - hits) / (self.uses - uses)
             self._miss_ratio += _NEWEST * (missed - self._miss_ratio)
+        at = self._timeline.run("small_copy", costs.pass_on(rows), "cards", at, step=step)
         wanted = prompts or rows
         if self._strategy.host_only:
             return self._timeline.run("cpu_experts", costs.cpu_head(wanted), "head", at, step=step)

@@ -13,7 +13,7 @@ from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
-from engine.common.config import BatchJob
+from engine.common.config import BatchJob, Sharing
 from engine.common.errors import EngineError
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
@@ -191,7 +191,9 @@ def predicted_after(
 def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Probe | None = None) -> JobPlan:
     """As `plan_job`, for rows whose lengths are known."""
     found = found or probe()
-    card = loaded.devices.devices[0] if loaded.devices is not None and len(loaded.devices.devices) == 1 else None
+    cards = loaded.devices.devices if loaded.devices is not None else ()
+    is_shared = loaded.devices is not None and bool(loaded.devices.experts.ways)
+    card = cards[0] if len(cards) == 1 or is_shared else None
     name = "" if card is None else card.name.partition("#")[0]
     measured = load_measurements(found, name)
     precision = loaded.info.precision
@@ -209,10 +211,13 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
         return JobPlan(policy, rows, predicted)
     if card is None:
         return JobPlan(policy_for(loaded), rows, None)
-    memory = card.memory.total
+    memory = min(each.memory.total for each in cards)
     if machine.gpu is None and name.startswith(EMULATED):
         machine = with_emulated(machine, name, memory)  # not measured: values of its profile
-    limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision)
+    if machine.gpu is not None:
+        machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)))
+    sharing: Sharing = "experts" if is_shared else "auto"
+    limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
     best = best_batch(machine, shape, limits, precision, rows)
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)

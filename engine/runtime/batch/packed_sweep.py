@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.common import clock
+from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
 from engine.planner.schedules import HYBRID, Schedule
@@ -28,6 +29,8 @@ from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
 
 _log = logging.getLogger(__name__)
+
+_PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,12 +93,23 @@ class PackedModel:
         elif loaded.kernels is not None and loaded.device.type == "cpu":
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
         if policy.schedule is not HYBRID:
-            with suppress(LookupError, DeviceMemoryError):  # then experts are computed as in a chat
-                self._pipeline = DevicePipeline(loaded, self._layers, self._states)
+            self._pipeline = self._opened_pipeline()
         self.page_bytes = self._states.page_bytes(self._kv_type)
         """Of all layers."""
         self.pages = max(1, policy.kv_bytes // self.page_bytes)
         """Pages that fit into the budget."""
+
+    def _opened_pipeline(self) -> DevicePipeline | None:
+        """None where experts are computed as in a chat; where some of them come over a link, it is said why."""
+        if not self._loaded.caches:
+            return None
+        try:
+            pipeline = DevicePipeline(self._loaded, self._layers, self._states)
+        except (LookupError, DeviceMemoryError) as error:
+            FALLS.say(_PIPELINE, _AS_CHATS, str(error))
+            return None
+        FALLS.is_over(_PIPELINE)
+        return pipeline
 
     def layer_pages(self) -> list[PagedLayer]:
         """The pages of each layer, if what they hold is what the model's own cache would; else none."""
@@ -133,6 +147,7 @@ class PackedModel:
         self._micro_batch_tokens = tokens
         if not is_less and self._pipeline is not None:
             self.close()
+            FALLS.say(_PIPELINE, _AS_CHATS, "a sweep found no memory on the card beside two layers")
             is_less = True
         _log.info("a sweep found no memory: %d tokens at once, %d bytes of buffers freed", tokens, freed)
         return is_less

@@ -25,6 +25,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from engine.common.errors import EngineError
+from engine.common.falls import FALLS
 from engine.devices.device import Capture, Device, Graph
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.experts.card_tokens import CardTokens
@@ -379,7 +380,7 @@ class GraphedSteps:
 
     def _refuse(self, why: str) -> None:
         self.refused = why
-        _log.info("decode steps are not captured as graphs on %s: %s", self._device.name, why)
+        FALLS.say(f"The graph of decode steps on {self._device.name}", "operators launched one by one", why)
 
     def _forget_step(self) -> None:
         if self._step is not None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from engine.common.footprint import activation_token_bytes
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.dispatcher import STEP_ELEMENTS, HybridExperts
+from engine.experts.dispatcher import STEP_ELEMENTS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import OnCpu
+from engine.experts.shared import parts_of
 from engine.runtime.kv.growing import grown_capacity
 from engine.runtime.loaded_model import LoadedModel
 
@@ -70,7 +71,7 @@ class PromptPieces:
         self._loaded = loaded
         caches = loaded.caches
         bound = [module.__dict__.get(BANK_LAYER) for module in loaded.model.modules()] if caches else []
-        self._experts = [each[1] for each in bound if each is not None and isinstance(each[1], HybridExperts)]
+        self._experts = [experts for each in bound if each is not None for experts in parts_of(each[1])]
         config = loaded.model.config.get_text_config()
         width = int(getattr(config, "hidden_size", 0))
         per_token = max(1, loaded.info.experts_per_token)

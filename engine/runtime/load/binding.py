@@ -12,6 +12,7 @@ import torch
 
 from engine.common.config import CacheSettings, Misses
 from engine.common.footprint import KV_TOKENS
+from engine.devices.between import Between
 from engine.devices.device import Device
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer
@@ -36,7 +37,8 @@ from engine.experts.prediction.target import (
     over_link,
 )
 from engine.experts.record import HugePages, RecordLayout
-from engine.experts.record_source import RecordSource
+from engine.experts.record_source import PartOfRecords, RecordSource
+from engine.experts.shared import Part, SharedExperts, SharedPrefetch, Ways
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
@@ -49,7 +51,7 @@ from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
 from engine.kernels.native.linear import formats_of_linears, quantise_linears, speed_up_linears
-from engine.planner.placement import cache_slots
+from engine.planner.placement import cache_slots, expert_ranges
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
 from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from engine.runtime.load.devices import DeviceExperts
@@ -111,6 +113,9 @@ def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
     experts = [site.num_experts for site in able]
     known = load_popularity(key, experts)
     bound = open_caches(plan, parts, able, budgets, known)
+    if plan.placement.shares:
+        _bind_shared(plan, parts, bound, experts, known)
+        return
     if cache.misses == "layer":
         bind_whole_layers(bound, held)
         return
@@ -126,6 +131,35 @@ def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
         layer.observer = uses
     if held.tokens is not None:
         held.tokens.observer = uses
+    if known is not None:
+        fill_caches(bound, known)
+
+
+def _bind_shared(
+    plan: Plan, parts: LoadingParts, bound: Sequence[BoundLayer], experts: list[int], known: Popularity | None
+) -> None:
+    """Every layer's experts are on all cards: each module is computed by parts of it, one on each."""
+    held, foresight = parts.devices.experts, parts.foresight
+    assert foresight is not None
+    home = held.devices[0]
+    for device in held.devices[1:]:
+        ways = Ways(Between(home, device), Between(device, home))
+        held.ways.append(ways)
+        for way in (ways.there, ways.back):
+            way.measure()
+    made = _hybrids(bound, held, plan.cache.misses)
+    of_device = {device.name: ways for device, ways in zip(held.devices, [None, *held.ways], strict=True)}
+    foresight.prefetcher = _prefetcher_of_parts(plan, bound)
+    uses = UseCounts(experts, foresight.prefetcher)
+    foresight.keep_uses(plan.file.key, uses, known)
+    for site in dict.fromkeys(layer.site.name for layer in bound):
+        mine = [(layer, each) for layer, each in zip(bound, made, strict=True) if layer.site.name == site]
+        shared = SharedExperts(
+            [Part(each, layer.own, of_device[layer.place.cache.device.name]) for layer, each in mine],
+            mine[0][0].number,
+            uses,
+        )
+        setattr(mine[0][0].site.module, BANK_LAYER, (ComputedOn(home.torch_device), shared))
     if known is not None:
         fill_caches(bound, known)
 
@@ -154,18 +188,20 @@ class BoundLayer:
 
     Attributes:
         number: among all that are on devices.
+        own: its experts, where devices share those of each layer; else all.
         latency: what is known of how long its experts take.
     """
 
     site: ExpertsSite
     number: int
+    own: range
     place: Place
     make_kernel: KernelMaker
     latency: LatencyModel
 
 
 def _records_in_ram(
-    site: ExpertsSite, parts: LoadingParts, device: Device
+    site: ExpertsSite, parts: LoadingParts, device: Device, own: range
 ) -> tuple[BankLayer, ExpertKernel, RecordSource]:
     """(what the CPU's kernel sees, that kernel, the source): all records of a module, or as many as have slots."""
     assert parts.bank is not None
@@ -176,7 +212,8 @@ def _records_in_ram(
         kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
         return seen, kernel, over_disk.source(site, kernel)
     kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
-    return held, kernel, RecordSource(held, kernel)
+    whole = len(own) == site.num_experts
+    return held, kernel, RecordSource(held, kernel) if whole else PartOfRecords(held, kernel, own)
 
 
 def open_caches(
@@ -201,33 +238,49 @@ def open_caches(
     numbers = {site.name: number for number, site in enumerate(sites)}
     bound: list[BoundLayer] = []
     for index, device in enumerate(held.devices):
-        mine = [site for site in sites if plan.layers.of(site.name) == index]
+        own = {site.name: found for site in sites if (found := _own(plan, site, index))}
+        mine = [site for site in sites if site.name in own]
         groups: dict[RecordLayout, list[ExpertsSite]] = {}
         for site in mine:
             groups.setdefault(site.layout, []).append(site)
-        total = sum(site.nbytes for site in mine)
+        total = sum(len(own[site.name]) * site.layout.nbytes for site in mine)
         for group in groups.values():
-            share = sum(site.nbytes for site in group) / total
-            uses = popularity.of([numbers[site.name] for site in group]) if popularity is not None else None
-            cache = _open_cache(held, device, group, plan.cache, int(budgets[index] * share), share, uses)
+            each = [own[site.name] for site in group]
+            share = sum(map(len, each)) * group[0].layout.nbytes / total
+            known = popularity.part([numbers[site.name] for site in group], each) if popularity is not None else None
+            uses = known.of(range(len(group))) if known is not None else None
+            most = max(map(len, each))
+            cache = _open_cache(held, device, group, most, plan.cache, int(budgets[index] * share), share, uses)
             held.add(index, cache)
             makers: dict[object, KernelMaker] = {}
             latency: LatencyModel | None = None
             for layer, site in enumerate(group):
-                seen, kernel, source = _records_in_ram(site, parts, first)
+                seen, kernel, source = _records_in_ram(site, parts, first, own[site.name])
                 make = makers.setdefault(_kernel_kind(site.module), _maker(site.module, held.kernels, device))
                 if latency is None:
                     latency = _latency(device, seen, kernel, make, parts.kernels, plan.file.dtype)
-                bound.append(BoundLayer(site, numbers[site.name], Place(cache, layer, source), make, latency))
+                place = Place(cache, layer, source)
+                bound.append(BoundLayer(site, numbers[site.name], own[site.name], place, make, latency))
     return sorted(bound, key=lambda layer: layer.number)
 
 
-def bind_to_devices(
-    bound: Sequence[BoundLayer],
-    held: DeviceExperts,
-    misses: Misses,
-) -> list[HybridExperts]:
+def _own(plan: Plan, site: ExpertsSite, index: int) -> range:
+    """A module's experts that are the device's of this index."""
+    if plan.placement.shares:
+        return expert_ranges(site.num_experts, plan.placement.shares)[index]
+    return range(site.num_experts if plan.layers.of(site.name) == index else 0)
+
+
+def bind_to_devices(bound: Sequence[BoundLayer], held: DeviceExperts, misses: Misses) -> list[HybridExperts]:
     """Lets every experts module be computed where `open_caches` has put it, by what is returned for each."""
+    made = _hybrids(bound, held, misses)
+    for layer, experts in zip(bound, made, strict=True):
+        setattr(layer.site.module, BANK_LAYER, (ComputedOn(experts.device.torch_device), experts))
+    return made
+
+
+def _hybrids(bound: Sequence[BoundLayer], held: DeviceExperts, misses: Misses) -> list[HybridExperts]:
+    """What computes each of these on its device and the CPU, in this order."""
     made: list[HybridExperts] = []
     activations = {activations.device.name: activations for activations in held.activations}
     for layer in bound:
@@ -243,7 +296,6 @@ def bind_to_devices(
             number=layer.number,
         )
         made.append(experts)
-        setattr(layer.site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
     for cache in {id(experts.cache): experts.cache for experts in made}.values():
         for experts, after in pairwise([each for each in made if each.cache is cache]):
             experts.after, after.prompts = after, experts.prompts
@@ -319,6 +371,27 @@ def _prefetcher_of_devices(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetche
     )
 
 
+def _prefetcher_of_parts(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetcher | None:
+    """The same over the caches of devices that share each layer's experts."""
+    if plan.cache.misses == "off" or not any(layer.place.cache.slots for layer in bound):
+        return None
+    parts: dict[str, list[BoundLayer]] = {}
+    for layer in bound:
+        parts.setdefault(layer.place.cache.device.name, []).append(layer)
+    cards, latency = list(parts.values()), bound[0].latency
+    caches = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
+    return _prefetcher(
+        plan,
+        [layer.site for layer in cards[0]],
+        SharedPrefetch(
+            [VramPrefetch([layer.place for layer in card]) for card in cards],
+            [[layer.own for layer in card] for card in cards],
+        ),
+        lambda: over_link(latency, [cache.counters for cache in caches]),
+        list(range(len(cards[0]))) if plan.cache.ways is not None else [0] * len(cards[0]),
+    )
+
+
 def _prefetcher_of_ram(plan: Plan, bank: DiskBackedBank) -> Prefetcher | None:
     """A prefetcher over the slots in RAM of a bank on disk, which layers of one layout share."""
     layouts = [site.layout for site in plan.on_disk]
@@ -359,8 +432,12 @@ def _prefetcher(
 
 def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:
     """Brings the experts that were used most before, as many as there are slots for (Fiddler's placement)."""
-    for number, expert in popularity.ranked():
-        place = bound[number].place
+    of_layer: dict[int, list[BoundLayer]] = {}
+    for layer in bound:
+        of_layer.setdefault(layer.number, []).append(layer)
+    for number, used in popularity.ranked():
+        layer = next(layer for layer in of_layer[number] if used in layer.own)
+        place, expert = layer.place, used - layer.own.start
         cache = place.cache
         if not cache.free_slots(place.layer):
             continue
@@ -377,14 +454,14 @@ def _open_cache(
     held: DeviceExperts,
     device: Device,
     group: list[ExpertsSite],
+    experts: int,
     settings: CacheSettings,
     budget: int,
     share: float,
     uses: dict[Key, float] | None,
 ) -> VramCache:
-    """As many slots as the budget allows, or as were asked for."""
+    """As many slots as the budget allows, or as were asked for; `experts` is the most of any layer."""
     layout, layers = group[0].layout, len(group)
-    experts = max(site.num_experts for site in group)
     slots, staging, wanted = cache_slots(budget, layout.nbytes, layers * experts, share, settings)
     if settings.slots and slots < wanted and settings.misses != "layer":
         held.shortages.append(f"There is room for only {slots} experts on {device.name}.")

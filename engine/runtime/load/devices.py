@@ -12,6 +12,7 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory, Reservation
 from engine.experts.activations import Activations
 from engine.experts.card_tokens import CardTokens
+from engine.experts.shared import Ways
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers
 from engine.kernels.native.library import NativeKernels
@@ -27,6 +28,7 @@ class DeviceExperts:
         caches: of each device, one for each layout of records.
         activations: of each device, on their way.
         layer_buffers: in place of caches, where whole layers are fetched.
+        ways: between the first device and each of the others, where they share each layer's experts.
         kernels: the native ones that compute for emulated devices.
         tokens: those that a device computes by itself, if it does.
         shortages: sentences for the user about what did not fit when the model was loaded.
@@ -38,6 +40,7 @@ class DeviceExperts:
     kernels: NativeKernels | None = None
     tokens: CardTokens | None = None
     layer_buffers: list[LayerBuffers] = field(default_factory=list)
+    ways: list[Ways] = field(default_factory=list)
     shortages: list[str] = field(default_factory=list)
     _wanted: dict[int, int] = field(default_factory=dict)
 
@@ -115,6 +118,9 @@ class DeviceExperts:
         for buffers in self.layer_buffers:
             buffers.close()
         self.layer_buffers = []
+        for ways in self.ways:
+            ways.close()
+        self.ways = []
         for cache in self.all_caches:
             cache.close()
         for activations in self.activations:

@@ -54,6 +54,12 @@ class Popularity:
             for expert, count in enumerate(self.counts[number])
         }
 
+    def part(self, numbers: Sequence[int], experts: Sequence[range]) -> Popularity:
+        """Of some experts of these layers."""
+        return Popularity(
+            [self.counts[number][own.start : own.stop] for number, own in zip(numbers, experts, strict=True)]
+        )
+
     def ranked(self) -> Iterator[tuple[int, int]]:
         """(layer, expert), most used first."""
         everyone = [

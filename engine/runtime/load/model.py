@@ -16,6 +16,7 @@ import torch
 from engine.common.collector import without_collector
 from engine.common.config import EngineConfig
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.falls import FALLS
 from engine.common.footprint import FEWEST_KV_TOKENS, LONG_TOKENS, chunk_tokens_in_ram
 from engine.common.model_info import ModelInfo
 from engine.common.sizes import rounded_down, rounded_up
@@ -97,6 +98,7 @@ def load_model(
         EngineError: the checkpoint, the machine or the request does not allow it; the message says why.
         RequestCancelled: `cancelled()` was true; everything allocated has been freed.
     """
+    FALLS.clear()
     set_threads(config.threads)  # before devices are opened: their threads take torch's number over
     said = ""
     for attempt in range(_ATTEMPTS + 1):
@@ -374,6 +376,11 @@ def placement_note(note: Note) -> str:
         return (
             f"Runs on the CPU: with its experts, all of which have to lie there, the model needs {needed} of "
             f"{note.device}, of which {room} can be used."
+        )
+    if note.code is NoteCode.SHARED_BY_LAYERS:
+        return (
+            f"The cards share layers instead of each layer's experts: for those {needed} would have to be there, and "
+            f"{room} can be used."
         )
     finer = "what the file holds" if note.instead_of == STORED else note.instead_of
     begin = f"Weights are in {note.precision}, because {finer} needs {needed}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -11,6 +10,7 @@ from engine.batch_files.rows import Constraint
 from engine.common.chat import ChatMessage, PromptEnd, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
+from engine.common.falls import passed_over
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.generation import TokenConstraint
@@ -187,7 +187,7 @@ class LiveRows:
         if not self._is_shared:
             self._scheduler.close()
             return
-        with suppress(Exception):  # it has been told to everybody then
+        with passed_over("Requests ended while closing"):  # everybody has been told then
             self._scheduler.serve(lambda: not self._under_way)
 
     def _submit(self, request: BatchRequest, on_answer: AnswerCallback) -> None:

@@ -21,6 +21,7 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.falls import FALLS
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
@@ -274,7 +275,7 @@ class Scheduler:
         if self._has_news():
             assert devices is not None
             devices.heed()
-        note = devices.note if devices is not None else ""
+        note = " ".join(filter(None, (devices.note if devices is not None else "", FALLS.note)))
         if note != self._note:
             self._note = note
             self._on_note(note)

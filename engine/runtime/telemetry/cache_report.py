@@ -8,11 +8,12 @@ from typing import Any
 import numpy as np
 import psutil
 
+from engine.common.falls import FALLS
 from engine.common.kept_context import kept_context_settings
 from engine.experts.cache.tier import CacheSnapshot
-from engine.experts.dispatcher import HybridExperts
 from engine.experts.file_image import dropped_note
 from engine.experts.latency import LatencyModel
+from engine.experts.shared import parts_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.experts import ExpertUses, NumberedLayer
 from engine.telemetry.lanes import CPU_EXPERTS, DECODE, DISK, READ
@@ -78,7 +79,10 @@ class CacheReporter:
             ),
             memory=memory_parts(self._loaded, self._kv_bytes()),
             note=" ".join(
-                filter(None, (prediction.note if prediction is not None else "", self._kept_note(), dropped_note()))
+                filter(
+                    None,
+                    (prediction.note if prediction is not None else "", self._kept_note(), dropped_note(), FALLS.note),
+                )
             ),
         )
 
@@ -93,7 +97,7 @@ class CacheReporter:
         snapshots = [cache.snapshot() for cache in caches]
         counters = [cache.counters for cache in caches]
         slots = sum(cache.slots for cache in caches)
-        every = sum(layer.experts for layer in self._layers if isinstance(layer.kernel, HybridExperts))
+        every = sum(layer.experts for layer in self._layers if parts_of(layer.kernel))
         hits, misses = int(tokens["hits"].sum()), int((tokens["fetched"] + tokens["on_cpu"]).sum())
         notes = [cache.note for cache in caches if cache.note is not None]
         record = sum(cache.layout.nbytes * max(cache.slots, 1) for cache in caches) // max(slots, len(caches))
@@ -154,7 +158,7 @@ class CacheReporter:
         return 0.0, 0.0
 
     def _latency(self) -> LatencyModel | None:
-        return next((layer.kernel.latency for layer in self._layers if isinstance(layer.kernel, HybridExperts)), None)
+        return next((experts.latency for layer in self._layers for experts in parts_of(layer.kernel)), None)
 
     def _renew_curve(self) -> None:
         """Costs tens of milliseconds, so only where there is a cache and enough that is new."""

@@ -23,7 +23,8 @@ from engine.telemetry.records import Records
 
 @dataclass
 class LinkBytes:
-    """Payload that has crossed the links of some devices since `listen`; every copy tells, so nothing is left out."""
+    """Payload that has crossed the links of some devices since `listen`; every copy tells, so nothing is left out.
+    What comes from another card counts as to the device."""
 
     h2d: int = 0
     d2h: int = 0
@@ -58,7 +59,7 @@ class LinkBytes:
         counts = self._streams.get(copy.stream)
         if counts is None:
             return
-        if copy.direction == "h2d":
+        if copy.direction in ("h2d", "p2p"):
             counts[0] += copy.nbytes
         elif copy.direction == "d2h":
             counts[1] += copy.nbytes

@@ -60,6 +60,7 @@ def _fit(args: argparse.Namespace) -> int:
     document |= {
         "fits": True,
         "why": plan.bottleneck,
+        "sharing": plan.sharing_words,
         "precision": plan.precision,
         "policy": plan.policy,
         "decode_tokens_per_s": speed.decode_tokens_per_s,
@@ -83,7 +84,7 @@ def _fit(args: argparse.Namespace) -> int:
             f"{_YES[verdict_of(speed.decode_tokens_per_s)]}: about {speed.decode_tokens_per_s:.3g} tokens/s "
             f"({speed.low:.3g} to {speed.high:.3g}), "
             f"{plan.words(plan.precision)}, first token after {speed.ttft_s:.2g} s.\n"
-            + "".join(f"{line}\n" for line in [timing_text(speed) or origin] if line)
+            + "".join(f"{line}\n" for line in [timing_text(speed) or origin, plan.sharing_words] if line)
             + f"{plan.bottleneck}\n{plan.what_helps}"
         ),
     )

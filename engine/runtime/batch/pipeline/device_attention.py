@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
+from engine.common.falls import passed_over
 from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.library import NativeKernels
@@ -161,7 +161,7 @@ class DeviceAttention:
     def settle(self) -> None:
         """Waits until no work is left, whether it succeeds or fails."""
         for future in self._under_way:
-            with contextlib.suppress(Exception):
+            with passed_over("Attention under way was given up"):
                 future.result().wait()
         self._under_way = []
 

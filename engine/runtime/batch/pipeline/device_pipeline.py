@@ -22,6 +22,7 @@ from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAtte
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
 from engine.runtime.batch.pipeline.parts import PartsTimer
+from engine.runtime.batch.pipeline.shared_experts import SharedLayerExperts
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
 
@@ -41,19 +42,27 @@ class DevicePipeline:
         states: the pages of the model's attention modules.
 
     Raises:
-        LookupError: the model's experts are not loaded to a single device, layer by layer.
-        DeviceMemoryError: the device has no room for two layers.
+        LookupError: the model's experts are neither loaded to a single device nor shared by several, layer by layer.
+        DeviceMemoryError: a device has no room for two layers.
     """
 
     def __init__(self, loaded: LoadedModel, layers: DecoderLayers, states: PagedStates) -> None:
-        if loaded.devices is None or len(loaded.devices.devices) != 1:
-            raise LookupError("the model is not on one device")
+        if loaded.devices is None:
+            raise LookupError("the model is on no device")
+        if any(loaded.devices.layers.of_layer):
+            raise LookupError(
+                "the cards share layers: a layer's experts come over one link, with --sharing experts over all"
+            )
         self._layers, self._states = layers, states
         self._held = loaded.devices.experts
         self.device: Device = loaded.devices.devices[0]
         config = loaded.model.config.get_text_config(decoder=True)
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
-        self.experts = LayerExperts(self.device, self._held, layers, self.experts_per_token)
+        self.experts: LayerExperts | SharedLayerExperts
+        if len(loaded.devices.devices) == 1:
+            self.experts = LayerExperts(self._held, layers, self.experts_per_token)
+        else:
+            self.experts = SharedLayerExperts(self._held, layers, self.experts_per_token)
         self.timer: PartsTimer | None = None
         """If set, times the parts of sweeps instead of running their schedules."""
         # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
@@ -147,8 +156,9 @@ class DevicePipeline:
     def _abort(self) -> None:
         self._attention.settle()
         self._device_attention.settle()
-        with contextlib.suppress(EngineError):
-            self.device.recover()
+        for device in self._held.devices:
+            with contextlib.suppress(EngineError):
+                device.recover()
         self.experts.forget()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 
 from engine.common import clock
+from engine.common.falls import passed_over
 from engine.devices.device import Device, Direction, Event, Stream
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import Pieces
@@ -151,7 +151,7 @@ class HostAttention:
     def settle(self) -> None:
         """Waits until no work is left, whether it succeeds or fails."""
         for future in self._under_way:
-            with contextlib.suppress(Exception):
+            with passed_over("Attention under way was given up"):
                 future.result().wait()
         self._under_way = []
 

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.devices.device import Device, Event
+from engine.devices.device import Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import BANK_LAYER, compute_experts
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.misses import MIXED
 from engine.experts.partial_sums import PartialSums, Routing
 from engine.experts.prediction.predictors import BatchCorrelation
+from engine.experts.shared import parts_of
 from engine.experts.whole_layer import Half, LayerBuffers
 from engine.runtime.batch.layers import DecoderLayers
 from engine.runtime.batch.pipeline.layer_run import ExpertsCall
@@ -36,7 +37,7 @@ class LayerExperts:
     The buffers take their memory from the expert caches and return it at the end.
 
     Args:
-        held: the expert caches of the device.
+        held: the expert caches of all devices; card: the index of this one.
 
     Attributes:
         sites: experts modules by identity.
@@ -48,9 +49,10 @@ class LayerExperts:
         DeviceMemoryError: the device has no room for two layers.
     """
 
-    def __init__(self, device: Device, held: DeviceExperts, layers: DecoderLayers, per_token: int) -> None:
-        self.device, self._held, self._per_token = device, held, per_token
-        self.sites, self._first_of = sites_of(layers)
+    def __init__(self, held: DeviceExperts, layers: DecoderLayers, per_token: int, card: int = 0) -> None:
+        self.device = device = held.devices[card]
+        self._held, self._per_token, self._card = held, per_token, card
+        self.sites, self._first_of = sites_of(layers, card)
         modules = [site.experts for site in self.sites.values()]
         layouts = {experts.cache.layout for experts in modules}
         if len(layouts) != 1 or any(experts.mode != MIXED for experts in modules):
@@ -58,7 +60,7 @@ class LayerExperts:
         layout, self.most = layouts.pop(), max(experts.source.num_experts for experts in modules)
         missing = 2 * self.most * layout.nbytes - device.memory.free
         if missing > 0:
-            held.give_back(0, missing)
+            held.give_back(card, missing)
         try:
             self._buffers = LayerBuffers(device, layout, [experts.source for experts in modules])
         except DeviceMemoryError:
@@ -176,7 +178,7 @@ class LayerExperts:
         """Takes device memory from the cache, including residents; returns the bytes freed."""
         self.device.compute_stream.synchronize()
         self._residents.release_all()
-        return self._held.give_back(0, nbytes)
+        return self._held.give_back(self._card, nbytes)
 
     def forget(self) -> None:
         """Drops all state after a failure or an abandoned sweep, once the streams have recovered."""
@@ -208,11 +210,11 @@ class LayerExperts:
     def _rows(self, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         shape = (weights.numel(), hidden.shape[1])
         try:
-            return self._held.activations[0].rows(shape, hidden.dtype)
+            return self._held.activations[self._card].rows(shape, hidden.dtype)
         except DeviceMemoryError as refused:
             if not self.give_back(refused.asked):
                 raise
-        return self._held.activations[0].rows(shape, hidden.dtype)
+        return self._held.activations[self._card].rows(shape, hidden.dtype)
 
     def _routings(self, calls: Sequence[ExpertsCall]) -> list[tuple[int, Routing]]:
         """(number of the site, which tokens use which expert) of calls of one layer; empty without calls."""
@@ -230,7 +232,7 @@ class LayerExperts:
         return next(number for number in cycle if number is not None)
 
 
-def sites_of(layers: DecoderLayers) -> tuple[dict[int, Site], list[int | None]]:
+def sites_of(layers: DecoderLayers, card: int = 0) -> tuple[dict[int, Site], list[int | None]]:
     """(experts modules by identity, number of each layer's experts if it has any)."""
     sites: dict[int, Site] = {}
     first_of: list[int | None] = []
@@ -244,9 +246,10 @@ def sites_of(layers: DecoderLayers) -> tuple[dict[int, Site], list[int | None]]:
         if len(found) > 1:
             raise LookupError("a layer has several sets of experts")
         for module, experts in found:
-            if not isinstance(experts, HybridExperts):
+            parts = parts_of(experts)
+            if len(parts) <= card:
                 raise LookupError("its experts are not loaded to a device")
-            sites[id(module)] = Site(len(sites), experts)
+            sites[id(module)] = Site(len(sites), parts[card])
     if not sites:
         raise LookupError("it has no experts")
     return sites, first_of

@@ -1,0 +1,252 @@
+"""One layer's experts on several cards: each computes those that it has, at the same time, and the first adds up.
+
+Every card has a narrower layer, with a cache, staging slots and a link of its own.  The routing is brought to the host
+once, for all of them; hidden states go to the other cards and sums come back, 32 bits wide, directly or through the
+host.
+What a card misses is the host's or its link's, as on one card; the host serves one card's misses after the other's,
+once all cards have been given what they can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engine.devices.between import Between
+from engine.devices.device import Event, upload
+from engine.devices.memory_budget import DeviceMemoryError
+from engine.experts.dispatcher import BUNDLED_BYTES, DECODE_TOKENS, HybridExperts, Working
+from engine.experts.executor import StepObserver
+from engine.experts.prediction.target import VramPrefetch
+from engine.telemetry import lanes
+
+
+@dataclass(frozen=True)
+class Ways:
+    """Between the first card and another one, either way; all layers use them in turn."""
+
+    there: Between
+    back: Between
+
+    def forget(self) -> None:
+        """After a failure."""
+        for way in (self.there, self.back):
+            way.forget()
+
+    def close(self) -> None:
+        """Frees their buffers."""
+        for way in (self.there, self.back):
+            way.close()
+
+
+@dataclass(frozen=True)
+class Part:
+    """A card's part of a layer.
+
+    Attributes:
+        own: its experts, by the layer's numbers.
+        ways: to the card and back; None for the first.
+    """
+
+    experts: HybridExperts
+    own: range
+    ways: Ways | None
+
+
+class SharedExperts:
+    """An `ExpertKernel` for one layer; see above.
+
+    Args:
+        parts: of the cards in order, the first one's first.
+        number: of the layer, for the observer.
+
+    Attributes:
+        observer: observes decode steps; may be set later.
+    """
+
+    records_itself = True
+
+    def __init__(self, parts: Sequence[Part], number: int, observer: StepObserver | None = None) -> None:
+        self.parts, self._number, self.observer = tuple(parts), number, observer
+        self.num_experts = sum(len(part.own) for part in parts)
+        self._home = parts[0].experts
+        for part in parts:
+            part.experts.is_part, part.experts.first = True, part.own.start
+
+    def number_in_model(self, number: int) -> None:
+        """See `ExpertExecutor.number_in_model`."""
+        for part in self.parts:
+            part.experts.number_in_model(number)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """See `engine.kernels.interface.ExpertKernel`; all three are on the first card.
+
+        Raises:
+            EngineError: a card failed, or an expert could not be read.  Nothing stays pinned.
+        """
+        return self._call(hidden_states, top_k_index, top_k_weights, misses_on_cpu=False)
+
+    def with_misses_on_cpu(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """As `__call__`, but computes all misses on the CPU and does not change the caches."""
+        return self._call(hidden, index, weights, misses_on_cpu=True)
+
+    def _call(
+        self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *, misses_on_cpu: bool
+    ) -> torch.Tensor:
+        if not index.numel():
+            return torch.zeros_like(hidden)
+        under_way: list[tuple[Part, Working]] = []
+        try:
+            return self._computed(hidden, index, weights, under_way, misses_on_cpu=misses_on_cpu)
+        except BaseException:
+            for _, step in under_way:
+                step.close()
+            for part in self.parts:
+                if part.ways is not None:
+                    part.ways.forget()
+            raise
+
+    def _computed(
+        self,
+        hidden: torch.Tensor,
+        index: torch.Tensor,
+        weights: torch.Tensor,
+        under_way: list[tuple[Part, Working]],
+        *,
+        misses_on_cpu: bool,
+    ) -> torch.Tensor:
+        hidden = hidden.contiguous()
+        tensors = [index, weights, *([hidden] if hidden.nbytes <= BUNDLED_BYTES else [])]
+        on_host, shares, *rest = self._home.activations.bundle_to_host(tensors)
+        landed = rest[0] if rest else None
+        used = on_host[on_host < self.num_experts].unique().tolist()
+        # The first one comes last: it computes while the others' sums travel.
+        for part in (*self.parts[1:], self.parts[0]):
+            if part.ways is not None and not any(expert in part.own for expert in used):
+                continue
+            experts = part.experts
+            mine = on_host - part.own.start
+            mine = mine.masked_fill((mine < 0) | (mine >= len(part.own)), len(part.own))
+            there, gates = hidden, weights
+            if part.ways is not None:
+                there, arrived = _carried(part.ways.there, experts, hidden, landed)
+                gates = upload(shares.clone(), experts.device.torch_device)
+                experts.device.compute_stream.wait(arrived)
+            under_way.append((part, experts.part(there, mine, gates, landed, misses_on_cpu=misses_on_cpu)))
+        results: list[torch.Tensor | None] = []
+        promised_s = 0.0
+        for part, step in under_way:
+            part.experts.promised_s = promised_s
+            results.append(_begun(step))
+            promised_s += part.experts.own_s
+        if self.observer is not None and len(index) <= DECODE_TOKENS and not misses_on_cpu:
+            self.observer.observe(self._number, used, hidden)
+        for number, (_, step) in enumerate(under_way):
+            if results[number] is None:
+                results[number] = _ended(step)
+        return self._added(hidden, [(part, result) for (part, _), result in zip(under_way, results, strict=True)])
+
+    def _added(self, hidden: torch.Tensor, parts: Sequence[tuple[Part, torch.Tensor | None]]) -> torch.Tensor:
+        device, came = self._home.device, list[tuple[Ways, torch.Tensor, Event]]()
+        for part, result in parts[:-1]:
+            assert part.ways is not None
+            assert result is not None
+            landed, arrived = _carried(part.ways.back, self._home, result, None)
+            part.ways.there.read_until(part.experts.device.compute_stream.record())
+            came.append((part.ways, landed, arrived))
+        total = parts[-1][1]
+        assert total is not None
+        rounded = torch.empty_like(hidden)
+        for _, _, arrived in came:
+            device.compute_stream.wait(arrived)
+
+        def work() -> None:
+            for _, landed, _ in came:
+                total.add_(landed)
+            rounded.copy_(total)
+
+        end = device.compute_stream.submit(work, (lanes.FINISH, None, -1, 0))
+        for ways, _, _ in came:
+            ways.back.read_until(end)
+        if not device.compute_follows_caller:
+            end.wait()
+        return rounded
+
+
+class SharedPrefetch:
+    """A `PrefetchTarget` over the caches of all cards.
+
+    Args:
+        cards: one for each card, over its parts of all layers.
+        own: of each card, its experts of each layer.
+    """
+
+    def __init__(self, cards: Sequence[VramPrefetch], own: Sequence[Sequence[range]]) -> None:
+        self._cards, self._own = cards, own
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Bytes in flight to the card that has most of them: each has a link of its own."""
+        return max(card.backlog_bytes for card in self._cards)
+
+    def absent(self, layer: int, experts: Iterable[int]) -> list[int]:
+        """See `PrefetchTarget.absent`."""
+        wanted, gone = list(experts), set[int]()
+        for card, own in zip(self._cards, self._own, strict=True):
+            first = own[layer].start
+            mine = [expert - first for expert in wanted if expert in own[layer]]
+            gone.update(first + expert for expert in card.absent(layer, mine))
+        return [expert for expert in wanted if expert in gone]
+
+    def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
+        """See `PrefetchTarget.prefetch`."""
+        begun, given = 0, list(dead)
+        for expert in self.absent(layer, dict.fromkeys(experts)):
+            card, own = next(
+                (card, own) for card, own in zip(self._cards, self._own, strict=True) if expert in own[layer]
+            )
+            ours = [(other, each - own[other].start) for other, each in given if each in own[other]]
+            if not card.prefetch(layer, [expert - own[layer].start], ours):
+                break
+            begun += 1
+        return begun
+
+
+def _carried(
+    way: Between, experts: HybridExperts, tensor: torch.Tensor, landed: torch.Tensor | None
+) -> tuple[torch.Tensor, Event]:
+    """A tensor on another card, whose cache gives way if there is no memory for it."""
+    try:
+        return way.carry(tensor, landed=landed)
+    except DeviceMemoryError as refused:
+        if not experts.cache.give_back(refused.asked):
+            raise
+    return way.carry(tensor, landed=landed)
+
+
+def _begun(step: Working) -> torch.Tensor | None:
+    """Lets a card be given what it can do; what the step returns if that was all."""
+    try:
+        next(step)
+    except StopIteration as end:
+        result: torch.Tensor = end.value
+        return result
+    return None
+
+
+def _ended(step: Working) -> torch.Tensor:
+    while (result := _begun(step)) is None:
+        pass
+    return result
+
+
+def parts_of(kernel: Any) -> tuple[HybridExperts, ...]:
+    """What computes a layer's experts on cards beside the CPU: one for each card; none if nothing does so."""
+    if isinstance(kernel, SharedExperts):
+        return tuple(part.experts for part in kernel.parts)
+    return (kernel,) if isinstance(kernel, HybridExperts) else ()

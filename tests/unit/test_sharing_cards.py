@@ -1,0 +1,189 @@
+"""Several cards: what the planner says of each way to share a model among them."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.checkpoint.model_shape import read_model
+from engine.common.config import EngineConfig
+from engine.hardware.machine import HardwareProfile, read_machine
+from engine.planner.costs import Cards, engine_costs, most_on_one
+from engine.planner.placement import (
+    Budgets,
+    DeviceBudget,
+    Experts,
+    NoteCode,
+    Sizes,
+    Weights,
+    expert_ranges,
+    resolve,
+)
+from engine.planner.plan import make_plan
+from engine.planner.plan_parts import Limits
+from engine.planner.plan_search import Question, run_shared, ways_to_share
+from engine.planner.workload import CHAT, Workload
+
+GIB = 2**30
+
+
+def two_cards() -> HardwareProfile:
+    return read_machine("desktop-2x-rtx-3090")
+
+
+def one_card() -> HardwareProfile:
+    machine = two_cards()
+    assert machine.gpu is not None
+    return replace(machine, gpu=replace(machine.gpu, count=1))
+
+
+def with_peers(machine: HardwareProfile, gbps: float) -> HardwareProfile:
+    return replace(machine, link=replace(machine.link, peer=gbps * 1e9))
+
+
+def test_of_cards_that_share_layers_one_works_at_a_time() -> None:
+    model = read_model("qwen3-30b-a3b")
+    one, two = (engine_costs(machine, model, "int4") for machine in (one_card(), two_cards()))
+    assert two.gpu_layer(1, 512) == one.gpu_layer(1, 512)
+    assert two.gpu_experts(8, 8, grouped=True) == one.gpu_experts(8, 8, grouped=True)
+    assert two.h2d(1e9) == one.h2d(1e9)
+    assert two.pass_on(1) > one.pass_on(1) == 0
+
+
+def test_cards_that_share_experts_read_them_at_once() -> None:
+    model = read_model("mixtral-8x7b")
+    one = engine_costs(one_card(), model, "bf16")
+    two = engine_costs(with_peers(two_cards(), 50), model, "bf16", cards=Cards.EXPERTS)
+    assert two.gpu_layer(1, 512) == one.gpu_layer(1, 512)
+    many = two.gpu_experts(1024, 8, grouped=True) / one.gpu_experts(1024, 8, grouped=True)
+    assert 0.5 < many < 0.75
+    # Both experts of a token are on the same card half of the time.
+    assert 0.7 < two.gpu_experts(2, 2, grouped=True) / one.gpu_experts(2, 2, grouped=True) < 0.85
+    assert two.h2d_of_experts(1e9) == pytest.approx(one.h2d_of_experts(1e9) / 2, rel=0.01)
+    assert two.h2d(1e9) == one.h2d(1e9)
+
+
+def test_links_of_cards_are_no_faster_than_ram() -> None:
+    machine = two_cards()
+    slow = replace(machine, cpu=replace(machine.cpu, ram_bytes_per_s=1.2 * machine.link.h2d))
+    costs = engine_costs(slow, read_model("mixtral-8x7b"), "bf16", cards=Cards.EXPERTS)
+    assert costs.h2d_of_experts(1e9) == pytest.approx(1e9 / slow.cpu.ram_bytes_per_s, rel=0.01)
+
+
+@given(st.integers(1, 16), st.integers(2, 4))
+def test_the_busiest_card_is_what_draws_say(experts: int, cards: int) -> None:
+    drawn = random.Random(experts * 7 + cards)
+    seen = []
+    for _ in range(2000):
+        counts = [0] * cards
+        for _ in range(experts):
+            counts[drawn.randrange(cards)] += 1
+        seen.append(max(counts))
+    assert most_on_one(experts, cards) == pytest.approx(sum(seen) / len(seen), rel=0.05)
+
+
+@given(st.floats(1, 300), st.integers(1, 8))
+def test_the_busiest_card_has_its_share_at_least_and_no_more_than_all(experts: float, cards: int) -> None:
+    most = most_on_one(experts, cards)
+    assert experts / cards - 1e-9 <= most <= experts + 1e-9
+    assert most_on_one(experts + 1, cards) >= most - 1e-9
+
+
+@given(st.integers(5, 300), st.lists(st.integers(0, 10**6), min_size=1, max_size=5))
+def test_every_expert_is_on_one_card_and_every_card_has_one(count: int, shares: list[int]) -> None:
+    ranges = expert_ranges(count, shares)
+    assert [expert for own in ranges for expert in own] == list(range(count))
+    assert all(ranges)
+    for own, share in zip(ranges, shares, strict=True):
+        if sum(shares):
+            assert abs(len(own) - count * share / sum(shares)) <= len(shares)
+
+
+def test_a_chat_on_two_cards_is_never_said_to_be_twice_as_fast() -> None:
+    model = read_model("qwen3-30b-a3b")
+    fits = make_plan(one_card(), model, CHAT, Limits(precision="int4"))
+    both = make_plan(two_cards(), model, CHAT, Limits(precision="int4"))
+    assert both.cache.all_experts == fits.cache.all_experts
+    assert both.speed.decode_tokens_per_s <= 1.05 * fits.speed.decode_tokens_per_s
+    assert both.sharing == "layers"
+    assert "one after the other" in both.sharing_words
+    assert fits.sharing_words == ""
+    assert fits.sharing == "auto"
+    assert both.engine_config("m").sharing == "layers"
+
+
+def test_more_of_a_model_fits_two_cards() -> None:
+    model = read_model("mixtral-8x7b")
+    one, two = (make_plan(machine, model, CHAT, Limits(precision="bf16")) for machine in (one_card(), two_cards()))
+    assert two.cache.slots > 1.8 * one.cache.slots
+    assert two.speed.decode_tokens_per_s > 1.1 * one.speed.decode_tokens_per_s
+
+
+def test_batches_share_each_layers_experts() -> None:
+    work = Workload("batch", 256, 64, 512)
+    model = read_model("mixtral-8x22b")
+    rates = {}
+    for name, machine in (("one", one_card()), ("two", with_peers(two_cards(), 50))):
+        plan = make_plan(machine, model, work, Limits(precision="int4"))
+        assert plan.batch is not None
+        rates[name] = plan.batch.tokens_per_s
+        if name == "two":
+            assert plan.sharing == "experts"
+            assert "experts" in plan.sharing_words
+    assert 1.3 < rates["two"] / rates["one"] < 2.05
+
+
+def test_what_is_asked_for_is_planned() -> None:
+    model = read_model("mixtral-8x7b")
+    question = Question(two_cards(), model, CHAT, Limits(sharing="experts"), "int4")
+    assert ways_to_share(question) == (Cards.EXPERTS,)
+    assert {one.cards for one in run_shared(question, 4, ["Switchyard mixed"])} == {Cards.EXPERTS}
+    assert ways_to_share(replace(question, limits=Limits())) == (Cards.LAYERS, Cards.EXPERTS)
+    assert ways_to_share(replace(question, machine=one_card())) == (Cards.LAYERS,)
+    assert ways_to_share(replace(question, limits=Limits(use_card=False))) == (Cards.LAYERS,)
+
+
+def sizes(experts: int = 8, layers: int = 4) -> Sizes:
+    record = 2**20
+    weights = Weights(
+        "bf16",
+        (2**20,) * layers,
+        4 * 2**20,
+        8 * 2**20,
+        tuple(Experts(record, experts, layer) for layer in range(layers)),
+    )
+    return Sizes("tiny", (weights,), (2**20 + experts * record,) * layers, 4 * 2**20, 1024, 1024, 4096, 2)
+
+
+def budgets(*free: int, ram: int = 4 * GIB) -> Budgets:
+    return Budgets(ram, None, tuple(DeviceBudget(f"card{index}", nbytes, nbytes) for index, nbytes in enumerate(free)))
+
+
+def test_shares_follow_the_room_that_each_card_has() -> None:
+    config = EngineConfig("tiny", sharing="experts")
+    even = resolve(config, budgets(2**25, 2**25), sizes())
+    assert even.of_layer == ()
+    assert not even.all_experts
+    assert len(even.shares) == 2
+    assert even.shares[0] < even.shares[1]  # all else is on the first
+    big = resolve(config, budgets(2**25, 2**27), sizes())
+    first, second = (len(own) for own in expert_ranges(8, big.shares))
+    assert second > 2 * first
+    assert big.devices[0].dense > 0
+    assert big.devices[1].dense == 0
+
+
+def test_where_experts_cannot_be_shared_layers_are_and_it_is_said() -> None:
+    config = EngineConfig("tiny", sharing="experts")
+    in_ram = math.floor(1.2 * GIB)
+    placed = resolve(config, budgets(2**25, 2**25, ram=in_ram), sizes(experts=512))
+    assert placed.shares == ()
+    assert placed.of_layer
+    assert placed.notes[0].code is NoteCode.SHARED_BY_LAYERS
+    assert resolve(EngineConfig("tiny"), budgets(2**25, 2**25), sizes()).shares == ()
+    assert resolve(config, budgets(2**25), sizes()).shares == ()
