@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 _log = logging.getLogger(__name__)
 _MOST = 6
@@ -62,15 +60,23 @@ FALLS = Falls()
 """Of the model that this process has loaded."""
 
 
-@contextmanager
-def passed_over(what: str, logger: logging.Logger = _log) -> Iterator[None]:
+class _PassedOver:
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
+        if kind is None or not issubclass(kind, Exception):
+            return False
+        _log.info("%s: %s", self._what, kind.__name__)  # no message: it may quote a prompt or a file
+        return True
+
+
+def passed_over(what: str) -> _PassedOver:
     """Within, whatever goes wrong is logged by its kind and changes nothing else: for what others wrote and may raise.
 
     Args:
         what: has failed then, as the beginning of a sentence.
     """
-    try:
-        yield
-    except Exception as error:
-        # No message: it may quote a prompt or a file.
-        logger.info("%s: %s", what, type(error).__name__)
+    return _PassedOver(what)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.devices.between import Between
@@ -124,7 +125,7 @@ class SharedExperts:
         tensors = [index, weights, *([hidden] if hidden.nbytes <= BUNDLED_BYTES else [])]
         on_host, shares, *rest = self._home.activations.bundle_to_host(tensors)
         landed = rest[0] if rest else None
-        used = on_host[on_host < self.num_experts].unique().tolist()
+        used: list[int] = np.unique(on_host[on_host < self.num_experts].numpy()).tolist()
         # The first one comes last: it computes while the others' sums travel.
         for part in (*self.parts[1:], self.parts[0]):
             if part.ways is not None and not any(expert in part.own for expert in used):

@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property, partial
-from math import factorial
+from math import factorial, sqrt
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.costs import Cost, CostModel, Source, prefers_cpu
@@ -439,13 +439,12 @@ class Costs:
         return nbytes / ((link.h2d if pinned else link.h2d_pageable) * self.dense_cards) + link.latency_s
 
     def h2d_of_experts(self, nbytes: float, *, pinned: bool = True) -> float:
-        """Copies of a layer's experts, each over the link of its card, as fast as RAM can be read."""
-        link, cards = self.machine.link, self.expert_cards
-        one = link.h2d if pinned else link.h2d_pageable
-        rate = (
-            max(one, min(cards * one, self.machine.cpu.ram_bytes_per_s)) if self.cards is Cards.EXPERTS else one * cards
-        )
-        return nbytes / rate + link.latency_s
+        """One of a layer's experts after another, each over the link of its card, as fast as RAM can be read."""
+        if self.cards is not Cards.EXPERTS:
+            return self.h2d(nbytes, pinned=pinned)
+        link = self.machine.link
+        one_s = nbytes / (link.h2d if pinned else link.h2d_pageable) + link.latency_s
+        return max(one_s / self.expert_cards, min(one_s, nbytes / self.machine.cpu.ram_bytes_per_s))
 
     def d2h(self, nbytes: float) -> float:
         """Copies from the card."""
@@ -471,7 +470,7 @@ class Costs:
 @cache
 def _most_of(experts: int, cards: int) -> float:
     """The expected number on the busiest of so many cards, each of which is as likely to have an expert."""
-    total, expected = cards**experts, 0.0
+    total, expected = float(cards**experts), 0.0
     for most in range(experts):
         # Ways in which no card has more than `most`: experts! times the coefficient of x^experts in (sum x^i / i!)^n.
         ways, one = [1.0], [1.0 / factorial(count) for count in range(most + 1)]
@@ -495,8 +494,8 @@ def most_on_one(experts: float, cards: int) -> float:
     if experts <= 1 or cards == 1:
         return experts
     if experts > _COUNTED:
-        spread = (_most_of(_COUNTED, cards) - _COUNTED / cards) / _COUNTED**0.5
-        return min(experts, experts / cards + spread * experts**0.5)
+        spread = (_most_of(_COUNTED, cards) - _COUNTED / cards) / sqrt(_COUNTED)
+        return min(experts, experts / cards + spread * sqrt(experts))
     low = int(experts)
     below, above = _most_of(low, cards), _most_of(min(low + 1, _COUNTED), cards)
     return below + (experts - low) * (above - below)

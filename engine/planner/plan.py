@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common import footprint
+from engine.common.config import Sharing
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
 from engine.formats import STORED
@@ -249,7 +250,8 @@ def _shared_otherwise(question: Question, best: Outcome) -> list[Outcome]:
 
 
 def _only(question: Question, cards: Cards) -> Question:
-    return replace(question, limits=replace(question.limits, sharing=cards.value))
+    sharing: Sharing = "experts" if cards is Cards.EXPERTS else "layers"
+    return replace(question, limits=replace(question.limits, sharing=sharing))
 
 
 def _memory(question: Question, best: Outcome) -> EngineMemory | None:

@@ -55,7 +55,9 @@ class LayerExperts:
         self.sites, self._first_of = sites_of(layers, card)
         modules = [site.experts for site in self.sites.values()]
         layouts = {experts.cache.layout for experts in modules}
-        if len(layouts) != 1 or any(experts.mode != MIXED for experts in modules):
+        if any(experts.mode != MIXED for experts in modules):
+            raise LookupError(f"misses are served by one way alone ({modules[0].mode})")
+        if len(layouts) != 1:
             raise LookupError("its layers' experts differ from each other")
         layout, self.most = layouts.pop(), max(experts.source.num_experts for experts in modules)
         missing = 2 * self.most * layout.nbytes - device.memory.free

@@ -174,8 +174,10 @@ class SharedLayerExperts:
             stream.wait(arrived)
 
         def work() -> None:
+            summed = total.float()
             for _, landed, _ in came:
-                total.add_(landed)
+                summed.add_(landed)
+            total.copy_(summed)
 
         end = stream.submit(work)
         for ways, _, _ in came:

@@ -1,0 +1,160 @@
+"""Cards with a clock of their own: what sharing each layer's experts gains, and what the planner says it does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from engine.bench.opened import decode_seconds, prefill_seconds, random_text
+from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.model_shape import ModelShape
+from engine.checkpoint.synthetic import make_synthetic
+from engine.common import clock
+from engine.common.config import EngineConfig, Misses, SamplingParams, Sharing
+from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
+from engine.hardware.profiles import read_profile
+from engine.planner.costs import Cards, Costs, Efficiency, Launches
+from engine.planner.schedules import CGOPIPE, KLOTSKI, Schedule
+from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
+from engine.planner.simulator.sweeps import CopyCost, SimulatedCard
+from engine.planner.simulator.timeline import Timeline
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest
+
+MODEL = "synthetic:qwen3-moe-small?layers=4&experts=32&vocab=512"
+CARD = "link25-8gb"
+"""With a bridge between cards."""
+ROWS, MICRO_BATCH, PROMPT = 24, 6, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SWITCHYARD_HOME", str(tmp_path_factory.mktemp("synthetic")))
+        yield make_synthetic(MODEL)
+    measured_s.cache_clear()
+
+
+def opened(folder: Path, cards: int, misses: Misses = "mixed") -> LoadedModel:
+    sharing: Sharing = "experts" if cards > 1 else "auto"
+    config = EngineConfig(
+        str(folder),
+        device=f"emulated:{CARD}{f'x{cards}' if cards > 1 else ''}?host=fixed",
+        precision="bf16",
+        threads=1,
+        context_tokens=128,
+        cache_slots=0,
+        misses=misses,
+        sharing=sharing,
+    )
+    return load_model(config, on_progress=lambda _done, _all: None, cancelled=lambda: False)
+
+
+def sweep_s(loaded: LoadedModel, schedule: Schedule) -> float:
+    """Of a decode step of all rows: what four tokens more of each take."""
+
+    def job_s(tokens: int) -> float:
+        policy = BatchPolicy(
+            rows=ROWS, kv_bytes=2**24, sweep_tokens=1024, micro_batch_rows=MICRO_BATCH, schedule=schedule
+        )
+        drawn = random.Random(1)
+        rows = [
+            BatchRequest(
+                row,
+                ids=tuple(drawn.randrange(300, 500) for _ in range(PROMPT)),
+                sampling=SamplingParams(max_tokens=tokens),
+                end_ids=frozenset(),
+            )
+            for row in range(ROWS)
+        ]
+        executor = BatchExecutor(loaded, policy)
+        try:
+            begun_s = clock.now()
+            executor.run(iter(rows), lambda _answer: None)
+            return clock.now() - begun_s
+        finally:
+            executor.close()
+
+    return (job_s(7) - job_s(3)) / 4
+
+
+def costs_of(shape: ModelShape, cards: int, name: str = CARD) -> Costs:
+    """What the modelled card is by its data sheet: no share of it is lost, as none is on its clock."""
+    card = read_profile(name)
+    link = LinkProfile(
+        card.link_h2d_gbps * 1e9,
+        card.link_d2h_gbps * 1e9,
+        card.link_h2d_gbps * 1e9,
+        card.link_latency_us / 1e6,
+        card.peer_gbps * 1e9,
+    )
+    machine = HardwareProfile(
+        name,
+        name,
+        "",
+        GpuProfile("card", card.vram_bytes, card.card_tflops * 1e12, card.card_gbps * 1e9, cards),
+        link,
+        CpuProfile("cpu", 4, card.cpu_tflops * 1e12, 1e12, 2**36),
+        1e12,
+    )
+    efficiency = Efficiency(arithmetic=1, card_memory=1, host_memory=1, operator_s=card.launch_us / 1e6)
+    share = Cards.EXPERTS if cards > 1 else Cards.LAYERS
+    return Costs(machine, shape, "bf16", efficiency=efficiency, launches=Launches(1, 1), cards=share)
+
+
+def planned_s(shape: ModelShape, schedule: Schedule, cards: int) -> float:
+    """The same by the planner's costs, with dense weights on the card, whose time the clock does not count."""
+    work = PassCosts(costs_of(shape, cards), MICRO_BATCH, MICRO_BATCH, PROMPT + 5, prefill=False)
+    times = work.times(OffloadPolicy(ROWS, MICRO_BATCH))
+    times = replace(times, dense=CopyCost(), before_s=0.0, attention_s=0.0)
+    simulated = SimulatedCard(Timeline(record=False))
+    for _ in range(3):
+        simulated.sweep(schedule, times, shape.layers)
+    ends = simulated.ends
+    return ends[-1] - ends[-1 - shape.layers]
+
+
+@cache
+def measured_s(folder: Path, schedule: Schedule, cards: int) -> float:
+    loaded = opened(folder, cards)
+    try:
+        return sweep_s(loaded, schedule)
+    finally:
+        loaded.close()
+
+
+@pytest.mark.parametrize("schedule", [CGOPIPE, KLOTSKI], ids=str)
+@pytest.mark.parametrize(("cards", "gain"), [(2, 1.7), (4, 2.4)])
+def test_batches_gain_what_was_planned(schedule: Schedule, cards: int, gain: float, folder: Path) -> None:
+    shape = find_shape(str(folder))
+    one, several = (measured_s(folder, schedule, count) for count in (1, cards))
+    assert one / several >= gain
+    assert several == pytest.approx(planned_s(shape, schedule, cards), rel=0.15)
+    assert one == pytest.approx(planned_s(shape, schedule, 1), rel=0.15)
+
+
+def test_prompts_come_over_all_links_and_tokens_are_no_slower_than_planned(folder: Path) -> None:
+    text = random_text(300, 64, 6)
+    seconds = {}
+    for cards in (1, 2):
+        loaded = opened(folder, cards, "fetch")
+        try:
+            seconds[cards] = prefill_seconds(loaded, text.prompt), min(decode_seconds(loaded, text))
+        finally:
+            loaded.close()
+    assert seconds[1][0] / seconds[2][0] > 1.3
+    assert seconds[1][1] / seconds[2][1] > 1.0
+
+
+@pytest.fixture(autouse=True)
+def cleared() -> Iterator[None]:
+    yield
+    assert clock.own is None
