@@ -13,7 +13,7 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,6 +27,7 @@ from engine.hardware.assumptions import (
     assumed_link,
     assumed_ram_bytes_per_s,
 )
+from engine.hardware.gpu_info import GpuInfo
 from engine.hardware.machine import (
     CallProfile,
     CpuProfile,
@@ -292,14 +293,22 @@ def _gpu(probe: Probe, measured: Measurements | None, origins: Numbers) -> GpuPr
         card = GpuProfile(measured.device, measured.device_bytes, flops or 1e12, bandwidth or 1e10)
         origins["gpu.memory_bytes"] = Origin.DRIVER
     elif probe.compute_gpu is not None and probe.compute_gpu.total_bytes:
-        card, known = assumed_card(probe.compute_gpu)
+        card, known = _alike(probe)
         origins["gpu.memory_bytes"] = Origin.DRIVER
         origins |= {f"gpu.{name}": origin for name, origin in known.items()}
     else:
         return None
     origins["gpu.flops"] = Origin.MEASURED if flops else origins.get("gpu.flops", Origin.ASSUMED)
     origins["gpu.bytes_per_s"] = Origin.MEASURED if bandwidth else origins.get("gpu.bytes_per_s", Origin.ASSUMED)
-    return GpuProfile(card.name, card.memory_bytes, flops or card.flops, bandwidth or card.bytes_per_s)
+    return replace(card, flops=flops or card.flops, bytes_per_s=bandwidth or card.bytes_per_s)
+
+
+def _alike(probe: Probe) -> tuple[GpuProfile, Numbers]:
+    """The cards as so many of one kind: as fast as the slowest, with the memory that there is of all."""
+    cards = [assumed_card(gpu) for gpu in probe.compute_gpus]
+    slowest, known = min(cards, key=lambda each: each[0].bytes_per_s)
+    memory, count = sum(card.memory_bytes for card, _ in cards), len(cards)
+    return replace(cards[0][0] if count == 1 else slowest, memory_bytes=memory // count, count=count), known
 
 
 def _link(probe: Probe, measured: Measurements | None, origins: Numbers) -> LinkProfile:
@@ -356,11 +365,19 @@ def described(probe: Probe) -> dict[str, str]:
         "processor": f"{probe.cpu}, {probe.physical_cores} cores, {probe.usable_cpus} usable",
         # Rounded to half a GiB: the kernel's own share differs between its versions.
         "RAM": f"{round(probe.ram_bytes / 2**29) / 2:g} GiB",
-        "graphics card": "none" if gpu is None else f"{gpu.name}, {(gpu.total_bytes or 0) / 2**30:.1f} GiB",
+        "graphics card": _several(probe) or ("none" if gpu is None else _card(gpu)),
         "driver": (gpu.driver if gpu else None) or "none",
         "slot": "none" if gpu is None else f"PCIe {gpu.pcie_generation or '?'} x{_lanes(gpu) or '?'}",
         "disk": "unknown" if disk is None else f"{disk.model or disk.device or disk.file_system}, {disk.kind}",
     }
+
+
+def _card(gpu: GpuInfo) -> str:
+    return f"{gpu.name}, {(gpu.total_bytes or 0) / 2**30:.1f} GiB"
+
+
+def _several(probe: Probe) -> str:
+    return " and ".join(map(_card, probe.compute_gpus)) if len(probe.compute_gpus) > 1 else ""
 
 
 def measurements_file(machine: Mapping[str, str], device: str) -> Path:

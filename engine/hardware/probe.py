@@ -66,6 +66,15 @@ class Probe:
         return next((gpu for gpu in self.gpus if not gpu.is_integrated), None)
 
     @property
+    def compute_gpus(self) -> tuple[GpuInfo, ...]:
+        """All cards that a model runs on unless one is asked for: discrete ones of the first one's vendor."""
+        first = self.compute_gpu
+        if first is None or not first.total_bytes:
+            return ()
+        others = (gpu for gpu in self.gpus if not gpu.is_integrated and gpu.vendor is first.vendor and gpu.total_bytes)
+        return tuple(others)
+
+    @property
     def card_device(self) -> str:
         """What the engine calls `compute_gpu`; empty without one."""
         gpu = self.compute_gpu
@@ -75,9 +84,9 @@ class Probe:
 
     @property
     def vram_in_use(self) -> int:
-        """Bytes of `compute_gpu` in use; 0 without such a card, or if its driver does not tell."""
-        gpu = self.compute_gpu
-        return 0 if gpu is None or gpu.free_bytes is None else max(0, (gpu.total_bytes or 0) - gpu.free_bytes)
+        """Bytes of `compute_gpus` in use, as far as their drivers tell."""
+        told = ((gpu.total_bytes, gpu.free_bytes) for gpu in self.compute_gpus)
+        return sum(max(0, (total or 0) - free) for total, free in told if free is not None)
 
     @property
     def ram_in_use(self) -> int:

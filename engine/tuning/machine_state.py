@@ -18,7 +18,7 @@ from engine.hardware.measured import Measurements, changes, described, load_meas
 from engine.hardware.other_programs import busy_now
 from engine.hardware.probe import Probe
 from engine.hardware.probe import probe as probe_machine
-from engine.hardware.profiles import EMULATED, with_emulated
+from engine.hardware.profiles import EMULATED, emulated_cards, with_emulated
 from engine.planner.plan_parts import Limits, Plan
 from engine.planner.what_helps import Change, what_if
 from engine.tuning.known_speed import best_settled, results_here, with_decode
@@ -42,6 +42,7 @@ class MachineLook:
         others: share of the processor that other programs use now, in tenths.
         download_free: bytes free where downloads go, if that is another disk than the library's: 0 if unknown, None if
             it is the library's.
+        cards: how many were asked for by their numbers; 0 for all that there are.
     """
 
     probe: Probe
@@ -51,6 +52,7 @@ class MachineLook:
     changed: tuple[str, ...] = ()
     others: float = 0.0
     download_free: int | None = None
+    cards: int = 0
 
     @property
     def free_for_files(self) -> int:
@@ -73,7 +75,8 @@ class MachineLook:
 
     def machine(self, precision: str, expert_bytes: float | None = None) -> HardwareProfile:
         """The profile with the reading rate of experts in this precision, of about this size if it is given."""
-        return machine_profile(self.probe, self.measurements, precision=precision, expert_bytes=expert_bytes)
+        machine = machine_profile(self.probe, self.measurements, precision=precision, expert_bytes=expert_bytes)
+        return _with_cards(machine, self.cards)
 
     def limits(self, config: EngineConfig) -> Limits:
         """What the user's settings and other programs leave; an emulated device is nobody else's."""
@@ -102,8 +105,15 @@ def look_at_machine(setting: str = "auto", device: str | None = None) -> Machine
         without = load_measurements(probe, "")
         if without is not None:
             device, measured = "", without
-    changed = changes_since(probe, device)
-    return MachineLook(probe, device, measured, machine_profile(probe, measured), changed, busy_now())
+    cards = 0 if setting in ("auto", "cpu", *CARD_NAMES) else sum(emulated_cards(one)[1] for one in setting.split(","))
+    profile = _with_cards(machine_profile(probe, measured), cards)
+    return MachineLook(probe, device, measured, profile, changes_since(probe, device), busy_now(), cards=cards)
+
+
+def _with_cards(machine: HardwareProfile, cards: int) -> HardwareProfile:
+    """With so many of its cards; 0 for all."""
+    gpu = machine.gpu
+    return machine if gpu is None or not cards else replace(machine, gpu=replace(gpu, count=cards))
 
 
 def machine_for(config: EngineConfig) -> HardwareProfile:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import read_model
 from engine.common.config import EngineConfig
 from engine.hardware.machine import HardwareProfile, read_machine
+from engine.hardware.measured import machine_profile
 from engine.planner.costs import Cards, engine_costs, most_on_one
 from engine.planner.placement import (
     Budgets,
@@ -28,6 +29,7 @@ from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.planner.plan_search import Question, run_shared, ways_to_share
 from engine.planner.workload import CHAT, Workload
+from tests.unit.test_hardware_measured import PROBE, RTX
 
 GIB = 2**30
 
@@ -187,3 +189,19 @@ def test_where_experts_cannot_be_shared_layers_are_and_it_is_said() -> None:
     assert placed.notes[0].code is NoteCode.SHARED_BY_LAYERS
     assert resolve(EngineConfig("tiny"), budgets(2**25, 2**25), sizes()).shares == ()
     assert resolve(config, budgets(2**25), sizes()).shares == ()
+
+
+def test_all_cards_of_this_machine_are_planned_with() -> None:
+    small = replace(RTX, name="NVIDIA GeForce RTX 3060", total_bytes=12 * GIB, free_bytes=10 * GIB)
+    big = replace(RTX, name="NVIDIA GeForce RTX 3090", total_bytes=24 * GIB, free_bytes=23 * GIB)
+    shown = replace(small, name="Intel graphics", is_integrated=True)
+    both = replace(PROBE, gpus=(shown, big, small))
+    machine = machine_profile(both, None)
+    assert machine.gpu is not None
+    assert machine.gpu.count == 2
+    assert machine.vram_bytes == 36 * GIB
+    one = machine_profile(replace(PROBE, gpus=(small,)), None).gpu
+    assert one is not None
+    assert machine.gpu.bytes_per_s == one.bytes_per_s  # as fast as the slower
+    assert both.vram_in_use == 3 * GIB
+    assert both.compute_gpus == (big, small)
