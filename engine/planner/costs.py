@@ -197,9 +197,10 @@ class Costs:
         gpu = self.machine.gpu
         return gpu.count * self.between_cards(rows) if gpu and gpu.count > 1 and self.cards is Cards.LAYERS else 0.0
 
-    def _together(self, rows: float) -> float:
-        """Seconds for rows to reach the cards that share a layer's experts, and for the sums to come back."""
-        others = self.expert_cards - 1
+    def together(self, rows: float, cards: int) -> float:
+        """Seconds for rows to reach the others of so many cards that share work, and for what they make to come
+        back."""
+        others = cards - 1
         return 2 * others * self.between_cards(rows) if others and self.cards is Cards.EXPERTS else 0.0
 
     @cached_property
@@ -325,7 +326,9 @@ class Costs:
                 calls *= min(self.expert_cards, experts)  # the host launches them one after the other
         reading = part * experts * self._card_traffic / self.card_bytes_per_s
         arithmetic = part * tokens * self._expert_flops / self.card_flops
-        passing = self._together(max(1.0, tokens / self.model.experts_per_token)) if part < 1 else 0.0
+        passing = 0.0
+        if part < 1:
+            passing = self.together(max(1.0, tokens / self.model.experts_per_token), self.expert_cards)
         return max(reading, arithmetic) + calls * self.launches.experts * self.efficiency.operator_s + passing
 
     def gpu_layer(

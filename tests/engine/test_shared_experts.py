@@ -30,8 +30,19 @@ from engine.experts.shared import Part, SharedExperts, Ways, parts_of
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import read_profile
 from engine.kernels import choose_kernel
+from engine.kernels.native.paged_attention import KvShape, KvType, PagedLayer
 from engine.kernels.reference import reference_experts
-from engine.planner.schedules import CGOPIPE, CPU_EXPERTS, HYBRID, KLOTSKI, S4, Schedule
+from engine.planner.schedules import (
+    CGOPIPE,
+    CPU_EXPERTS,
+    CPU_EXPERTS_ON_CARD,
+    HYBRID,
+    KLOTSKI,
+    KLOTSKI_ON_CARD,
+    S4,
+    Schedule,
+)
+from engine.runtime.batch.pipeline.shared_attention import heads_of
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
@@ -267,10 +278,21 @@ def _batched(loaded: LoadedModel, schedule: Schedule) -> dict[int, tuple[int, ..
     return answers
 
 
-@pytest.mark.parametrize("schedule", [CGOPIPE, S4, KLOTSKI, CPU_EXPERTS], ids=str)
+@pytest.mark.parametrize(
+    ("family", "schedule"),
+    [
+        *(("mixtral", each) for each in (CGOPIPE, S4, KLOTSKI, CPU_EXPERTS)),
+        ("gpt_oss", KLOTSKI_ON_CARD),
+        ("qwen3_moe", S4),
+        ("deepseek_v3", CPU_EXPERTS_ON_CARD),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("devices", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_batches_on_several_cards_give_the_same_answers(schedule: Schedule, devices: int, checkpoints: Path) -> None:
-    folder = tiny_checkpoint("mixtral", checkpoints / "batches", num_hidden_layers=3)
+def test_batches_on_several_cards_give_the_same_answers(
+    family: str, schedule: Schedule, devices: int, checkpoints: Path
+) -> None:
+    folder = tiny_checkpoint(family, checkpoints / f"batches of {family}", num_hidden_layers=3)
     with opened(folder, 0) as loaded:
         wanted = _batched(loaded, HYBRID)
     with opened(folder, devices, sharing="experts", cache_slots=3) as loaded:
@@ -282,8 +304,22 @@ def test_batches_on_several_cards_give_the_same_answers(schedule: Schedule, devi
 
 
 def test_batches_of_cards_that_share_layers_say_what_they_do_without(checkpoints: Path) -> None:
-    folder = tiny_checkpoint("mixtral", checkpoints / "batches", num_hidden_layers=3)
+    folder = tiny_checkpoint("mixtral", checkpoints / "batches of mixtral", num_hidden_layers=3)
     with opened(folder, 2, sharing="layers", cache_slots=3) as loaded:
         _batched(loaded, CGOPIPE)
     assert "pipeline of batches gives way" in FALLS.note
     assert "--sharing experts" in FALLS.note
+
+
+@given(st.integers(1, 16), st.integers(1, 5), st.integers(1, 4))
+def test_heads_of_pages_are_cut_without_a_copy(kv_heads: int, cards: int, group: int) -> None:
+    layer = PagedLayer(KvShape(kv_heads * group, kv_heads, 8, 6), KvType.FP32, 3)
+    parts = [layer.of_heads(own) for own in heads_of(kv_heads, cards)]
+    assert len(parts) == min(kv_heads, cards)
+    assert sum(part.shape.kv_heads for part in parts) == kv_heads
+    assert sum(part.shape.heads for part in parts) == kv_heads * group
+    for number, part in enumerate(parts):
+        part.keys.fill_(number)
+        part.values.fill_(number)
+    told = [number for number, part in enumerate(parts) for _ in range(part.shape.kv_heads)]
+    assert layer.keys[0, :, 0, 0].tolist() == layer.values[2, :, 1, 5].tolist() == told

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -116,6 +116,18 @@ class PagedLayer:
         layer = cls(shape, kv_type, 0)
         layer.keys, layer.values = keys, values
         return layer
+
+    def of_heads(self, own: range) -> PagedLayer:
+        """Some of its heads of keys and values, and the queries that belong to them, in the same memory."""
+        shape = self.shape
+        part = PagedLayer(
+            replace(shape, heads=shape.heads // shape.kv_heads * len(own), kv_heads=len(own)), self.kv_type, 0
+        )
+        cut = slice(own.start, own.stop)
+        part.keys, part.values = self.keys[:, cut], self.values[:, cut]
+        if self.key_scales is not None and self.value_scales is not None:
+            part.key_scales, part.value_scales = self.key_scales[:, cut], self.value_scales[:, cut]
+        return part
 
     def with_more(self, pages: int) -> PagedLayer:
         """The same pages, in other memory, and so many more behind them."""

@@ -77,11 +77,14 @@ class PassCosts:
         cached = 0.0 if self.prefill else costs.kv_read_bytes(self.sequences, self.context)
         leaving, away = costs.kv_read_bytes(self.rows, 1) * (1 - policy.cached), 1 - policy.resident
         hidden = 2.0 * self.rows * model.hidden
+        # Cards that share experts share heads of keys and values, too.
+        is_cut = costs.cards is Cards.EXPERTS and not model.attention.latent
+        heads = min(costs.expert_cards, model.attention.kv_heads) if is_cut else 1
         return LayerTimes(
             count,
             before_s=projections,
             attention_s=costs.cpu_attention(self.sequences, self.context, expanded=self.expanded_attention),
-            card_attention_s=max(0.0, self._attention() - projections),
+            card_attention_s=max(0.0, self._attention() - projections) / heads + costs.together(self.rows, heads),
             experts_s=costs.gpu_experts(visits, used),
             expert_s=self._one_of(costs.gpu_experts(visits * count / wanted)),
             host_experts_s=costs.cpu_experts(visits, used),
@@ -89,8 +92,8 @@ class PassCosts:
             queries=_to_ram(costs, 2.0 * self.rows * states),
             attended=_to_card(costs, hidden),
             hidden=_to_ram(costs, hidden),
-            cache=_to_card(costs, cached * (1 - policy.cached)),
-            new_cache=_to_ram(costs, leaving),
+            cache=_to_card(costs, cached * (1 - policy.cached) / heads),
+            new_cache=_to_ram(costs, leaving / heads),
             dense=self._weights(costs.card_layer_bytes * away),
             expert=self._weights(costs.expert_bytes * away, costs.h2d_of_experts),
             experts=model.experts,

@@ -17,11 +17,12 @@ from engine.kernels.native.paged_attention import Pieces
 from engine.planner.schedules import Schedule
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.packed_attention import PagedStates
-from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention
+from engine.runtime.batch.pipeline.device_attention import DeviceAttention
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
 from engine.runtime.batch.pipeline.parts import PartsTimer
+from engine.runtime.batch.pipeline.shared_attention import Cache, SharedAttention, SharedCache
 from engine.runtime.batch.pipeline.shared_experts import SharedLayerExperts
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
@@ -68,7 +69,11 @@ class DevicePipeline:
         # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
         self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
         self._attention = HostAttention(self.device, self._attend)
-        self._device_attention = DeviceAttention(self.device, self._held.kernels)
+        self._device_attention: DeviceAttention | SharedAttention
+        if isinstance(self.experts, SharedLayerExperts):
+            self._device_attention = SharedAttention(self._held, self.experts.give_back_of)
+        else:
+            self._device_attention = DeviceAttention(self.device, self._held.kernels)
 
     def sweep(self, batches: Sequence[Batch], schedule: Schedule) -> Generator[None, None, None]:
         """Takes all micro-batches through all layers; yields after each layer, when others may use the model.
@@ -112,7 +117,7 @@ class DevicePipeline:
                 raise
         return self._attention.begin(call, pieces, number, back, value_dim, index)
 
-    def fetch_cache(self, index: int, pieces: Pieces) -> CacheAhead:
+    def fetch_cache(self, index: int, pieces: Pieces) -> Cache:
         """See `LayerWork.fetch_cache`."""
         module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
         layer = self._states.layer_of(module)[0]
@@ -123,9 +128,11 @@ class DevicePipeline:
                 raise
         return self._device_attention.fetch(layer, pieces, index)
 
-    def attend_there(self, index: int, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
+    def attend_there(self, index: int, call: AttentionCall, cache: Cache) -> torch.Tensor:
         """See `LayerWork.attend_on_device`."""
-        return self._device_attention.attend(call, cache, self._states.terms_of(call.module), index)
+        attention: Any = self._device_attention  # the cache is its own
+        attended: torch.Tensor = attention.attend(call, cache, self._states.terms_of(call.module), index)
+        return attended
 
     def close(self) -> None:
         """Frees all memory.  Safe to call twice."""
@@ -173,7 +180,7 @@ class _Layer:
         self._pipeline, self._index, self._batches = pipeline, index, batches
         self.runs: dict[int, LayerRun] = {}
         self._attended: dict[int, AttendedAhead] = {}
-        self._caches: dict[int, CacheAhead] = {}
+        self._caches: dict[int, Cache] = {}
 
     @property
     def count(self) -> int:
@@ -249,13 +256,14 @@ class _Layer:
     def attended(self, number: int) -> torch.Tensor:
         return self._attended.pop(number).take()
 
-    def attended_there(self, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
+    def attended_there(self, call: AttentionCall, cache: Cache) -> torch.Tensor:
         return self._pipeline.attend_there(self._index, call, cache)
 
-    def cache_there(self, number: int) -> CacheAhead:
+    def cache_there(self, number: int) -> Cache:
         self.fetch_cache(number)
         cache = self._caches.pop(number)
-        cache.arrived.result().wait()
+        for part in cache.parts if isinstance(cache, SharedCache) else (cache,):
+            part.arrived.result().wait()
         return cache
 
     def computed(self, call: ExpertsCall) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 
 from engine.common import clock
 from engine.planner.simulator.sweeps import CopyCost, LayerTimes, SweepParts
-from engine.runtime.batch.pipeline.device_attention import CacheAhead
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun
+from engine.runtime.batch.pipeline.shared_attention import Cache
 
 T = TypeVar("T")
 
@@ -42,10 +42,10 @@ class TimedLayer(Protocol):
     def attended(self, number: int) -> torch.Tensor:
         """The output of attention in RAM, once it is on the device."""
 
-    def cache_there(self, number: int) -> CacheAhead:
+    def cache_there(self, number: int) -> Cache:
         """Transfers a micro-batch's keys and values and waits for them."""
 
-    def attended_there(self, call: AttentionCall, cache: CacheAhead) -> torch.Tensor:
+    def attended_there(self, call: AttentionCall, cache: Cache) -> torch.Tensor:
         """The output of attention on the device."""
 
     def computed(self, call: ExpertsCall) -> torch.Tensor:

@@ -116,7 +116,11 @@ class SharedLayerExperts:
 
     def give_back(self, nbytes: int) -> int:
         """See `LayerExperts.give_back`: of the first card, which has all else."""
-        return self._cards[0].experts.give_back(nbytes)
+        return self.give_back_of(0, nbytes)
+
+    def give_back_of(self, number: int, nbytes: int) -> int:
+        """The same of the card of this number."""
+        return self._cards[number].experts.give_back(nbytes)
 
     def forget(self) -> None:
         """See `LayerExperts.forget`."""

@@ -1,0 +1,150 @@
+"""Attention on several cards: each has some heads of keys and values, and the queries that belong to them.
+
+Keys and values cross the links of all cards at once.  Queries and new keys and values are the first card's, which sends
+each card its part and puts what comes back side by side (tensor parallelism, as MoE-Lightning does it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from engine.devices.device import Event
+from engine.devices.memory_budget import DeviceMemoryError
+from engine.experts.shared import Ways
+from engine.kernels.native.paged_attention import AttentionTerms, PagedLayer, Pieces
+from engine.planner.placement import expert_ranges
+from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention
+from engine.runtime.batch.pipeline.layer_run import AttentionCall
+from engine.runtime.load.devices import DeviceExperts
+
+GiveBack = Callable[[int, int], int]
+"""Takes so many bytes of the card of this number from its experts; how many it got."""
+
+
+@dataclass(frozen=True)
+class SharedCache:
+    """Keys and values of a micro-batch on their way to all cards that have heads of this layer."""
+
+    parts: tuple[CacheAhead, ...]
+    heads: tuple[range, ...]
+
+
+Cache = CacheAhead | SharedCache
+"""Of one card's attention, or of several cards'."""
+
+
+class SharedAttention:
+    """See `DeviceAttention`; over all cards.
+
+    Args:
+        held: the cards, and the ways between them.
+    """
+
+    def __init__(self, held: DeviceExperts, give_back: GiveBack) -> None:
+        self._cards = [DeviceAttention(device, held.kernels) for device in held.devices]
+        self._devices, self._ways, self._give_back = held.devices, held.ways, give_back
+
+    def fetch(self, layer: PagedLayer, pieces: Pieces, index: int) -> SharedCache:
+        """See `DeviceAttention.fetch`."""
+        heads = heads_of(layer.shape.kv_heads, len(self._cards))
+        parts = [self._cards[0].fetch(layer.of_heads(heads[0]), pieces, index)]
+        for number, own in enumerate(heads[1:], 1):
+            parts.append(self._fetched(number, layer.of_heads(own), pieces, index))
+        return SharedCache(tuple(parts), heads)
+
+    def attend(self, call: AttentionCall, ahead: SharedCache, terms: AttentionTerms, index: int) -> torch.Tensor:
+        """See `DeviceAttention.attend`."""
+        group = call.queries.shape[1] // call.keys.shape[1]
+        if len(ahead.parts) == 1:
+            return self._cards[0].attend(call, ahead.parts[0], terms, index)
+        came: list[tuple[range, Ways, torch.Tensor, Event]] = []
+        for number, own in enumerate(ahead.heads[1:], 1):
+            ways, compute = self._ways[number - 1], self._devices[number].compute_stream
+            mine = _part(call, own, group)
+            states = (mine.queries, mine.keys, mine.values)
+            there, arrived = ways.there.carry(torch.cat([each.reshape(-1) for each in states]))
+            if self._devices[number].compute_follows_caller:
+                compute.wait(arrived)
+            else:  # what the caller does with them is done at once
+                arrived.wait()
+            sent = torch.split(there, [each.numel() for each in states])
+            landed = (part.view(each.shape) for part, each in zip(sent, states, strict=True))
+            given = AttentionCall(call.module, *landed)
+            attended = self._cards[number].attend(given, ahead.parts[number], _terms(terms, own, group), index)
+            ways.there.read_until(compute.record())
+            came.append((_queries(own, group), ways, *ways.back.carry(attended.contiguous())))
+        own = ahead.heads[0]
+        first = self._cards[0].attend(_part(call, own, group), ahead.parts[0], _terms(terms, own, group), index)
+        return self._side_by_side(first, _queries(own, group), came, call.queries.shape[1])
+
+    def settle(self) -> None:
+        """See `DeviceAttention.settle`."""
+        for card in self._cards:
+            card.settle()
+
+    def finish(self) -> None:
+        """See `DeviceAttention.finish`."""
+        for card in self._cards:
+            card.finish()
+
+    def close(self) -> None:
+        """See `DeviceAttention.close`."""
+        for card in self._cards:
+            card.close()
+
+    def _fetched(self, number: int, layer: PagedLayer, pieces: Pieces, index: int) -> CacheAhead:
+        try:
+            return self._cards[number].fetch(layer, pieces, index)
+        except DeviceMemoryError as refused:
+            if not self._give_back(number, refused.asked):
+                raise
+        return self._cards[number].fetch(layer, pieces, index)
+
+    def _side_by_side(
+        self, first: torch.Tensor, own: range, came: Sequence[tuple[range, Ways, torch.Tensor, Event]], heads: int
+    ) -> torch.Tensor:
+        device = self._devices[0]
+        result = first.new_empty(1, first.shape[1], heads, first.shape[3])
+        for *_, arrived in came:
+            device.compute_stream.wait(arrived)
+
+        def work() -> None:
+            result[:, :, own.start : own.stop] = first
+            for place, _, landed, _ in came:
+                result[:, :, place.start : place.stop] = landed
+
+        end = device.compute_stream.submit(work)
+        for _, ways, _, _ in came:
+            ways.back.read_until(end)
+        if not device.compute_follows_caller:
+            end.wait()
+        return result
+
+
+def heads_of(kv_heads: int, cards: int) -> tuple[range, ...]:
+    """Heads of keys and values of each card that has any; the others have none."""
+    return expert_ranges(kv_heads, [1] * min(kv_heads, cards))
+
+
+def _queries(own: range, group: int) -> range:
+    return range(own.start * group, own.stop * group)
+
+
+def _part(call: AttentionCall, own: range, group: int) -> AttentionCall:
+    place = _queries(own, group)
+    return AttentionCall(
+        call.module,
+        call.queries[:, place.start : place.stop],
+        call.keys[:, own.start : own.stop],
+        call.values[:, own.start : own.stop],
+    )
+
+
+def _terms(terms: AttentionTerms, own: range, group: int) -> AttentionTerms:
+    if terms.sinks is None:
+        return terms
+    place = _queries(own, group)
+    return replace(terms, sinks=terms.sinks[place.start : place.stop])
