@@ -319,6 +319,7 @@ def _run(shape: ModelShape, look: MachineLook, limits: Limits, installed: Path |
         threads=limits.threads,
         context_tokens=limits.context_tokens,
         kv_precision=limits.kv_precision,
+        sharing=limits.sharing,
     )
     if installed is not None and (timed := _timed(shape, look, limits, config)) is not None:
         return timed
