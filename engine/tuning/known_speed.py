@@ -232,7 +232,13 @@ def mechanism(config: EngineConfig, precision: str, *, on_card: bool, threads: i
     threads = threads or config.threads or compute_threads()
     if not on_card:
         return ("cpu", precision, threads)
-    return (precision, threads, *(getattr(config, name) for name in CACHE_FIELDS), config.graphs)
+    return (
+        precision,
+        threads,
+        *(getattr(config, name) for name in CACHE_FIELDS),
+        config.graphs,
+        config.sharing == "experts",
+    )
 
 
 def mechanism_of(timed: Timed) -> tuple[Any, ...] | None:
