@@ -9,7 +9,7 @@ import itertools
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property, partial
-from math import factorial, sqrt
+from math import factorial, inf, sqrt
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.costs import Cost, CostModel, Source, prefers_cpu
@@ -321,7 +321,7 @@ class Costs:
             return max(reading, tokens * self._expert_flops / self.card_flops) + calls * self.dispatch.card_call_s
         part = 1.0  # of the work, that the busiest card has
         if self.cards is Cards.EXPERTS and self.expert_cards > 1:
-            part = most_on_one(experts, self.expert_cards) / experts
+            part = most_on_one(experts, self.expert_cards, self.model.experts) / experts
             if grouped:
                 calls *= min(self.expert_cards, experts)  # the host launches them one after the other
         reading = part * experts * self._card_traffic / self.card_bytes_per_s
@@ -492,16 +492,19 @@ _COUNTED = 16
 """Experts up to which their spread over cards is counted out; of many each card has about its share."""
 
 
-def most_on_one(experts: float, cards: int) -> float:
-    """Experts of a layer's on the busiest card."""
+def most_on_one(experts: float, cards: int, of: float = inf) -> float:
+    """Experts on the busiest card: of a layer that has so many, all of which are as likely; of all, each has its
+    share."""
     if experts <= 1 or cards == 1:
         return experts
     if experts > _COUNTED:
-        spread = (_most_of(_COUNTED, cards) - _COUNTED / cards) / sqrt(_COUNTED)
-        return min(experts, experts / cards + spread * sqrt(experts))
-    low = int(experts)
-    below, above = _most_of(low, cards), _most_of(min(low + 1, _COUNTED), cards)
-    return below + (experts - low) * (above - below)
+        over = (_most_of(_COUNTED, cards) - _COUNTED / cards) / sqrt(_COUNTED) * sqrt(experts)
+    else:
+        low = int(experts)
+        below, above = _most_of(low, cards), _most_of(min(low + 1, _COUNTED), cards)
+        over = below + (experts - low) * (above - below) - experts / cards
+    left = sqrt(max(0.0, of - experts) / max(of - 1, 1)) if of < inf else 1.0  # drawn without putting back
+    return min(experts, experts / cards + over * left)
 
 
 def _interpolated(by_threads: dict[int, float], threads: int) -> float:
@@ -632,9 +635,7 @@ def _bytes_read(model: ModelShape, precision: str, dense: str) -> float:
 
 
 def _dispatch(calls: CallProfile, *, parts: int, is_emulated: bool) -> Dispatch:
-    """Args:
-    parts: cards that a layer's experts are on: the host hands over to each.
-    """
+    """Of a layer whose experts are on so many cards: the host hands over to each."""
     usual = DISPATCH_EMULATED if is_emulated else DISPATCH
     usual = replace(usual, card_s=parts * usual.card_s)
     if not calls.layer_s:
