@@ -14,6 +14,7 @@ from engine.common.config import CacheSettings, Misses
 from engine.common.footprint import KV_TOKENS
 from engine.devices.between import Between
 from engine.devices.device import Device
+from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
 from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
@@ -142,11 +143,15 @@ def _bind_shared(
     held, foresight = parts.devices.experts, parts.foresight
     assert foresight is not None
     home = held.devices[0]
-    for device in held.devices[1:]:
+    for number, device in enumerate(held.devices[1:], 1):
         ways = Ways(Between(home, device), Between(device, home))
         held.ways.append(ways)
-        for way in (ways.there, ways.back):
-            way.measure()
+        for way, target in ((ways.there, number), (ways.back, 0)):
+            try:
+                way.measure()
+            except DeviceMemoryError as refused:  # the caches have taken all that is left
+                held.give_back(target, refused.asked)
+                way.measure()
     made = _hybrids(bound, held, plan.cache.misses)
     of_device = {device.name: ways for device, ways in zip(held.devices, [None, *held.ways], strict=True)}
     foresight.prefetcher = _prefetcher_of_parts(plan, bound)
