@@ -19,9 +19,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.background import JobRows
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 
 _PROMPT_TOKENS = 64

@@ -25,8 +25,7 @@ from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.kept_context import open_kept, why_not_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.asked import Outcome
-from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 
 _ANSWER, _QUESTION = 24, 24

@@ -26,7 +26,7 @@ from engine.families import family as told_module
 from engine.planner import placement as summed_module
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
-from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.speculation import GuessedSteps, StepPrices
 from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -91,8 +91,8 @@ class Both:
         with torch.inference_mode():
             for session in self._sessions:
                 drained(session.read(self._prompt, lambda _done, _total: None, lambda: False))
-            guessing = Speculation(self._sessions[0], self._prices, self._prompt, len(self._answer))
-            ways: list[Speculation | KvSession] = [guessing, self._sessions[1]]
+            guessing = GuessedSteps(self._sessions[0], self._prices, self._prompt, len(self._answer))
+            ways: list[GuessedSteps | KvSession] = [guessing, self._sessions[1]]
             with self._loaded.token_by_token():
                 for turn in range(-(-len(self._answer) // _TURN)):
                     for way in (turn % 2, 1 - turn % 2):  # what comes second finds weights in the processor's cache
@@ -101,7 +101,7 @@ class Both:
                             ways[way].step(torch.tensor([[token]], device=self._loaded.device), token).argmax().item()
                         seconds[way] += perf_counter() - begun_s
                 guessing.settle()
-        self.guessed, self.accepted = guessing.guessed, guessing.accepted
+        self.guessed, self.accepted = guessing.speculation.guessed, guessing.speculation.accepted
         return len(self._answer) / seconds[0], len(self._answer) / seconds[1]
 
 

@@ -31,7 +31,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError
 from engine.common.files import disk_errors_explained
 from engine.common.paths import cache_dir
-from engine.runtime.schedule.alone import TIMED_PROMPT, Alone
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.timed_decode import TIMED_PROMPT
 
 if TYPE_CHECKING:
     from engine.bench.decode import DecodePlan

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from engine.bench.opened import opened, random_text, vocabulary_of
 from engine.bench.report import Report, in_turn
 from engine.common.config import EngineConfig, SamplingParams
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
@@ -103,8 +103,11 @@ def batch_rate(executor: BatchExecutor, prompts: Sequence[Sequence[int]], tokens
 
 
 def _one_by_one_rate(loaded: LoadedModel, prompts: Sequence[Sequence[int]], tokens: int) -> float:
-    sampling, session, generated = SamplingParams(max_tokens=tokens), Alone(loaded), 0
+    sampling, scheduler, generated = SamplingParams(max_tokens=tokens), Scheduler(loaded), 0
     started = time.perf_counter()
     for prompt in prompts:
-        generated += session.generate_from_ids(list(prompt), sampling, end_ids=_NO_END).generated_tokens
-    return generated / (time.perf_counter() - started)
+        request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=_NO_END)
+        generated += scheduler.answer(request).generated_tokens
+    rate = generated / (time.perf_counter() - started)
+    scheduler.close()
+    return rate

@@ -17,7 +17,9 @@ from engine.common import clock
 from engine.common.config import EngineConfig, SamplingParams
 from engine.measure.arithmetic import MemoryReader, cold_memory, spread_of
 from engine.runtime.decode.prompt import check_length
-from engine.runtime.schedule.alone import TIMED_PROMPT, Alone
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
+from engine.runtime.schedule.timed_decode import TIMED_PROMPT
 
 if TYPE_CHECKING:
     from engine.runtime.loaded_model import LoadedModel
@@ -92,11 +94,11 @@ def _decode(loaded: LoadedModel, prompt: Sequence[int], tokens: int, held: ExitS
 
     Each call goes on where the one before ended.
     """
-    session, ids = Alone(loaded), list(prompt)
-    held.callback(session.clear)
+    scheduler, ids, sampling = Scheduler(loaded), list(prompt), SamplingParams(max_tokens=tokens + 1)
+    held.callback(scheduler.close)
 
     def rate() -> float:
-        done = session.generate_from_ids(ids, SamplingParams(max_tokens=tokens + 1), end_ids=frozenset())
+        done = scheduler.answer(BatchRequest(0, ids=tuple(ids), sampling=sampling, end_ids=frozenset()))
         if not loaded.model.config.is_encoder_decoder:
             ids.extend(done.token_ids)
         return done.tokens_per_s

@@ -24,7 +24,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.process.streams import EventWriter
 from engine.process.telemetry import TelemetryService
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.telemetry.messages import WatchTelemetry
 from engine.telemetry.recorder import RECORDER
@@ -82,19 +83,20 @@ class _Answer:
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._prompt: list[int] = loaded.tokenizer(_PROMPT)["input_ids"]
-        self._session, self._ids = Alone(loaded), list(self._prompt)
+        self._scheduler, self._ids = Scheduler(loaded), list(self._prompt)
 
     def rate(self, tokens: int) -> float:
         """Tokens per second of the next ones."""
         if len(self._ids) > _MOST_TOKENS:
             self._ids = list(self._prompt)
         sampling = SamplingParams(max_tokens=tokens + 1)
-        result = self._session.generate_from_ids(self._ids, sampling, end_ids=frozenset())
+        request = BatchRequest(0, ids=tuple(self._ids), sampling=sampling, end_ids=frozenset())
+        result = self._scheduler.answer(request)
         self._ids += result.token_ids
         return result.tokens_per_s
 
     def close(self) -> None:
-        self._session.clear()
+        self._scheduler.close()
 
 
 def _rates(

@@ -21,6 +21,11 @@ def never() -> bool:
     return False
 
 
+def always() -> bool:
+    """For callers that want one step at a time."""
+    return True
+
+
 class BatchOutcome(Enum):
     """Why a run of rows has ended.
 

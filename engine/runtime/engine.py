@@ -29,10 +29,9 @@ from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model, open_compute_devices
 from engine.runtime.loaded_model import LoadedModel, OnPhase, ignore_phase
-from engine.runtime.schedule.alone import TIMED_PROMPT, time_decode
-from engine.runtime.schedule.asked import OnEnd, Outcome
-from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.request import BatchRequest, OnEnd, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
+from engine.runtime.schedule.timed_decode import TIMED_PROMPT, time_decode
 from engine.runtime.telemetry.model_telemetry import ModelTelemetry
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
 from engine.runtime.way_back import WayBack

@@ -22,10 +22,9 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kv.pages import PagePool
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
-from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.one_by_one import OneByOne
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.together import ContinuousBatch

@@ -23,8 +23,7 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
-from engine.runtime.schedule.asked import Outcome
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import SLICE_S, Times
 from tests.engine.loaded_tiny import NO_END, random_prompt

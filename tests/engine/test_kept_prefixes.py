@@ -7,6 +7,7 @@ import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.kept_context import folder_of, keep_chat, kept_context_dir, kept_files
+from engine.jobs.rows import never
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
@@ -26,9 +28,7 @@ from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
-from engine.runtime.schedule.asked import Outcome
-from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.on_devices import chatting, opened
@@ -191,6 +191,9 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
             assert not exact or result.token_ids == fresh(quick, prompt)
             assert result.reused_tokens >= 128
             assert (result.from_ram + result.from_disk > 0) or not forget
+    assert kept.settle(30)
+    ask(scheduler, [5])  # what is on disk by then is held no more
+    together.give_up_offers()
     assert together.pool.held == 0
     scheduler.close()
     kept.close()
@@ -202,20 +205,20 @@ def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
     quick.kept = kept = KeptPrefixes(ROOT, 2**26)
     scheduler = Scheduler(quick)
     ask(scheduler, A[:180])
-    scheduler.close()
-    executor, answers = BatchExecutor(quick, POLICY), dict[int, BatchAnswer]()
+    lane, answers = scheduler._job_lane(replace(POLICY, kv_type=quick.kv_type))[0], dict[int, BatchAnswer]()
     prompts = [[*A[:150], *random_prompt(20, seed=seed)] for seed in range(3)]
     rows = [
         BatchRequest(n, ids=tuple(prompt), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
         for n, prompt in enumerate(prompts)
     ]
     before = kept.ram_bytes
-    executor.run(iter(rows), lambda answer: answers.update({answer.row: answer}))
-    executor.close()
+    prepared = map(Preparation(quick).prepare, rows)
+    lane.run(prepared, lambda answer: answers.update({answer.row: answer}), never, never)
+    lane.free()
+    scheduler.close()
     for number, prompt in enumerate(prompts):
         assert_same_but_for_a_near_tie(quick, prompt, answers[number].token_ids, fresh(quick, prompt))
-        if POLICY.kv_type is quick.kv_type:  # else pages hold something else, and nothing of it is taken
-            assert answers[number].shared_tokens >= 128
+        assert answers[number].shared_tokens >= 128
     assert kept.ram_bytes == before
     kept.close()
     quick.kept = None
@@ -448,12 +451,12 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
     for what, text, number in steps:
         ids = [token for token in text for _ in range(BLOCK_TOKENS)]
         if what == "offer":
-            kept.withdraw()
-            kept.offer(ids, LAYOUT, Held(ids).copy, CHAT)
+            kept.withdraw("one")
+            kept.offer("one", ids, LAYOUT, Held(ids).copy, CHAT)
         elif what == "take":
             kept.take(ids, LAYOUT, Held(ids).copy, CHAT)
         elif what == "withdraw":
-            kept.withdraw(number)
+            kept.withdraw("one", number)
         elif what == "write":
             assert kept.settle(30)
         elif what == "damage":
@@ -477,6 +480,6 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
         assert kept.ram_bytes == sum(block.data.nbytes for block in kept._blocks.values()) <= kept.ram_budget
         # One look into the folder: the thread that writes may remove a file between its listing and its size.
         assert sum(file.nbytes for file in kept_files(folder)) <= on_disk * size
-    kept.withdraw()
+    kept.withdraw("one")
     kept.close()
     assert kept.ram_bytes == 0

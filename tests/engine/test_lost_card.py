@@ -17,8 +17,7 @@ from engine.devices.opening import CARD_KINDS
 from engine.runtime import engine as engine_module
 from engine.runtime import way_back
 from engine.runtime.engine import Engine
-from engine.runtime.schedule.asked import Outcome
-from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.request import BatchRequest, Outcome
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.on_devices import NEW_TOKENS, PROMPT, Reference, reference
 from tests.fake_cards import FakeCards

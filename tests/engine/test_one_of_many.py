@@ -259,7 +259,7 @@ def never_constrained() -> Any:
 
 def test_a_draft_that_fails_ends_its_answer(mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(Speculation, "_worthwhile", failing(lambda _self: None))
+        patch.setattr(Speculation, "_worthwhile", failing(lambda *_args: None))
         with pytest.raises(SequenceError, match="Fault"):
             Alone(mixtral, speculates=True).answer(_request(0))
     assert len(Alone(mixtral, speculates=True).answer(_request(0)).token_ids) == TOKENS

@@ -19,12 +19,12 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone
-from engine.runtime.schedule.asked import Outcome
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from engine.runtime.schedule.together import ContinuousBatch
@@ -198,7 +198,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(
     assert isinstance(ends["alone"], EngineError)
     assert isinstance(ends["together"], GenerationResult)
     with monkeypatch.context() as patched:
-        patched.setattr(ContinuousBatch, "sweep", lambda *_args: fails(*_args))
+        patched.setattr(ContinuousBatch, "sweep", lambda *args: fails(*args[:3]))
         ask("again", tuple(random_prompt(5)))
         ask("with it", tuple(random_prompt(6)))
         scheduler.serve()
@@ -254,51 +254,43 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 @pytest.mark.parametrize(
     ("prompt", "sampling"), [*((prompt, {}) for prompt in (5, 31, 32, 70)), *((9, one) for one in _SAMPLINGS[1:])]
 )
-def test_an_answer_that_gets_company_is_not_read_again(
+def test_an_answer_that_gets_company_is_what_it_is_alone(
     quick: LoadedModel, prompt: int, sampling: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    moved = list[int]()
-    own: Callable[..., bool] = ContinuousBatch.take_over
+    """Nothing of it is read again either."""
+    read = list[int]()
+    own: Callable[..., torch.Tensor] = PagedSteps.read
 
-    def take_over(self: ContinuousBatch, new: object, sequence: object, cache: object, tokens: int) -> bool:
-        took = own(self, new, sequence, cache, tokens)
-        moved.extend([tokens] * took)
-        return took
+    def watched(self: PagedSteps, ids: list[int], *args: Any) -> torch.Tensor:
+        read.append(len(ids))
+        return own(self, ids, *args)
 
-    monkeypatch.setattr(ContinuousBatch, "take_over", take_over)
-    scheduler, ends = Scheduler(quick), list[Outcome]()
+    monkeypatch.setattr(PagedSteps, "read", watched)
+    scheduler, ends = Scheduler(quick), dict[int, Outcome]()
     asked = SamplingParams(max_tokens=50, **sampling)
 
     def request(seed: int) -> BatchRequest:
         return BatchRequest(0, ids=tuple(random_prompt(prompt, seed=seed)), sampling=asked, end_ids=NO_END)
+
+    def ask(number: int) -> None:
+        scheduler.submit(request(number), lambda outcome: ends.__setitem__(number, outcome))
 
     looks = 0
 
     def arrive() -> bool:
         nonlocal looks
         looks += 1
-        if looks == 6:
-            scheduler.submit(request(1), ends.append)
+        if looks in (2, 4):
+            ask(looks)
         return False
 
-    scheduler.submit(request(0), ends.append)
+    ask(0)
     scheduler.serve(arrive)
-    if "seed" in sampling:  # then it shares no sweep
-        assert not moved
-        assert [end.token_ids for end in ends] == [  # type: ignore[union-attr]
-            Alone(quick).answer(request(number)).token_ids for number in (0, 1)
-        ]
-        return
-    assert len(moved) == 1
-    end, other = ends
-    assert isinstance(end, GenerationResult)
-    assert isinstance(other, GenerationResult)
-    expected = Alone(quick).generate_from_ids(request(0).ids, asked, end_ids=NO_END)
-    # Sweeps round otherwise than single steps; what was moved is what was there.
-    agreed = next(
-        (n for n, pair in enumerate(zip(end.token_ids, expected.token_ids, strict=True)) if len({*pair}) > 1), 20
-    )
-    assert agreed > moved[0] - prompt + 1
+    assert read == [prompt] * 3
+    for number in (0, 2, 4):
+        end = ends[number]
+        assert isinstance(end, GenerationResult)
+        assert end.token_ids == Alone(quick).answer(request(number)).token_ids
     batch = scheduler._together
     assert batch is not None
     assert batch.pool.held == 0

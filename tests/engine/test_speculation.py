@@ -19,7 +19,7 @@ from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ChanceLog, GenerationResult, drained, ignore_text
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
-from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.speculation import GuessedSteps, StepPrices
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import Alone, decode
@@ -110,12 +110,12 @@ def _decoded(session: Any, prompt: Sequence[int], sampling: SamplingParams) -> l
 def test_answers_are_those_of_single_steps(sampling: SamplingParams, length: int) -> None:
     sampling, prompt = replace(sampling, max_tokens=length), [1, 2, 3, 1, 2, 3, 4, 1, 2]
     alone, guessing = ScriptedSession(prompt), ScriptedSession(prompt)
-    tries = Speculation(guessing, Eager(), prompt, length)
+    tries = GuessedSteps(guessing, Eager(), prompt, length)
     assert _decoded(tries, prompt, sampling) == _decoded(alone, prompt, sampling)
     tries.settle()
     assert guessing.ids == alone.ids
-    assert tries.accepted <= tries.guessed
-    assert guessing.steps == alone.steps - tries.accepted
+    assert tries.speculation.accepted <= tries.speculation.guessed
+    assert guessing.steps == alone.steps - tries.speculation.accepted
 
 
 def test_sampled_tokens_keep_their_distribution() -> None:
@@ -124,11 +124,11 @@ def test_sampled_tokens_keep_their_distribution() -> None:
     counts: dict[tuple[int, ...], int] = {}
     tried = 0
     for seed in range(draws):
-        tries = Speculation(ScriptedSession(prompt), Eager(), prompt, 3)
+        tries = GuessedSteps(ScriptedSession(prompt), Eager(), prompt, 3)
         sampling = SamplingParams(temperature=1.0, seed=seed, max_tokens=3)
         triple = tuple(_decoded(tries, prompt, sampling))
         counts[triple] = counts.get(triple, 0) + 1
-        tried += tries.guessed
+        tried += tries.speculation.guessed
     assert tried > draws / 2
     chi, kinds = 0.0, 0
     for first in range(WORDS):
@@ -152,11 +152,11 @@ def _time(
     """Seconds that an answer takes beyond its first token, over those of single steps, and the tokens guessed."""
     clock = Clock(monkeypatch)
     session = ScriptedSession(prompt, prices, clock)
-    tries = Speculation(session, StepPrices(), prompt, len(answer))
+    tries = GuessedSteps(session, StepPrices(), prompt, len(answer))
     for token in answer[:-1]:
         tries.step(torch.tensor([[token]]), token)
     tries.settle()
-    return clock.now_s / (prices[0] * (len(answer) - 1)), tries.guessed
+    return clock.now_s / (prices[0] * (len(answer) - 1)), tries.speculation.guessed
 
 
 EXPERTS = (1.0, 1.5, 2.0, 2.4, 2.8, 3.2, 3.6, 4.0)
@@ -245,7 +245,7 @@ def test_a_drafter_that_takes_time_is_asked_only_as_far_as_that_may_be_lost(
     session = ScriptedSession([1, 2], EXPERTS, clock)
     costly = Costly(clock, hopes=hopes)
     monkeypatch.setattr(session, "drafters", lambda: [costly])
-    tries = Speculation(session, StepPrices(), [1, 2], 1001)
+    tries = GuessedSteps(session, StepPrices(), [1, 2], 1001)
     for number in range(1000):
         tries.step(torch.tensor([[number % WORDS]]), number % WORDS)
     tries.settle()
@@ -262,18 +262,18 @@ def test_prices_that_seemed_too_high_are_tried_again_ever_more_rarely(monkeypatc
         for tokens in range(2, 9):
             prices.took(tokens, 2.0 * tokens)
     text = [*range(60)] * 12
-    tries = Speculation(ScriptedSession([*range(60)], EXPERTS, clock), prices, [*range(60)], len(text) + 1)
+    tries = GuessedSteps(ScriptedSession([*range(60)], EXPERTS, clock), prices, [*range(60)], len(text) + 1)
     for token in text:
         tries.step(torch.tensor([[token]]), token)
     tries.settle()
     assert clock.now_s < len(text) / 1.1
     dear = ScriptedSession([*range(60)], tuple(2.0 * n for n in range(1, 9)), clock)
     before_s = clock.now_s
-    tries = Speculation(dear, StepPrices(), [*range(60)], len(text) + 1)
+    tries = GuessedSteps(dear, StepPrices(), [*range(60)], len(text) + 1)
     for token in text:
         tries.step(torch.tensor([[token]]), token)
     tries.settle()
-    assert tries.guessed < 12
+    assert tries.speculation.guessed < 12
     assert clock.now_s - before_s < 2.0 * len(text) * 1.02
 
 

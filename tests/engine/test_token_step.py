@@ -16,10 +16,10 @@ from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType, Piece, Pieces
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.beam_pages import BeamPages
+from engine.runtime.decode.beam_pages import BeamPages, fill_pages
+from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.kv.layers import new_cache
-from engine.runtime.kv.moving import can_move, move
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.loaded_tiny import random_prompt
@@ -150,9 +150,9 @@ def test_rows_over_pages_are_as_each_alone(
                 cache = new_cache(loaded.model, 300, kv_type)
                 alone(ids[row : row + 1, :length], cache, 0)
                 if is_window and kv_type is not None:
-                    assert not can_move(cache, layers, length)
+                    assert PagedSteps.of(loaded, layers, [64] * len(layers)) is None
                     return
-                move(cache, layers, pages[row], length)
+                fill_pages(cache, layers, pages[row], length)
                 caches.append(cache)
             for step in range(END - PROMPT - 4):
                 at = [length + step for length in lengths]

@@ -21,7 +21,7 @@ from engine.process.tuning import run_tuning
 from engine.protocol import Event, decode, encode
 from engine.runtime.engine import Engine
 from engine.runtime.load.model import load_model
-from engine.runtime.schedule.alone import time_decode
+from engine.runtime.schedule.timed_decode import time_decode
 from engine.tuning import measuring
 from engine.tuning.measuring import MeasuredMachine
 from engine.tuning.messages import StartTuning, TuningFinished, TuningPlans, TuningProgress, TuningTimed

@@ -97,6 +97,11 @@ class DecoderLayers:
         assert isinstance(result, torch.Tensor)
         return result
 
+    def without_experts(self) -> AbstractContextManager[None]:
+        """Inside, layers of the common kind compute little more than attention, for who wants to see that."""
+        mlps = [layer.mlp for layer in self._layers if knows_layer(layer)]
+        return _replaced((getattr(mlp, "experts", mlp), _nothing) for mlp in mlps)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, R, H] after the last layer -> [R, V]."""
         rows = hidden.shape[1]
@@ -143,6 +148,13 @@ class NativeRows:
         if len(self._attention) < len(self._layers):
             return []
         return [self._states.layer_of(self._layers[index].self_attn)[0] for index in range(len(self._layers))]
+
+    @property
+    def windows(self) -> list[int]:
+        """The sliding window of each layer, 0 without one."""
+        return [
+            self._states.terms_of(layer.self_attn).window for layer in map(self._layers.__getitem__, self._attention)
+        ]
 
     def takes_few(self, rows: int) -> bool:
         """Whether `few` computes a token of so many rows."""
@@ -201,6 +213,10 @@ class NativeRows:
         """[1, R, H] after the last layer -> [R, V]."""
         with _replaced(self._head):
             return self._layers.logits(hidden)
+
+
+def _nothing(hidden: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor:
+    return torch.zeros_like(hidden)
 
 
 def _standing_in(forward: Callable[..., Any]) -> Callable[..., Any]:

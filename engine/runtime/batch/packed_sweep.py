@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from engine.common import clock
+from engine.common.errors import never_cancelled
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
@@ -23,6 +24,9 @@ from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.generation import ignore_progress
+from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
@@ -35,16 +39,30 @@ _PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A row and its number of tokens in the next sweep; `is_guest` if the sweep is of others."""
+    """A row and its number of tokens in the next sweep.
+
+    Attributes:
+        is_guest: whether the sweep is of others.
+        is_exact: whether the sweep computes what `PagedSteps` does: the prompt of one row, or answers.
+        guess: what is tried behind the next token of its answer.
+    """
 
     row: PagedRow
     tokens: int
     is_guest: bool = False
+    is_exact: bool = False
+    guess: Guess | None = None
 
     @property
     def wants_logits(self) -> bool:
         """Whether a token is to be sampled after these."""
         return self.row.held + self.tokens >= len(self.row.prompt)
+
+    @property
+    def ids(self) -> list[int]:
+        """Those tokens."""
+        ids = self.row.next_ids(self.tokens)
+        return ids if self.guess is None else [*ids, *self.guess.ids]
 
 
 @dataclass
@@ -81,6 +99,7 @@ class PackedModel:
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
+        self._exact: PagedSteps | None = None
         self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
         self._micro_batch_tokens = policy.micro_batch_tokens
         """As many as there has been memory for."""
@@ -94,6 +113,7 @@ class PackedModel:
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
         if policy.schedule is not HYBRID:
             self._pipeline = self._opened_pipeline()
+        self.context_tokens = loaded.context_tokens
         self.page_bytes = self._states.page_bytes(self._kv_type)
         """Of all layers."""
         self.pages = max(1, policy.kv_bytes // self.page_bytes)
@@ -114,6 +134,11 @@ class PackedModel:
     def layer_pages(self) -> list[PagedLayer]:
         """The pages of each layer, if what they hold is what the model's own cache would; else none."""
         return self._native.layer_pages() if self._native is not None else []
+
+    def exact_steps(self) -> PagedSteps | None:
+        """What computes single sequences in these pages, once there are any; None if their own cache does better."""
+        self._exact = PagedSteps.of(self._loaded, self.layer_pages(), self._native.windows) if self._native else None
+        return self._exact
 
     def allocate(self, pages: int) -> None:
         """Allocates `pages` pages of every layer."""
@@ -169,6 +194,9 @@ class PackedModel:
         """
         tokens, busy_s, since_ns = sum(each.tokens for each in work), 0.0, clock.now_ns()
         reads = any(each.tokens > 1 for each in work)
+        if work[0].is_exact:
+            yield
+            return self._exactly(work)
         if (native := self._takes_few(work)) is not None:
             yield
             logits = self._in_one_go(native, work)
@@ -185,6 +213,25 @@ class PackedModel:
         self._choice.took(schedule, tokens, busy_s, reads=reads)
         self._record(work, since_ns)
         return self._logits(work, parts, micro_batches)
+
+    @torch.inference_mode()
+    def _exactly(self, work: list[Work]) -> torch.Tensor:
+        """Logits [R, V] after a part of a prompt, or after each token of answers."""
+        assert self._exact is not None
+        first, since_ns = work[0], clock.now_ns()
+        row, request = first.row, first.row.request
+        reads = row.is_reading
+        if reads:
+            piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
+            logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled)
+        else:
+            ids = [token for each in work for token in each.ids]
+            pieces = Pieces([each.row.piece(each.tokens) for each in work])
+            logits = self._exact.write(ids, pieces, request.cancelled if len(work) == 1 else never_cancelled)
+        if RECORDER.on and RECORDER.request != row.recorded:
+            written = 0 if reads else len(work)
+            RECORDER.swept(since_ns, written, first.tokens if reads else 0)
+        return logits
 
     def _takes_few(self, work: list[Work]) -> NativeRows | None:
         """What computes these rows in one go, if anything does."""
@@ -306,8 +353,9 @@ class PackedModel:
         with self._attending(None):
             recording = self._layers.record(token, token)
             hidden = recording.hidden
-            for index in range(len(self._layers)):
-                hidden = self._layers.run(index, hidden, recording)
+            with self._layers.without_experts():
+                for index in range(len(self._layers)):
+                    hidden = self._layers.run(index, hidden, recording)
         self._states.are_met = True
 
     def _attending(self, pieces: Pieces | None) -> Any:

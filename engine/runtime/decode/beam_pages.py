@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,6 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS, KvShape, KvType, 
 from engine.kernels.native.structs import PagesStruct
 from engine.runtime.decode.step_model import TokenStep
 from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
-from engine.runtime.kv.moving import move
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.pages import PagePool, pages_for
 from engine.runtime.kv.parts import has_parts, held_parts, parts_of_pages
@@ -39,7 +39,7 @@ class BeamPages:
         self._layers = [_paged(layer, self._pool.capacity) for layer in cache.layers]
         self._held = self._structs()
         prompt = [self._take() for _ in range(pages_for(length))]
-        move(cache, self._layers, torch.tensor(prompt, dtype=torch.int32), length)
+        fill_pages(cache, self._layers, torch.tensor(prompt), length)
         self._pages = [list(prompt) for _ in range(width)]
         for page in prompt * (width - 1):
             self._pool.fork(page)
@@ -104,3 +104,12 @@ def _paged(states: Any, pages: int) -> PagedLayer:
     keys, values, *_ = held_parts(states)
     shape = KvShape(keys.shape[0], keys.shape[0], keys.shape[-1], values.shape[-1])
     return PagedLayer(shape, _TYPES[keys.dtype], pages)
+
+
+def fill_pages(cache: Any, layers: Sequence[PagedLayer], pages: torch.Tensor, tokens: int) -> None:
+    """Writes the first `tokens` tokens of one sequence's cache into pages that hold the same of each."""
+    numbers = torch.arange(tokens)
+    places, rows = pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
+    for states, paged in zip(cache.layers, layers, strict=True):
+        for target, source in zip(parts_of_pages(paged), held_parts(states), strict=True):
+            target[places, :, rows] = source[:, :tokens].transpose(0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 
@@ -117,24 +117,6 @@ class KvSession:
         """What holds exactly the tokens so far; None while that is not certain."""
         return self._cache if self._whole else None
 
-    def take_over(self, ids: Sequence[int], fill: Callable[[Cache], bool]) -> bool:
-        """Holds these tokens from now on, and nothing else; false if `fill` cannot write them into an empty cache."""
-        cache = new_cache(self._model, self._context_tokens, self._kv_type)
-        if cache is None or self._devices is not None or not fill(cache):
-            return False
-        self.clear()
-        self._cache, self._ids, self._prompt_tokens, self._whole = cache, list(ids), len(ids), True
-        return True
-
-    def append(self, ids: Sequence[int], fill: Callable[[Cache], None]) -> None:
-        """Holds these tokens, too, which `fill` writes into its cache, behind what it holds."""
-        cache = self.cache
-        assert cache is not None
-        self._whole = False
-        fill(cache)
-        self._ids.extend(ids)
-        self._whole = True
-
     @property
     def bytes(self) -> int:
         """Bytes now held, spare capacity included."""
@@ -147,18 +129,18 @@ class KvSession:
             self._leave_graphs()
             layout = BlockLayout.of_cache(cache, len(self._ids))
             if layout is not None:
-                kept.offer(self._ids, layout, from_cache(cache, layout), self.chat)
+                kept.offer(self, self._ids, layout, from_cache(cache, layout), self.chat)
             elif self._form is not None and self._form.has_state:
                 rows = BlockLayout.of_rows(cache)
                 states = [HeldState(cache, each.length, each.forgetful) for each in self._snapshots]
                 states.append(HeldState(cache, len(self._ids)))
                 layout = rows if rows.nbytes else None
-                kept.offer_states(self._ids, layout, from_cache(cache, rows), states, self.chat)
+                kept.offer_states(self, self._ids, layout, from_cache(cache, rows), states, self.chat)
 
     def clear(self) -> None:
         """Frees the cache."""
         if self._kept is not None:
-            self._kept.withdraw()
+            self._kept.withdraw(self)
         if self.graphs is not None:
             self.graphs.forget()
         if self._drafter is not None:
@@ -446,7 +428,7 @@ class KvSession:
         found = self._find(prompt, shared) if not repeats else None
         if self._kept is not None:
             # Of a cache that is going to be replaced, nothing stays where it is.
-            self._kept.withdraw(0 if found is not None and found.state is not None else shared)
+            self._kept.withdraw(self, 0 if found is not None and found.state is not None else shared)
         if not shared:
             self.clear()
             return self._bring_any(found, prompt)

@@ -13,7 +13,7 @@ as well.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -90,30 +90,135 @@ class StepPrices:
 
 
 class Speculation:
-    """The steps of one answer, for `decode` in place of its session's.
+    """Which tokens of one answer are worth trying, and what came of those that were.
 
     Args:
-        session: holds `prefix` but for nothing: the answer's first logits are there.
         prefix: tokens that the answer continues.
         most_tokens: of the answer.
+        drafters: what guesses besides their text.
 
     Attributes:
         guessed: tokens that were tried, and `accepted` of them were what the answer goes on with.
     """
 
-    def __init__(self, session: SeveralSteps, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
-        self._session, self._prices = session, prices
-        self._drafters: list[Drafter] = [PromptLookup(prefix), *session.drafters()]
+    def __init__(
+        self, prices: StepPrices, prefix: Sequence[int], most_tokens: int, drafters: Sequence[Drafter] = ()
+    ) -> None:
+        self._prices = prices
+        self._drafters: list[Drafter] = [PromptLookup(prefix), *drafters]
         self._drafter = self._drafters[0]
         self._left = most_tokens
-        self._guess: Guess | None = None
-        self._rows = torch.empty(0)
-        self._at = 0
         self._begun_s = clock.now()
-        self._step_s = 0.0
         self._lost_s = 0.0
         self._since_probe, self._to_probe = 0, _NEAREST_PROBE
         self.guessed = self.accepted = 0
+
+    def append(self, ids: Sequence[int]) -> None:
+        """The answer has these tokens more."""
+        self._left -= len(ids)
+        self._since_probe += len(ids)
+        with of_one():
+            for drafter in self._drafters:
+                for token_id in ids:
+                    drafter.append(token_id)
+
+    def guess(self, takes: Callable[[int], bool], *, rows: int = 1, tokens: int = 1) -> Guess | None:
+        """The guess that promises most for its price, if any promises enough and may still be lost.
+
+        Args:
+            takes: whether a step computes so many tokens of the answer.
+            rows: sequences that share the step, and the tokens that it has without this guess.
+        """
+        begun_s = clock.now()
+        with of_one():
+            guess = self._worthwhile(takes, rows, tokens)
+        if guess is None:
+            self._lost_s += clock.now() - begun_s
+        else:
+            self.guessed += len(guess.ids)
+        return guess
+
+    def settle(self, guess: Guess, came_true: int, seconds: float, *, rows: int = 1, tokens: int = 1) -> None:
+        """So many tokens of a guess came true, in a step that took so long.
+
+        Args:
+            rows, tokens: as for `guess`.
+        """
+        prices = self._prices
+        self.accepted += came_true
+        with of_one():
+            self._drafter.learn(guess, came_true)
+        without_s = prices.single_s
+        if tokens > 1:
+            without_s = seconds * prices.ratio(tokens) / prices.ratio(tokens + len(guess.ids))
+        lost_s = seconds - without_s - came_true * prices.single_s * prices.ratio(rows) / rows
+        self._lost_s += lost_s
+        self._to_probe = _NEAREST_PROBE if lost_s < 0 else min(2 * self._to_probe, _FARTHEST_PROBE)
+        self._since_probe = 0
+
+    def _worthwhile(self, can_take: Callable[[int], bool], rows: int, tokens: int) -> Guess | None:
+        prices = self._prices
+        single_s = prices.single_s
+        most = min(MOST_ROWS - tokens, self._left - 1)
+        if most < 1 or not single_s:
+            return None
+        may_lose = _FIRST_LOST + (_MOST_LOST * (clock.now() - self._begun_s) - self._lost_s) / single_s
+        best: Guess | None = None
+        best_rate = _WORTH
+        for drafter in self._drafters:
+            takes = drafter.takes_s / single_s
+            hopes = drafter.hopes()
+            if takes and (takes > may_lose or (best is not None and best.chances[0] >= hopes)):
+                continue
+            is_due = self._since_probe >= self._to_probe
+            if takes and not is_due and 1 + hopes < _WORTH * (prices.ratio(2) + takes):
+                continue
+            guess = drafter.guess(most)
+            tried, rate = 0, 0.0
+            if guess is not None:
+                tried, rate = self._tried(guess, takes, may_lose, rows, tokens)
+                while tried and not can_take(1 + tried):
+                    tried -= 1
+            if guess is None or not tried:
+                continue
+            if rate <= best_rate and not (best is None and is_due and guess.chances[0] >= _PROBABLE):
+                continue
+            best, best_rate, self._drafter = guess.shortened(tried), rate, drafter
+        return best
+
+    def _tried(self, guess: Guess, takes: float, may_lose: float, rows: int, tokens: int) -> tuple[int, float]:
+        """How many of a guess's tokens to try, and how much faster than a step without them that should be.
+
+        Args:
+            takes: what the guess took, in single steps.
+            may_lose: most single steps that trying may lose.
+        """
+        prices = self._prices
+        without = prices.ratio(tokens)
+        best, best_rate, gained = 0, 0.0, float(rows)
+        for tried, chance in enumerate(guess.chances, start=1):
+            gained += chance
+            price = prices.ratio(tokens + tried) + takes + (1 - chance) * prices.back
+            rate = gained / rows * without / price
+            if price - without <= may_lose and rate > best_rate:
+                best, best_rate = tried, rate
+        return best, best_rate
+
+
+class GuessedSteps:
+    """The steps of one answer over a session's own cache, for `decode` in place of the session's.
+
+    Args:
+        session: holds what the answer continues: the answer's first logits are there.
+    """
+
+    def __init__(self, session: SeveralSteps, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
+        self._session, self._prices = session, prices
+        self.speculation = Speculation(prices, prefix, most_tokens, session.drafters())
+        self._guess: Guess | None = None
+        self._rows = torch.empty(0)
+        self._at = 0
+        self._step_s = 0.0
 
     def foresaw(self, token_id: int) -> bool:
         """Whether the logits after this token are there already."""
@@ -122,21 +227,15 @@ class Speculation:
 
     def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
         """The answer's next token; logits [1, V] after it."""
-        self._left -= 1
-        self._since_probe += 1
-        with of_one():
-            for drafter in self._drafters:
-                drafter.append(token_id)
+        self.speculation.append((token_id,))
         if self.foresaw(token_id):
             self._at += 1
             return self._rows[self._at : self._at + 1]
         self.settle()
         begun_s = clock.now()
-        with of_one():
-            guess = self._worthwhile()
+        guess = self.speculation.guess(self._session.takes)
         guessed_s = clock.now()
         if guess is None:
-            self._lost_s += guessed_s - begun_s
             logits = self._session.step(token, token_id)
             self._prices.took(1, clock.now() - guessed_s)
             return logits
@@ -145,15 +244,7 @@ class Speculation:
         self._step_s = now_s - begun_s
         self._prices.took(1 + len(guess.ids), now_s - guessed_s)
         self._guess, self._at = guess, 0
-        self.guessed += len(guess.ids)
         return self._rows[:1]
-
-    def passed(self, ids: Sequence[int]) -> None:
-        """The answer's next tokens have been read by somebody else, after `settle`."""
-        self._left -= len(ids)
-        for drafter in self._drafters:
-            for token_id in ids:
-                drafter.append(token_id)
 
     def settle(self) -> None:
         """Takes back what the answer does not go on with, and learns from it.  Harmless if repeated."""
@@ -167,54 +258,4 @@ class Speculation:
             back_s = clock.now() - begun_s
             self._step_s += back_s
             self._prices.took_back(back_s)
-        self.accepted += came_true
-        with of_one():
-            self._drafter.learn(guess, came_true)
-        lost_s = self._step_s - (1 + came_true) * self._prices.single_s
-        self._lost_s += lost_s
-        self._to_probe = _NEAREST_PROBE if lost_s < 0 else min(2 * self._to_probe, _FARTHEST_PROBE)
-        self._since_probe = 0
-
-    def _worthwhile(self) -> Guess | None:
-        """The guess that promises most for its price, if any promises enough and may still be lost."""
-        single_s = self._prices.single_s
-        most = min(MOST_ROWS, self._left) - 1
-        if most < 1 or not single_s:
-            return None
-        may_lose = _FIRST_LOST + (_MOST_LOST * (clock.now() - self._begun_s) - self._lost_s) / single_s
-        best: Guess | None = None
-        best_rate = _WORTH
-        for drafter in self._drafters:
-            takes = drafter.takes_s / single_s
-            hopes = drafter.hopes()
-            if takes and (takes > may_lose or (best is not None and best.chances[0] >= hopes)):
-                continue
-            is_due = self._since_probe >= self._to_probe
-            if takes and not is_due and 1 + hopes < _WORTH * (self._prices.ratio(2) + takes):
-                continue
-            guess = drafter.guess(most)
-            tried, rate = self._tried(guess, takes, may_lose) if guess is not None else (0, 0.0)
-            if guess is None or not tried:
-                continue
-            if rate <= best_rate and not (best is None and is_due and guess.chances[0] >= _PROBABLE):
-                continue
-            best, best_rate, self._drafter = guess.shortened(tried), rate, drafter
-        return best
-
-    def _tried(self, guess: Guess, takes: float, may_lose: float) -> tuple[int, float]:
-        """How many of a guess's tokens to try, and how much faster than single steps that should be.
-
-        Args:
-            takes: what the guess took, in single steps.
-            may_lose: most single steps that trying may lose.
-        """
-        prices = self._prices
-        best, best_rate, gained = 0, 0.0, 1.0
-        for tried, chance in enumerate(guess.chances, start=1):
-            gained += chance
-            price = prices.ratio(1 + tried) + takes + (1 - chance) * prices.back
-            if price - 1 <= may_lose and gained / price > best_rate:
-                best, best_rate = tried, gained / price
-        while best and not self._session.takes(1 + best):
-            best -= 1
-        return best, best_rate
+        self.speculation.settle(guess, came_true, self._step_s)

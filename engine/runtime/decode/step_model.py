@@ -256,12 +256,13 @@ class TokenStep:
             return self._through_layers(hidden, angles, position_ids, cache)
 
     def takes_rows(self, tokens: int) -> bool:
-        """Whether `rows` computes so many now."""
+        """Whether `rows` computes so many now; one may have an MLP that the library computes."""
         return (
             tokens <= MOST_ROWS
             and self._angles.is_fixed
             and not any(self._hooks)
-            and all(layer.is_native and not isinstance(layer.attention, DeltaNet) for layer in self._layers)
+            and not any(isinstance(layer.attention, DeltaNet) for layer in self._layers)
+            and (self.card is None if tokens == 1 else all(layer.is_native for layer in self._layers))
         )
 
     def rows(self, ids: list[int], positions: list[int], held: Sequence[PagesStruct], pieces: Pieces) -> torch.Tensor:
@@ -283,9 +284,7 @@ class TokenStep:
         if logits is not None:
             return logits
         for layer, pages in zip(self._layers, held, strict=True):
-            assert layer.sparse is not None
-            assert not isinstance(layer.attention, DeltaNet)
-            hidden = layer.sparse.step(layer.attention.rows(hidden, pages, pieces, angles[layer.attention.type]))
+            hidden = layer.rows(hidden, pages, pieces, angles[layer.attention.type])
         return product(self._head, one_by_one(self._norm, hidden))[0]
 
     def _through_layers(

@@ -15,6 +15,8 @@ from engine.common import clock
 from engine.families import fast_path_of
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.paged_attention import Pieces
+from engine.kernels.native.structs import PagesStruct
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.floats import keep_in_floats
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
@@ -133,8 +135,14 @@ class SingleTokenLayer:
             `None`, and nothing was done, if these are not for the fast path.
         """
         out = self.attention.step(hidden_states, cache, positions)
-        if out is None:
-            return None
+        return None if out is None else self._add_mlp(out)
+
+    def rows(self, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:
+        """The same of several sequences over pages."""
+        assert not isinstance(self.attention, DeltaNet)
+        return self._add_mlp(self.attention.rows(hidden, held, pieces, positions))
+
+    def _add_mlp(self, out: torch.Tensor) -> torch.Tensor:
         if self.sparse is not None and self.sparse.can_step:
             return self.sparse.step(out)
         return self._recorded_mlp(out) if RECORDER.on else add_mlp(self._layer, self._norms, out)

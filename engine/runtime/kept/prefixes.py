@@ -148,7 +148,8 @@ class KeptPrefixes:
         self._changed = threading.Condition()
         self._blocks: OrderedDict[Key, _Block] = OrderedDict()
         self._ram = 0
-        self._source: _Source | None = None
+        self._sources: dict[object, _Source] = {}
+        """By who holds what is offered."""
         self._layouts: dict[bytes, _Layout | None] = {}
         self._writer: threading.Thread | None = None
         self._answering = 0
@@ -217,8 +218,10 @@ class KeptPrefixes:
         layout = self._layout_of(blocks[0], chat) if blocks else BlockLayout(())
         return Found(blocks, layout, chat, self, state=(key, state)) if isinstance(layout, BlockLayout) else None
 
-    def offer(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock, chat: str = "") -> None:
-        """An answer has ended: `copy` gives what is held of these tokens, until `withdraw`.
+    def offer(
+        self, owner: object, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock, chat: str = ""
+    ) -> None:
+        """An answer has ended: `copy` gives what its owner holds of these tokens, until `withdraw`.
 
         Args:
             layout: of what it gives; None if that cannot be kept.
@@ -226,10 +229,11 @@ class KeptPrefixes:
         """
         if layout is None or len(ids) > self._most_tokens or len(ids) < BLOCK_TOKENS:
             return
-        self._offer(_Source(_blocks(self.root, ids, len(ids), layout, copy), chat))
+        self._offer(owner, _Source(_blocks(self.root, ids, len(ids), layout, copy), chat))
 
     def offer_states(
         self,
+        owner: object,
         ids: Sequence[int],
         layout: BlockLayout | None,
         copy: CopyBlock,
@@ -253,11 +257,11 @@ class KeptPrefixes:
             *_, key = state_keys(keys[index], ids[index * BLOCK_TOKENS : state.tokens])
             pieces += blocks[sum(piece.layout is layout for piece in pieces) : index]
             pieces.append(_Piece(key, index, StateLayout.of(state), state.copy))
-        self._offer(_Source(pieces, chat, is_whole=False))
+        self._offer(owner, _Source(pieces, chat, is_whole=False))
 
-    def _offer(self, source: _Source) -> None:
+    def _offer(self, owner: object, source: _Source) -> None:
         with self._changed:
-            self._source = source
+            self._sources[owner] = source
             self._changed.notify_all()
         self._begin_writing()
 
@@ -270,10 +274,27 @@ class KeptPrefixes:
             self._changed.notify_all()
         self._begin_writing()
 
-    def withdraw(self, tokens: int = 0) -> None:
+    def is_written(self, owner: object) -> bool:
+        """Whether the disk has all that it takes of what was offered: nobody else needs it."""
+        with self._changed:
+            source = self._sources.get(owner)
+            if source is None or self._files is None or not self._files.keeps(source.chat):
+                return True
+            return source.is_refused or source.next >= len(source.pieces)
+
+    def forget(self, owner: object) -> None:
+        """What was offered is not there any more."""
+        with self._changed:
+            self._sources.pop(owner, None)
+
+    def keeps(self, chat: str) -> bool:
+        """Whether what is read for a chat may reach the disk, now or later."""
+        return self._files is not None and self._files.keeps(chat)
+
+    def withdraw(self, owner: object, tokens: int = 0) -> None:
         """All but the first `tokens` tokens of what was offered is going to be overwritten: now or never."""
         with self._changed:
-            source, self._source = self._source, None
+            source = self._sources.pop(owner, None)
             if source is not None and (source.is_whole or not tokens):
                 self._take(source, max(source.next, tokens // BLOCK_TOKENS))
 
@@ -294,7 +315,7 @@ class KeptPrefixes:
     def give_back(self) -> None:
         """Frees all of its RAM."""
         with self._changed:
-            self._source = None
+            self._sources.clear()
             self._blocks.clear()
             self._ram = 0
 
@@ -473,8 +494,8 @@ class KeptPrefixes:
             found = self._next()
             if found is None:
                 return None
-            chat, key = found
-            block, source = self._blocks.get(key), self._source
+            chat, key, source = found
+            block = self._blocks.get(key)
             if block is not None:
                 return chat, key, block.index, block.layout, block.data, [key]
             assert source is not None
@@ -484,34 +505,34 @@ class KeptPrefixes:
             piece.copy(memory)
             return chat, key, piece.index, piece.layout, memory, source.keys
 
-    def _next(self) -> tuple[str, Key] | None:
-        files, source = self._files, self._source
+    def _next(self) -> tuple[str, Key, _Source | None] | None:
+        files = self._files
         if self._answering or files is None:
             return None
         for key, block in self._blocks.items():
             for chat in tuple(block.wanted_by):
                 if files.is_open(chat):
-                    return chat, key
+                    return chat, key, None
                 if not files.keeps(chat):
                     block.wanted_by.discard(chat)
-        if source is None or not files.is_open(source.chat):
-            return None
-        while source.next < len(source.pieces) and not source.is_refused:
-            key = source.pieces[source.next].key
-            if not files.has(source.chat, key):
-                return source.chat, key
-            source.next += 1
+        for source in self._sources.values():
+            if source.is_refused or source.next >= len(source.pieces) or not files.is_open(source.chat):
+                continue
+            while source.next < len(source.pieces):
+                key = source.pieces[source.next].key
+                if not files.has(source.chat, key):
+                    return source.chat, key, source
+                source.next += 1
         return None
 
     def _written(self, chat: str, key: Key, is_there: bool) -> None:
         with self._changed:
-            block, source = self._blocks.get(key), self._source
+            block = self._blocks.get(key)
             if block is not None:
                 block.wanted_by.discard(chat)
-            if source is None or source.chat != chat or source.next >= len(source.pieces):
-                return
-            if source.pieces[source.next].key == key:
-                source.next, source.is_refused = source.next + is_there, not is_there
+            for source in self._sources.values():
+                if source.chat == chat and source.next < len(source.pieces) and source.pieces[source.next].key == key:
+                    source.next, source.is_refused = source.next + is_there, not is_there
 
     def _has_key(self, error: OSError | None) -> None:
         if error is not None:

@@ -14,6 +14,22 @@ from engine.runtime.kv.growing import grown_capacity
 _MOST_FP16 = 65504.0
 
 
+def narrowed(states: torch.Tensor, kv_type: KvType) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """States [..., D] as this type stores them, and their scales [...] if it has any."""
+    if kv_type is KvType.INT8:
+        most = states.float().abs().amax(-1)
+        stored = (states.float() * (127 / most.clamp(min=1e-30))[..., None]).round().nan_to_num(0)
+        return stored.to(torch.int8), most / 127
+    if kv_type is KvType.FP16:
+        return states.clamp(-_MOST_FP16, _MOST_FP16).to(torch.float16), None
+    return states, None
+
+
+def widened(stored: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """What was `narrowed`, in another type."""
+    return stored.to(dtype) if scales is None else (stored.float() * scales[..., None]).to(dtype)
+
+
 class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
     """Keys and values [B, H, n, D] in buffers [B, H, capacity, D] of a type of their own.
 
@@ -55,10 +71,8 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         if not self._buffers:
             return None
         held = self._buffers[part].narrow(-2, 0, self._length)
-        if len(self._buffers) == 2:
-            return held.to(self.dtype)
-        scales = self._buffers[2 + part].narrow(-1, 0, self._length)
-        return (held.float() * scales[..., None]).to(self.dtype)
+        scales = self._buffers[2 + part].narrow(-1, 0, self._length) if len(self._buffers) > 2 else None
+        return widened(held, scales, self.dtype)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Remembers the model's type."""
@@ -78,13 +92,10 @@ class NarrowLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untype
         start, tokens = self._length, key_states.shape[-2]
         self._make_room(start + tokens, (key_states, value_states))
         for part, states in enumerate((key_states, value_states)):
-            mine = self._buffers[part].narrow(-2, start, tokens)
-            if self.kv_type is KvType.INT8:
-                most = states.float().abs().amax(-1)
-                self._buffers[2 + part].narrow(-1, start, tokens).copy_(most / 127)
-                mine.copy_((states.float() * (127 / most.clamp(min=1e-30))[..., None]).round().nan_to_num(0))
-            else:
-                mine.copy_(states.clamp(-_MOST_FP16, _MOST_FP16))
+            stored, scale = narrowed(states, self.kv_type)
+            self._buffers[part].narrow(-2, start, tokens).copy_(stored)
+            if scale is not None:
+                self._buffers[2 + part].narrow(-1, start, tokens).copy_(scale)
         self._length = start + tokens
         return self.keys, self.values
 

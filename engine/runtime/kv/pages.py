@@ -24,8 +24,8 @@ class PagePool:
     """Pages 0 to `capacity` - 1.
 
     A row takes pages that it has reserved.  Complete pages are offered for sharing under the tokens up to their end,
-    of prompts and answers alike; once no row holds such a page it is kept until its place is needed, least recently
-    used first.
+    of prompts and answers alike, and so is the last one of a row that has ended; once no row holds such a page it is
+    kept until its place is needed, least recently used first.  That is the prefix cache.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -35,6 +35,12 @@ class PagePool:
         self._reserved = 0
         self._page_of: dict[Prefix, int] = {}
         self._prefix_of: dict[int, Prefix] = {}
+        self._after: dict[Prefix, dict[int, tuple[int, ...]]] = {}
+        """Offered pages by the prefix before them, with their own tokens."""
+        self._before: dict[int, Prefix] = {}
+        self.steady: set[int] = set()
+        """Offered pages whose tokens, and all before them, were computed in whole chunks from the first one on: those
+        of an answer that has to be repeated bit by bit may be shared."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Pages that no row holds but that can still be shared."""
         self.elsewhere = 0
@@ -88,8 +94,18 @@ class PagePool:
 
     def _oldest_idle(self) -> int:
         page, _ = self._idle.popitem(last=False)
-        del self._page_of[self._prefix_of.pop(page)]
+        self._forget(page)
         return page
+
+    def _forget(self, page: int) -> None:
+        prefix = self._prefix_of.pop(page)
+        if self._page_of.get(prefix) == page:
+            del self._page_of[prefix]
+        siblings = self._after[before := self._before.pop(page)]
+        del siblings[page]
+        if not siblings:
+            del self._after[before]
+        self.steady.discard(page)
 
     def share(self, prefix: Prefix) -> int | None:
         """The page that ends this prefix, with one more holder; `None` if there is none."""
@@ -123,18 +139,61 @@ class PagePool:
         page = self._page_of.get(prefix)
         return page is not None and self._holders[page] == 0
 
-    def publish(self, page: int, prefix: Prefix) -> None:
-        """Offers a page for sharing as the end of this prefix; the first page offered for a prefix is used."""
+    @property
+    def idle(self) -> int:
+        """Pages that no row holds but that can still be shared."""
+        return len(self._idle)
+
+    def publish(
+        self, page: int, prefix: Prefix, before: Prefix = NO_PREFIX, tokens: Sequence[int] = (), *, steady: bool = False
+    ) -> None:
+        """Offers a page for sharing as the end of this prefix; the first page offered for a prefix is used.
+
+        Args:
+            before, tokens: the prefix that its own tokens follow, and those.
+        """
         if prefix not in self._page_of:
             self._page_of[prefix] = page
-            self._prefix_of[page] = prefix
+            self._prefix_of[page], self._before[page] = prefix, before
+            self._after.setdefault(before, {})[page] = tuple(tokens)
+        if steady and self._page_of[prefix] == page:
+            self.steady.add(page)
+
+    def longest(self, before: Prefix, tokens: Sequence[int]) -> tuple[int, int]:
+        """The offered page behind a prefix that begins with most of these tokens, and how many they are."""
+        found = ((_common(held, tokens), page) for page, held in self._after.get(before, {}).items())
+        count, page = max(found, default=(0, -1))
+        return page, count
+
+    def steady_tokens(self, tokens: Sequence[int]) -> int:
+        """How many of these, from the first on, are in whole `steady` pages."""
+        prefix, end = NO_PREFIX, PAGE_TOKENS
+        while end <= len(tokens):
+            prefix = prefix_after(prefix, tokens[end - PAGE_TOKENS : end])
+            if self._page_of.get(prefix) not in self.steady:
+                break
+            end += PAGE_TOKENS
+        return end - PAGE_TOKENS
+
+    def prefixes(self, pages: Sequence[int]) -> list[Prefix]:
+        """What those of these pages end that are offered."""
+        return [self._prefix_of[page] for page in pages if page in self._prefix_of]
+
+    def forget(self, prefixes: Sequence[Prefix]) -> list[int]:
+        """Stops sharing the pages that end these and that no row holds; which they are."""
+        pages = [page for page in map(self._page_of.get, prefixes) if page is not None and page in self._idle]
+        for page in pages:
+            del self._idle[page]
+            self._forget(page)
+            self._free.append(page)
+        return pages
 
     def forget_prefixes(self) -> None:
         """Stops sharing all present pages with later rows."""
         self._free += self._idle
         self._idle.clear()
-        self._page_of.clear()
-        self._prefix_of.clear()
+        for known in (self._page_of, self._prefix_of, self._after, self._before, self.steady):
+            known.clear()
 
     def release(self, page: int) -> None:
         """Removes one holder."""
@@ -149,6 +208,12 @@ class PagePool:
 
 def _none() -> int:
     return 0
+
+
+def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(held, tokens, strict=False))
+    return next((at for at, (one, other) in pairs if one != other), min(len(held), len(tokens)))
 
 
 def pages_for(tokens: int) -> int:

@@ -16,7 +16,7 @@ import torch
 from engine.common import clock
 from engine.common.chat import ChatMessage, FinishReason
 from engine.common.config import SamplingParams
-from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.decode.beam_search import decode_beams
@@ -33,24 +33,12 @@ from engine.runtime.decode.generation import (
 )
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.sequence import AnswerSequence, of_one
-from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.speculation import GuessedSteps, StepPrices
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import BatchRequest, Preparation, PreparedRow
-from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
-from engine.tuning.result import DecodeRate
-
-TakeOver = Callable[[PreparedRow, AnswerSequence, Any, int], bool]
-"""See `ContinuousBatch.take_over`."""
-MakeRow = Callable[[PreparedRow, AnswerSequence, Any, int], PagedRow | None]
-"""A row for an answer whose first tokens, so many with its prompt, are in a cache of its own."""
-
-TIMED_PROMPT = (
-    "A railway switchyard sorts freight cars. Explain in plain words how the hump, the switches and the retarders work."
-)
-_FEWEST_TOKENS = 4
 
 
 class AnswerOptions(TypedDict, total=False):
@@ -131,31 +119,17 @@ class Alone:
         """The answer to a request, none of which is there yet; no other may be under way, but for `make_room`."""
         return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked))
 
-    def take_over(self, asked: PreparedRow, hand_over: Callable[[KvSession], PagedRow | None]) -> AloneAnswer | None:
-        """Goes on with an answer that has begun elsewhere, if what was read for it can be brought here.
-
-        Args:
-            hand_over: brings it; see `ContinuousBatch.hand_over`.
-        """
-        session = self._session
-        if not isinstance(session, KvSession) or session.graphs is not None:
-            return None
-        row = hand_over(session)
-        if row is None:
-            return None
-        return AloneAnswer(asked, session, self.loaded, self._guessing(asked), row.sequence)
-
     def go_on(self, asked: PreparedRow, begun: AnswerSequence) -> AloneAnswer:
         """Goes on with an answer that has begun elsewhere: what was read for it is read again here."""
-        return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked), begun, is_held=False)
+        return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked), begun)
 
-    def _guessing(self, asked: PreparedRow) -> Callable[[Sequence[int]], Speculation] | None:
+    def _guessing(self, asked: PreparedRow) -> Callable[[Sequence[int]], GuessedSteps] | None:
         session = self._session
         if not self._speculates or asked.request.sampling.beams > 1 or not isinstance(session, KvSession):
             return None
         if asked.request.repeats and session.drafters():  # guesses depend on the time they take, and change rounding
             return None
-        return lambda prefix: Speculation(session, self._prices, prefix, asked.limits.max_tokens)
+        return lambda prefix: GuessedSteps(session, self._prices, prefix, asked.limits.max_tokens)
 
     def generate(
         self, messages: Sequence[ChatMessage], sampling: SamplingParams, **options: Unpack[AnswerOptions]
@@ -205,8 +179,7 @@ class AloneAnswer:
 
     Args:
         guessing: makes what guesses coming tokens, if anything does, from the tokens that the answer continues.
-        begun: the answer, if some of it is there.
-        is_held: whether the session holds all of its tokens but the last.
+        begun: the answer, if some of it is there; what was read for it is read again.
     """
 
     def __init__(
@@ -214,14 +187,12 @@ class AloneAnswer:
         asked: PreparedRow,
         session: Session,
         loaded: LoadedModel,
-        guessing: Callable[[Sequence[int]], Speculation] | None,
+        guessing: Callable[[Sequence[int]], GuessedSteps] | None,
         begun: AnswerSequence | None = None,
-        *,
-        is_held: bool = True,
     ) -> None:
         self.asked = asked
         self._session, self._loaded, self._guessing = session, loaded, guessing
-        self._guesses: Speculation | None = None
+        self._guesses: GuessedSteps | None = None
         self._answer = begun
         request = asked.request
         if isinstance(session, KvSession):
@@ -233,9 +204,6 @@ class AloneAnswer:
         else:
             self._reading = session.read([*asked.prompt, *begun.ids[:-1]], ignore_progress, request.cancelled)
         self._writing: Generator[None, None, Decoded] | None = None
-        if begun is not None and is_held:
-            self._writing = self._written(None)
-        self._over: FinishReason | None = None
         self._reused = Reused()
         self._request: int | None = None
         """Number of the recorded request; 0 if nothing was recorded when it began."""
@@ -293,8 +261,6 @@ class AloneAnswer:
             RECORDER.resume_request(self._request)
 
     def _go_on(self, until: Check) -> Decoded | None:
-        if self._over is not None and (answer := self._answer) is not None:
-            return Decoded(answer.ids, answer.text, self._over, 0.0, 0.0, len(answer.ids), answer.stopped_by)
         while self._writing is None:
             try:
                 next(self._reading)
@@ -354,11 +320,6 @@ class AloneAnswer:
         """The answer, if some of it is there and it can go on elsewhere."""
         return self._answer if self._answer is not None and self._answer.ids else None
 
-    @property
-    def reused(self) -> Reused:
-        """Tokens of the prompt that did not have to be read."""
-        return self._reused
-
     def set_aside(self) -> AnswerSequence | None:
         """What there is of the answer, for `Alone.go_on`; None if it has to be begun again."""
         answer = self._answer
@@ -368,64 +329,10 @@ class AloneAnswer:
             self._guesses.settle()
         return answer
 
-    def leave(self, take_over: TakeOver) -> bool:
-        """Hands an answer that has begun to others, who go on with it, if they can.
-
-        Returns:
-            Whether they do: nothing more is to be done here.
-        """
-        held = self._settled()
-        if held is None or self._answer is None:
-            return False
-        return take_over(self.asked, self._answer, held.cache, held.tokens)
-
-    def lend(self, make_row: MakeRow) -> PagedRow | None:
-        """Lets others write its next tokens, until `bring_back`.
-
-        Args:
-            make_row: a row that holds what the session does, if there can be one.
-        """
-        held = self._settled()
-        if held is None or self._answer is None or held.drafters():
-            return None
-        return make_row(self.asked, self._answer, held.cache, held.tokens)
-
-    def bring_back(self, row: PagedRow, fill: Callable[[Any, int], None]) -> None:
-        """Goes on behind the tokens that others have written meanwhile.
-
-        Args:
-            fill: makes a cache of so many tokens hold all of the row's.
-        """
-        session, held, self._over = self._session, self._session.tokens, row.over
-        if row.held <= held:
-            return
-        assert isinstance(session, KvSession)
-        read = row.read[held:]
-        session.append(read, lambda cache: fill(cache, held))
-        if self._guesses is not None:
-            self._guesses.passed(read)
-        self._writing = self._written(None)
-
-    def _settled(self) -> KvSession | None:
-        """The session, if its own cache holds all tokens of an answer under way but the last, which was chosen."""
-        session, answer = self._session, self._answer
-        if (
-            self._over is not None
-            or answer is None
-            or not answer.ids
-            or not isinstance(session, KvSession)
-            or session.graphs is not None
-        ):
-            return None
-        if self._guesses is not None:
-            self._guesses.settle()
-        held = len(self.asked.prompt) + len(answer.ids) - 1
-        return session if session.cache is not None and session.tokens == held else None
-
     def _result(self, done: Decoded) -> GenerationResult:
         if self._loaded.foresight is not None:
             self._loaded.foresight.learn_while_idle()
-        decoding, guesses = done.last_s - done.first_s, self._guesses
+        decoding, guesses = done.last_s - done.first_s, self._guesses.speculation if self._guesses is not None else None
         return GenerationResult(
             text=done.text,
             finish_reason=done.reason,
@@ -493,54 +400,3 @@ def decode(
     if RECORDER.on and of_step:
         RECORDER.phase(lanes.DECODE, of_step, seconds_ns(last_s))
     return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
-
-
-def time_decode(
-    loaded: LoadedModel,
-    prompt: Sequence[int],
-    tokens: int,
-    *,
-    seconds: float = float("inf"),
-    speculates: bool = False,
-    on_token: Callable[[int, float], None] = lambda _count, _rate: None,
-    cancelled: CancelCheck = never_cancelled,
-) -> DecodeRate:
-    """Continues a prompt greedily by `tokens` tokens after the first, past any end token.
-
-    Args:
-        seconds: a slow model is stopped after so long, with the tokens that it has made, four at the least.
-        speculates: whether coming tokens may be guessed; what repeats itself would be timed as if all answers did.
-        on_token: called with their number, and the rate since the first.
-
-    Raises:
-        EngineError: as `Alone.generate`.
-    """
-    arrivals: list[tuple[int, float]] = []
-    begun = clock.now()
-
-    def on_text(_text: str, count: int) -> None:
-        if arrivals and count == arrivals[-1][0]:
-            return  # what was held back of the text: no further token
-        arrivals.append((count, clock.now()))
-        first, since = arrivals[0]
-        if count > first:
-            on_token(count - first, (count - first) / (arrivals[-1][1] - since))
-
-    def enough() -> bool:
-        if cancelled():
-            return True
-        return bool(arrivals) and arrivals[-1][0] > _FEWEST_TOKENS and clock.now() - arrivals[0][1] > seconds
-
-    alone = Alone(loaded, speculates=speculates)
-    try:
-        alone.generate_from_ids(
-            list(prompt), SamplingParams(max_tokens=tokens + 1), on_text=on_text, cancelled=enough, end_ids=frozenset()
-        )
-    finally:
-        alone.clear()
-    if not arrivals:
-        return DecodeRate(0.0, 0.0, 0)
-    # Not every token completes a text.
-    (first, first_s), (last, last_s) = arrivals[0], arrivals[-1]
-    rate = (last - first) / (last_s - first_s) if last > first else 0.0
-    return DecodeRate(rate, first_s - begun, last - first)

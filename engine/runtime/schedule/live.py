@@ -17,8 +17,7 @@ from engine.runtime.decode.generation import TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError
 from engine.runtime.decode.token_bytes import token_bytes
-from engine.runtime.schedule.asked import Outcome
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation
+from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_canc
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.generation import (
     ChanceLog,
+    GenerationResult,
     ProgressCallback,
     ReusedCallback,
     TextCallback,
@@ -85,6 +86,7 @@ class BatchAnswer:
             there, the others were reused from rows with the same prefix.
         error: why the row could not be answered; `None` if it was.
         stopped_by: the stop string that ended it; empty if none did.
+        guessed_tokens, accepted_tokens: see `GenerationResult`.
     """
 
     row: int
@@ -98,6 +100,8 @@ class BatchAnswer:
     stopped_by: str = ""
     from_ram: int = 0
     from_disk: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 AnswerCallback = Callable[[BatchAnswer], None]
@@ -277,3 +281,62 @@ class PreparedRows:
                 return self._prepare(request)
             except EngineError as error:
                 self._on_row(BatchAnswer(request.row, "", "failed", error=error))
+
+
+Outcome = GenerationResult | BaseException
+"""What was answered, or why nothing was."""
+OnEnd = Callable[[Outcome], None]
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request, and when its tokens came."""
+
+    request: BatchRequest
+    end: OnEnd
+    on_begin: Callable[[], None]
+    begun_s: float
+    on_token: Callable[[], None] = lambda: None
+    prepared: PreparedRow | None = None
+    has_moved: bool = False
+    begun: AnswerSequence | None = None
+    """Its answer so far, after the model has moved to another device."""
+    tokens: int = 0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    def on_text(self, text: str, tokens: int) -> None:
+        if tokens > self.tokens:
+            self.last_s = clock.now()
+            self.first_s = self.first_s or self.last_s
+            self.tokens = tokens
+            self.on_token()
+        self.request.on_text(text, tokens)
+
+    def result(self, answer: BatchAnswer) -> GenerationResult:
+        reason: FinishReason = "cancelled" if answer.finish_reason == "failed" else answer.finish_reason
+        result = GenerationResult(
+            answer.text,
+            reason,
+            answer.prompt_tokens,
+            answer.shared_tokens,
+            answer.generated_tokens,
+            0.0,
+            0.0,
+            answer.token_ids,
+            guessed_tokens=answer.guessed_tokens,
+            accepted_tokens=answer.accepted_tokens,
+            stopped_by=answer.stopped_by,
+            from_ram=answer.from_ram,
+            from_disk=answer.from_disk,
+        )
+        return self.timed(result)
+
+    def timed(self, result: GenerationResult) -> GenerationResult:
+        """With the times of all its tokens, wherever they came from."""
+        took = self.last_s - self.first_s
+        return replace(
+            result,
+            ttft_s=self.first_s - self.begun_s if self.tokens else 0.0,
+            tokens_per_s=(self.tokens - 1) / took if self.tokens > 1 and took > 0 else 0.0,
+        )

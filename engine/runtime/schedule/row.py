@@ -11,7 +11,9 @@ from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece
+from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.sequence import AnswerSequence
+from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import from_pages, into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
@@ -28,6 +30,7 @@ class PagedRow:
         prompt: its tokens, at least one.
         most_tokens: of the answer.
         ahead: tokens of the answer whose pages are reserved at a time; `None` for all of them at once.
+        begun_s: when it was asked for.
     """
 
     def __init__(
@@ -38,7 +41,9 @@ class PagedRow:
         most_tokens: int,
         pool: PagePool,
         ahead: int | None = None,
+        begun_s: float = 0.0,
     ) -> None:
+        self.begun_s = begun_s
         self.request, self.prompt, self.sequence = request, prompt, sequence
         self._prompt_tokens = len(prompt)
         self._pool = pool
@@ -55,12 +60,19 @@ class PagedRow:
         self.shared = 0
         self.kept = Reused()
         """What was brought from where it is kept; part of `shared`."""
-        self._was_looked_for = False
+        self._was_looked_for = self._has_copied = False
         self._once_read = 0
         """Tokens that had been read when it stepped aside: `shared` counts what it never had to read."""
         self._prefix = NO_PREFIX
         self._published = 0
         """Tokens at the beginning that lie in pages offered to others; `_prefix` identifies them."""
+        self.steady = 0
+        """Tokens at the beginning that were computed in whole chunks from the first one on."""
+        self.speculation: Speculation | None = None
+        self._told = 0
+        """Tokens of the answer that it knows of."""
+        self.recorded = 0
+        """Number of its recorded request, while nobody shares its sweeps."""
         self.following: bytes | None = None
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
         self._look_ahead()
@@ -89,39 +101,9 @@ class PagedRow:
         self.close()
         self._once_read = max(self._once_read, self.held)
         self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
-        self.held = self._published = 0
-        self._prefix = NO_PREFIX
+        self.held = self._published = self.steady = 0
+        self._prefix, self._has_copied = NO_PREFIX, False
         self._look_ahead()
-
-    def take_over(self, tokens: int, fill: Callable[[torch.Tensor], None]) -> bool:
-        """Goes on behind `tokens` tokens of its prompt and its answer so far; false if there are no pages for them.
-
-        Args:
-            fill: writes their keys and values into these pages.
-        """
-        self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
-        self._look_ahead()
-        if not self.reserve():
-            return False
-        fill(self.piece(tokens).pages)
-        self.has_read(tokens)
-        return True
-
-    def follow(self, tokens: int, fill: Callable[[torch.Tensor, int], None]) -> bool:
-        """Has room for one more after the first `tokens` tokens of its prompt and its answer, and holds those, which
-        are read elsewhere; false if there are no pages for them.
-
-        Args:
-            fill: writes keys and values of the tokens from a place on, up to that number, into these pages.
-        """
-        if pages_for(tokens + 1) > self._reserved and not (
-            self._reserve_up_to(tokens + self._ahead) or self._reserve_up_to(tokens + 1)
-        ):
-            return False
-        if tokens > self.held:
-            fill(self.piece(tokens - self.held).pages, self.held)
-            self.has_read(tokens - self.held)
-        return True
 
     @property
     def pages(self) -> torch.Tensor:
@@ -133,9 +115,15 @@ class PagedRow:
         """The tokens that are in its pages."""
         return (self.prompt[: self._prompt_tokens] + self.sequence.ids)[: self.held]
 
-    def share_pages(self) -> None:
-        """Takes over pages of rows whose prompts have the same beginning, as far as there are any."""
+    def share_pages(self, most: int | None = None) -> None:
+        """Takes over pages of rows whose prompts have the same beginning, as far as there are any.
+
+        Args:
+            most: tokens that it may hold then.
+        """
         while self.following is not None and self.held == len(self._pages) * PAGE_TOKENS:
+            if most is not None and self.held >= most:
+                return
             was_idle = self._pool.is_idle(self.following)
             page = self._pool.share(self.following)
             if page is None:
@@ -143,11 +131,37 @@ class PagedRow:
             if not was_idle:
                 self._pool.give_back_reservation(1)
             self._add(page)
-            self.held += PAGE_TOKENS
-            if self._once_read < self.held <= self._prompt_tokens:
-                self.shared += PAGE_TOKENS
+            self._has_found(PAGE_TOKENS)
             self._published, self._prefix = self.held, self.following
             self._look_ahead()
+
+    def share_steady_pages(self, chunk: int) -> None:
+        """The same, where tokens have to be those of another time, bit by bit: whole chunks computed as at first."""
+        if not self.held:
+            self.share_pages(most := self._pool.steady_tokens(self.prompt[:-1]) // chunk * chunk)
+            self.steady = most
+
+    def copy_part(self, copy_page: Callable[[int, int], None]) -> None:
+        """Takes over the beginning of a page in which its prompt goes on otherwise, or that is not full; once.
+
+        Args:
+            copy_page: from one page to another one.
+        """
+        if self._has_copied or self.held != len(self._pages) * PAGE_TOKENS:
+            return
+        self._has_copied = True
+        page, tokens = self._pool.longest(self._prefix, self.prompt[self.held : len(self.prompt) - 1][:PAGE_TOKENS])
+        if tokens:
+            own = self._pool.take()
+            if own != page:
+                copy_page(page, own)
+            self._add(own)
+            self._has_found(tokens)
+
+    def _has_found(self, tokens: int) -> None:
+        before = max(self.held, self._once_read)
+        self.held += tokens
+        self.shared += max(0, min(self.held, self._prompt_tokens) - before)
 
     def bring_kept(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
         """Takes over what is kept of its prompt, if that is more than it holds; it is looked for once."""
@@ -188,9 +202,41 @@ class PagedRow:
         while self.held >= self._published + PAGE_TOKENS:
             begin, end = self._published, self._published + PAGE_TOKENS
             prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
-            self._pool.publish(self._pages[begin // PAGE_TOKENS], prefix)
+            page = self._pages[begin // PAGE_TOKENS]
+            self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=end <= self.steady)
             self._published, self._prefix = end, prefix
             self._look_ahead()
+
+    def has_read_exactly(self, tokens: int, chunk: int) -> None:
+        """The same of prompt tokens that were computed as if it were alone, up to so many at once."""
+        if self.held == self.steady and tokens == chunk:
+            self.steady += chunk
+        self.has_read(tokens)
+
+    def leave_part(self) -> None:
+        """It has ended: offers its last page, too, although that is not full."""
+        rest = self._tokens(self._published, self.held)
+        if rest and len(self._pages) * PAGE_TOKENS > self._published:
+            prefix = prefix_after(self._prefix, rest)
+            self._pool.publish(self._pages[self._published // PAGE_TOKENS], prefix, self._prefix, rest)
+
+    @property
+    def room(self) -> int:
+        """Tokens for which it has pages, or has reserved them."""
+        return self._reserved * PAGE_TOKENS - self.held
+
+    def guess(self, most: int, rows: int, tokens: int) -> Guess | None:
+        """What to try with its next token, if anything promises enough; see `Speculation.guess`.
+
+        Args:
+            most: tokens in all that its part of the step may have.
+        """
+        if self.speculation is None:
+            return None
+        self.speculation.append(self.sequence.ids[self._told :])
+        self._told = len(self.sequence.ids)
+        most = min(most, self.room)
+        return self.speculation.guess(lambda count: count <= most, rows=rows, tokens=tokens)
 
     def answer(self, reason: FinishReason | Literal["failed"], error: EngineError | None = None) -> BatchAnswer:
         """The row's outcome."""
@@ -207,6 +253,8 @@ class PagedRow:
             self.sequence.stopped_by,
             self.kept.ram,
             self.kept.disk,
+            self.speculation.guessed if self.speculation is not None else 0,
+            self.speculation.accepted if self.speculation is not None else 0,
         )
 
     def close(self) -> None:

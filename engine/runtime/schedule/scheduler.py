@@ -1,9 +1,10 @@
 """Who is answered when: one model, many requests, and files in the background.
 
-Requests of people come first.  One that has the model for itself is answered alone, over the model's own cache, which
-is fastest; those that come meanwhile share sweeps through the layers.  Work in the background goes on between two of
-their tokens, and takes them along: another row costs a sweep of many little.  It slows them down no more than they do
-it, as measured, and does nothing before each of them has its first token.
+Requests of people come first.  They are sequences over pages that share steps (continuous batching), and one that has
+the model for itself is a batch of one.  What pages cannot hold, or not as well, is answered over a cache of its own:
+the first request of a model that the library computes, or that has a card; encoder-decoders; beams.  Work in the
+background goes on between two of their tokens, and takes them along: another row costs a sweep of many little.  It
+slows them down no more than they do it, as measured, and does nothing before each of them has its first token.
 """
 
 from __future__ import annotations
@@ -26,16 +27,24 @@ from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
-from engine.runtime.schedule.asked import Asked, OnEnd, Outcome
 from engine.runtime.schedule.background import Background
 from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
-from engine.runtime.schedule.loan import Loan
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation, PreparedRow
+from engine.runtime.schedule.request import (
+    Asked,
+    BatchAnswer,
+    BatchRequest,
+    OnEnd,
+    Outcome,
+    Preparation,
+    PreparedRow,
+)
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.times import Times
@@ -94,7 +103,6 @@ class Scheduler:
         self._numbers = 0
         self._rests = True
         self._times = Times()
-        self._loan = Loan(AHEAD_TOKENS)
         self._is_beside = False
         """Whether somebody else computes with the model between two turns."""
         self._use(loaded)
@@ -109,8 +117,11 @@ class Scheduler:
         self._together: ContinuousBatch | None = None
         self._budget: SharedBudget | None = None
         """Of the pages of those who share sweeps, and of jobs that keep keys and values in another way."""
+        self._are_exact = PagedSteps.are_likely(loaded)
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
+        if self._are_exact:
+            self._shared()  # now, and not before somebody's first token
 
     @property
     def is_busy(self) -> bool:
@@ -138,7 +149,7 @@ class Scheduler:
     @property
     def kv_tokens(self) -> int:
         """Tokens of context now held."""
-        return self.alone.kv_tokens + sum(row.held for row in self._rows())
+        return self.alone.kv_tokens + (self._together.kv_tokens if self._together is not None else 0)
 
     @property
     def kv_bytes(self) -> int:
@@ -151,7 +162,7 @@ class Scheduler:
 
         Args:
             on_end: told how it ended, once.
-            on_begin: told before its prompt is read, if it is answered alone.
+            on_begin: told before its prompt is read, if nobody else shares its steps.
         """
         if not self.is_busy:
             self._times.start()
@@ -159,6 +170,19 @@ class Scheduler:
         self._numbers += 1
         asked = Asked(replace(request, row=self._numbers), _told(on_end), on_begin, clock.now(), self._wrote)
         self._waiting.append(asked)
+
+    def answer(self, request: BatchRequest) -> GenerationResult:
+        """Answers a request from its beginning to its end, and goes on with others meanwhile.
+
+        Raises:
+            EngineError: what is wrong with it; see `Preparation.prepare`.
+        """
+        ended: list[Outcome] = []
+        self.submit(request, ended.append)
+        self.serve(lambda: bool(ended))
+        if isinstance(ended[0], BaseException):
+            raise ended[0]
+        return ended[0]
 
     def serve(self, until: Check = never) -> None:
         """Answers requests, and goes on with jobs, until there is nothing left to do, or `until()` comes true, which is
@@ -182,11 +206,7 @@ class Scheduler:
         if not self.is_busy:
             return False
         # With them in its sweep it goes on to their next token.
-        return (
-            self._awaited()
-            or self._loan.is_over
-            or (self._times.is_due() and not any(lane.has_guests for lane in self._beside()))
-        )
+        return self._awaited() or (self._times.is_due() and not any(lane.has_guests for lane in self._beside()))
 
     def share(self, until: Check = never) -> None:
         """Called between two steps of background work: answers for as long as that work has taken."""
@@ -223,7 +243,6 @@ class Scheduler:
         """Frees the context of requests.  Those that are under way never end."""
         for lane in self._beside():
             lane.send_guests_away()
-        self._loan.end()
         self._waiting.clear()
         self._joined.clear()
         self._sharing.clear()
@@ -241,7 +260,6 @@ class Scheduler:
 
     def _forget(self) -> None:
         """What was read alone may be half written, or be what filled the memory: the next one starts from nothing."""
-        self._loan.end()
         with suppress(EngineError):
             self.alone.clear()
 
@@ -284,17 +302,11 @@ class Scheduler:
     def _advance(self, until: Check) -> None:
         self._heed()
         self._count_alone()
-        self._bring_back()
+        for lane in self._beside():
+            lane.send_guests_away()
         self._admit()
         if self._first is None and self._parked:
             self._first = self._parked.popleft()
-        if self._sharing or self._waiting or not self._beside():
-            self._loan.end()
-        waits = any(self._is_read_alone(asked.request) for asked in self._waiting)
-        if self._first is not None and (self._sharing or waits):
-            self._join()
-        elif len(self._sharing) == 1 and self._first is None:
-            self._part()
         if self._first is not None:
             shares = bool(self._sharing or self._parked)
             result = self._took_turn(*self._first, lambda: shares or bool(self._waiting) or self._has_news() or until())
@@ -308,7 +320,8 @@ class Scheduler:
                 asked.end(result)
         if self._sharing:
             self._count_alone()
-            self._sweep()
+            take_turns = bool(self._first or self._parked)
+            self._sweep(lambda: take_turns or bool(self._waiting) or self._has_news() or until())
 
     def _has_lost_card(self, error: BaseException) -> bool:
         """Whether a card of the model has stopped responding, or others have taken what it needs of its memory, and
@@ -337,7 +350,7 @@ class Scheduler:
         of use again."""
         if self._places is None or self._is_beside or self._alone() or self._sharing:
             return
-        if self.background.has_jobs or any(asked.outgrown is not None for asked in self._waiting):
+        if self.background.has_jobs or any(asked.begun is not None for asked in self._waiting):
             return
         if self._places.may_return():
             self._move(self._places.with_card)
@@ -358,8 +371,8 @@ class Scheduler:
                 asked.end(error)
             raise
         for asked in carried:
-            if asked.outgrown is not None:
-                asked.outgrown.move(self.loaded.device)
+            if asked.begun is not None:
+                asked.begun.move(self.loaded.device)
         self._waiting.extend(carried)
         self._rest(not carried)
 
@@ -369,8 +382,8 @@ class Scheduler:
         answers |= {asked.request.row: each.begun for asked, each in self._alone() if each.begun is not None}
         carried = self._asked()
         for asked in carried:
-            asked.outgrown = answers.get(asked.request.row, asked.outgrown)
-            asked.has_moved = asked.has_moved or asked.outgrown is not None
+            asked.begun = answers.get(asked.request.row, asked.begun)
+            asked.has_moved = asked.has_moved or asked.begun is not None
         return carried
 
     def _fail(self, error: BaseException) -> None:
@@ -409,22 +422,38 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if asked.prepared.request.cancelled():
             raise RequestCancelled
+        is_wanted = request.sampling.beams == 1 and (self._are_exact or self._first is not None)
+        together = self._shared() if is_wanted else None
+        shares = together is not None and together.has_room_for(asked.prepared)
+        if together is not None and shares and together.is_exact:
+            self._share_steps(together, asked, asked.prepared)
+            return True
         if self._first is not None and self._is_read_alone(request):
             self._park()
-        if self._first is None and asked.outgrown is not None:
-            self._first = asked, self.alone.go_on(asked.prepared, asked.outgrown)
-        elif asked.outgrown is not None:
+        if self._first is None and asked.begun is not None:
+            self._first = asked, self.alone.go_on(asked.prepared, asked.begun)
+        elif asked.begun is not None:
             return False
         elif self._first is None:
             with of_one():
                 asked.on_begin()
             self._first = asked, self.alone.begin(asked.prepared)
-        elif request.sampling.beams == 1 and not self._is_read_alone(request) and self._can_share(asked.prepared):
+        elif shares and not self._is_read_alone(request):
             self._sharing[request.row] = asked
             self._joined.append(asked)
         else:
             return False
         return True
+
+    def _share_steps(self, together: ContinuousBatch, asked: Asked, prepared: PreparedRow) -> None:
+        if not self._sharing:
+            with of_one():
+                asked.on_begin()
+        self._sharing[asked.request.row] = asked
+        if asked.begun is not None:
+            together.resume(prepared, asked.begun)
+        else:
+            self._joined.append(asked)
 
     def _park(self) -> None:
         """Lets another one begin, if the first is answered alone in any case."""
@@ -441,20 +470,17 @@ class Scheduler:
         cannot be, it does."""
         return request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
 
-    def _can_share(self, asked: PreparedRow) -> bool:
-        return (together := self._shared()) is not None and together.has_room_for(asked)
-
     def _shared(self) -> ContinuousBatch | None:
         """Where requests share sweeps; None if they cannot."""
         if self._together is None and not self._apart:
             policy = replace(policy_for(self.loaded), ahead=AHEAD_TOKENS)
             try:
                 model = PackedModel(self.loaded, policy)
-                self._together = ContinuousBatch(model, policy, kept=self._kept, keeps=True)
+                self._together = ContinuousBatch(model, policy, kept=self._kept, keeps=True, exact=True)
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
-            self._together.hands_on, self._together.make_room = True, self._forget_what_is_over
+            self._together.make_room = self._forget_what_is_over
             self._together.is_short = self._are_short
         return self._together
 
@@ -489,27 +515,7 @@ class Scheduler:
         """Rows of those who are writing, for a sweep of jobs."""
         if self._together is None or not self.is_busy or self._awaited() or not self.background.is_in_one_lane:
             return []
-        rows = self._together.able_to_write()
-        if self._first is not None:
-            asked, answer = self._first
-            row = None
-            with suppress(SequenceError):  # it meets that in its own turn
-                row = self._loan.lend(answer, self._together) if not asked.request.repeats else None
-            if row is not None:
-                asked.has_moved = True
-                rows.append(row)
-        return rows
-
-    def _bring_back(self) -> None:
-        """Requests that take part in sweeps of jobs have left them after this."""
-        for lane in self._beside():
-            lane.send_guests_away()
-        if self._first is None:
-            return
-        try:
-            self._loan.bring_back(self._first[1])
-        except Exception as error:
-            self._end_first(error)
+        return self._together.able_to_write()
 
     def _wrote(self) -> None:
         self._times.wrote(1 / max(1, len(self._sharing) + len(self._alone())))
@@ -528,29 +534,6 @@ class Scheduler:
         self._count_alone()
         return True
 
-    def _join(self) -> None:
-        """Lets the first one share the sweeps of the others, which are not read again for it then."""
-        if self._first is None or self.loaded.device.type != "cpu" or (together := self._shared()) is None:
-            return
-        asked, answer = self._first
-        if asked.outgrown is not None or self._is_read_alone(asked.request):
-            return
-        together.pool.elsewhere = 0  # what is moved is not there twice
-        if answer.leave(together.take_over):
-            self._first, self._sharing[asked.request.row] = None, asked
-            if not asked.reused.tokens:
-                asked.reused = answer.reused
-
-    def _part(self) -> None:
-        """Lets the last one that shared sweeps go on alone."""
-        (asked,) = self._sharing.values()
-        if self._together is None or asked.prepared is None or self._joined or self.loaded.device.type != "cpu":
-            return
-        answer = self.alone.take_over(asked.prepared, self._together.hand_over)
-        if answer is not None:
-            self._sharing.clear()
-            asked.has_moved, self._first = True, (asked, answer)
-
     def _took_turn(self, asked: Asked, answer: AloneAnswer, until: Check) -> Outcome | None:
         """A part of its prompt or a token of an answer, or more until `until()`; how it ended, if it has."""
         try:
@@ -567,14 +550,13 @@ class Scheduler:
         self.alone.adopt(answer)
         if isinstance(result, BaseException):
             self._forget()
-        self._loan.end()
         self.alone.keep()
         asked.end(result)
 
-    def _sweep(self) -> None:
+    def _sweep(self, until: Check) -> None:
         assert self._together is not None
         try:
-            self._together.sweep(self._prepared(), self._answered)
+            self._together.sweep(self._prepared(), self._answered, until)
         except Exception as error:
             if self._has_lost_card(error):
                 raise
@@ -584,11 +566,6 @@ class Scheduler:
             for asked in sharing.values():
                 asked.end(error)
             return
-        for row in self._together.outgrown:
-            asked = self._sharing.pop(row.request.row)
-            asked.outgrown, asked.has_moved = row.sequence, True
-            self._waiting.appendleft(asked)
-        self._together.outgrown = []
 
     def _prepared(self) -> Iterator[PreparedRow]:
         while self._joined:
@@ -598,6 +575,8 @@ class Scheduler:
 
     def _answered(self, answer: BatchAnswer) -> None:
         asked = self._sharing.pop(answer.row)
+        if self.loaded.foresight is not None:
+            self.loaded.foresight.learn_while_idle()
         asked.end(asked.result(answer) if answer.error is None else answer.error)
 
     def _rows(self) -> list[PagedRow]:

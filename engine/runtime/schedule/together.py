@@ -1,33 +1,43 @@
-"""Sequences that share every sweep through the layers: they join between sweeps, and leave once they are answered."""
+"""Continuous batching: sequences join between two sweeps through the layers, and leave once they are answered.
+
+A sequence that has the model for itself is a batch of one.  Where the native kernels compute what a model's own cache
+would hold in pages just as well, a prompt that is read alone, and up to eight tokens of answers, come out as if each
+sequence were alone, bit by bit; tokens that are guessed are further rows of the same step.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from engine.common import clock
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.rows import Check, never
+from engine.jobs.rows import Check, always, never
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
+from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.kept.block import BlockLayout
+from engine.runtime.kept.copying import from_pages
 from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.kv.moving import can_move, move, move_back
-from engine.runtime.kv.pages import PagePool, pages_for
+from engine.runtime.kv.pages import PagePool, Prefix, pages_for
 from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER
+from engine.telemetry.recorder import RECORDER, seconds_ns
 
+_PREFIXES = 64
+"""Contexts, as long as they may be, beyond which pages would be of no use."""
 _LONGEST_WITH_GUESTS_S = 0.3
 """A sweep that takes longer has no guests: they get no other token meanwhile."""
 _TAKEN = (
@@ -48,6 +58,7 @@ class ContinuousBatch(Lane):
         most_pages: for tests, a page limit below what the policy's bytes allow.
         kept: where the beginnings of prompts are found.
         keeps: whether what rows leave is kept there too.
+        exact: whether sequences are to be computed as if each were alone, where that is possible.
         above: rows with priority over these, whose pages they share; the models must do so, too.
     """
 
@@ -60,6 +71,7 @@ class ContinuousBatch(Lane):
         above: ContinuousBatch | None = None,
         kept: KeptPrefixes | None = None,
         keeps: bool = False,
+        exact: bool = False,
     ) -> None:
         super().__init__()
         # With a window of its own a row holds other values than a chat.
@@ -67,15 +79,20 @@ class ContinuousBatch(Lane):
         self._keeps = keeps
         self._model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
+        self._exact: PagedSteps | None = None
+        self._prices = StepPrices()
         if above is None:
-            pages = min(model.pages, most_pages or model.pages)
+            # Any one request has room; memory is only taken as tokens come.
+            longest, pages = pages_for(model.context_tokens), model.pages
+            if exact:
+                pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
+            pages = min(pages, most_pages or pages)
             model.allocate(pages)
+            self._exact = model.exact_steps() if exact else None
             self.pool = PagePool(pages)
         else:
             self.pool = above.pool
             above.below.append(self)
-        self.outgrown: list[PagedRow] = []
-        """Rows that need more pages than there are, and hold none any more."""
         self.make_room: Check = never
         """Called when there is none left: gives up other memory for context, if there is any."""
         self.on_free: Callable[[], None] = _nothing
@@ -83,8 +100,6 @@ class ContinuousBatch(Lane):
         self.is_short: Check = model.are_others_in_the_way
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
         a job ends and can be resumed."""
-        self.hands_on = False
-        """Whether somebody looks after those that `outgrown` lists; others end in a sentence."""
         self._most_rows, self._sweep_tokens = policy.rows, policy.sweep_tokens
         """As many as there has been memory for."""
         self.rows: list[PagedRow] = []
@@ -93,7 +108,15 @@ class ContinuousBatch(Lane):
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
         self._work: list[Work] = []
-        self._request = 0
+        self._request = self._of_all = 0
+        """Numbers of the recorded requests: that of the sweep under way, and that of rows that share sweeps."""
+        self._round: Iterator[list[Work]] = iter(())
+        """Sweeps after each of which some rows have got on, and after all of them each row."""
+        self._offers: list[_Offer] = []
+        self._left_by: dict[str, list[Prefix]] = {}
+        """What lies in the pages that a chat's last answer left."""
+        self._left_tokens = 0
+        """What the last row that ended had read, if its pages are still there."""
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
         self.guests: Callable[[], Sequence[PagedRow]] = _nobody
@@ -103,13 +126,33 @@ class ContinuousBatch(Lane):
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
 
-    def sweep(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
-        """Admits rows and takes all of them through the layers once."""
+    def sweep(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, until: Check = always) -> None:
+        """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
         self._asks(prepared, on_row)
         with self._recorded(), self._model.threads():
-            if self._is_sweeping():
+            while self._is_sweeping():
                 while self._continue():
                     pass
+                if until():
+                    break
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether single sequences are computed here as well as over a cache of their own."""
+        return self._exact is not None
+
+    def resume(self, new: PreparedRow, begun: AnswerSequence) -> None:
+        """Goes on with an answer that has begun elsewhere: what was read for it is read again."""
+        row = self._row_of(new, begun)
+        row.step_aside()
+        self._own.rows.append(row)
+        self._source_of[row] = self._own
+        self._aside.append(row)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of context that rows hold, or that the last one left."""
+        return sum(row.held for row in self.rows) or self._left_tokens
 
     def go_on(self, until: Check) -> bool:
         """See `Lane.go_on`."""
@@ -137,18 +180,35 @@ class ContinuousBatch(Lane):
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
-        """What is recorded inside belongs to these rows, as long as there are any."""
-        if RECORDER.on and self._request:
+        """What is recorded inside belongs to these rows."""
+        if RECORDER.on and self._sweep is not None and self._request:
             RECORDER.resume_request(self._request)
-        elif RECORDER.on:
-            RECORDER.begin_request()
-            self._request = RECORDER.request
         try:
             yield
         finally:
             RECORDER.end_request()
             if not self.rows:
-                self._request = 0
+                self._of_all = 0
+
+    def _record(self, work: list[Work]) -> None:
+        """A sweep begins: one of a single row belongs to that row's request."""
+        if not RECORDER.on:
+            self._request = 0
+            return
+        row = work[0].row
+        is_single = len(self.rows) == 1 and work[0].is_exact
+        request = row.recorded if is_single else self._of_all
+        if not request:
+            RECORDER.begin_request(seconds_ns(row.begun_s) if is_single else None)
+            request = RECORDER.request
+            if is_single:
+                RECORDER.phase(lanes.PROMPT, 0)
+                row.recorded = request
+            else:
+                self._of_all = request
+        elif RECORDER.request != request:
+            RECORDER.resume_request(request)
+        self._request = request
 
     def _is_sweeping(self) -> bool:
         """Whether a sweep is under way; begins one if there are rows."""
@@ -162,6 +222,7 @@ class ContinuousBatch(Lane):
                     return False
                 aside = len(self._aside)  # of which some may have outgrown all pages
             self._work = work + self._invited(work)
+            self._record(work)
             self._sweep = self._model.sweep(self._work)
             self.turns += 1
         return True
@@ -210,38 +271,10 @@ class ContinuousBatch(Lane):
             return []
         return [Work(row, 1, is_guest=True) for row in self.guests()]
 
-    def take_over(self, new: PreparedRow, sequence: AnswerSequence, cache: Any, tokens: int) -> bool:
-        """Goes on with an answer whose first `tokens` tokens, prompt included, are in a cache of its own.
-
-        Returns:
-            False, and nothing was done, if that cannot be moved, or if there is no room for it now.
-        """
-        layers = self._model.layer_pages()
-        if len(self.rows) >= self._most_rows or not layers or not can_move(cache, layers, tokens):
-            return False
-        row = PagedRow(new.request, new.prompt, sequence, new.limits.max_tokens, self.pool, self._policy.ahead)
-        if not row.take_over(tokens, lambda pages: move(cache, layers, pages, tokens)):
-            return False
-        self._begin(row, self._own)
-        return True
-
-    def hand_over(self, cache: KvSession) -> PagedRow | None:
-        """Lets the only row go on in a cache of its own, if it has begun to answer; nobody may be waiting."""
-        layers = self._model.layer_pages()
-        if len(self.rows) != 1 or self._aside or self._own.next is not None or self._sweep is not None or not layers:
-            return None
-        row = self.rows[0]
-        if row.is_reading or not row.sequence.ids:
-            return None
-        if not cache.take_over(row.read, lambda empty: move_back(empty, layers, row.pages, row.held)):
-            return None
-        self._leave(row)
-        return row
-
     @property
     def held_bytes(self) -> int:
-        """Bytes of the pages that rows hold now."""
-        return self.pool.held * self._model.page_bytes
+        """Bytes of the pages that rows hold now, or have left to be shared."""
+        return (self.pool.held + self.pool.idle) * self._model.page_bytes
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -250,6 +283,7 @@ class ContinuousBatch(Lane):
     def free(self) -> None:
         """As `close`, and also releases the device memory: no further run is possible."""
         self.close()
+        self.give_up_offers()
         self._model.close()
         if self._above is not None and self in self._above.below:
             self._above.below.remove(self)
@@ -266,6 +300,12 @@ class ContinuousBatch(Lane):
             self._sweep = None
             self._took(self._sweep_s + clock.now() - begun_s)
             self._take(end.value)
+            return False
+        except (RequestCancelled, SequenceError) as error:
+            (only,), self._work, self._sweep = self._work, [], None
+            if isinstance(error, SequenceError):
+                only.row.error = error
+                self._ended(only.row)
             return False
         except BaseException as error:
             # No row has advanced: the next try overwrites what was computed.
@@ -295,7 +335,7 @@ class ContinuousBatch(Lane):
             self._most_rows = max(1, len(self.rows) // 2)
             while len(self.rows) > self._most_rows:
                 self.give_way()
-        elif work and work[0].tokens > PAGE_TOKENS:
+        elif work and work[0].tokens > PAGE_TOKENS and not work[0].is_exact:
             self._sweep_tokens = max(PAGE_TOKENS, work[0].tokens // 2)
         elif work and self.is_short():
             return False
@@ -357,6 +397,7 @@ class ContinuousBatch(Lane):
 
     def _admit_new(self, new: PreparedRow, source: RowSource) -> bool:
         """Whether there was room for a row, or it has ended before it began."""
+        self._drop_written()
         try:
             with of_one():
                 is_cancelled, sequence = new.request.cancelled(), new.begin()
@@ -370,12 +411,19 @@ class ContinuousBatch(Lane):
         if pages_for(needs) > self.pool.capacity:
             source.on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
             return True
-        row = PagedRow(new.request, new.prompt, sequence, new.limits.max_tokens, self.pool, self._policy.ahead)
+        row = self._row_of(new, sequence)
         if not self._reserve(row):
             source.next = new
             return False
         self._begin(row, source)
         return True
+
+    def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
+        most_tokens = new.limits.max_tokens
+        row = PagedRow(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s)
+        if self._exact is not None and self._exact.guesses:
+            row.speculation = Speculation(self._prices, new.prompt, most_tokens)
+        return row
 
     def _reserve(self, row: PagedRow) -> bool:
         """Room to begin, or to go on after stepping aside; the least that it needs, if it is the only one."""
@@ -384,19 +432,15 @@ class ContinuousBatch(Lane):
     def _found(self, reserve: Check) -> bool:
         """Reserves pages, after others have given up theirs if need be."""
         while not reserve():
-            if not self.make_room() and not any(lane.give_way() for lane in self.below):
+            if not (self.give_up_offers() or self.make_room() or any(lane.give_way() for lane in self.below)):
                 return False
         return True
 
     def _has_outgrown(self, row: PagedRow) -> bool:
-        """Ends a row here that no other keeps from having pages, unless some are only lent; whether it has ended."""
+        """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
         if self.pool.held or self.pool.elsewhere or self.pool.others():
             return False
-        source = self._leave(row)
-        if self.hands_on and source is self._own and row.sequence.ids:
-            self.outgrown.append(row)
-        else:
-            source.on_row(row.answer("failed", _no_memory(row)))
+        self._leave(row).on_row(row.answer("failed", _no_memory(row)))
         return True
 
     def _make_room(self) -> None:
@@ -410,23 +454,60 @@ class ContinuousBatch(Lane):
         return self._next_work()
 
     def _next_work(self) -> list[Work]:
-        """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep."""
+        """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep; of a round
+        of sweeps one, where some of them are computed as if alone."""
         self._make_room()
+        if self._exact is None:
+            return self._packed([row for row in self.rows if not self._source_of[row].rests])
+        for _ in range(2):  # rows may have gone since the round began
+            if (work := next(self._round, None)) is not None:
+                return work
+            self._round = self._sweeps(self._exact)
+        return next(self._round, [])
+
+    def _sweeps(self, exact: PagedSteps) -> Iterator[list[Work]]:
+        """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
+        and answers that are too many for exact steps, in one that they share; then exact steps of the rest."""
+        reading = [row for row in self.rows if row.is_reading and self._finds_more(row)]
+        writing = [row for row in self.rows if not row.is_reading]
+        most = exact.most_rows
+        only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
+        if only is not None:
+            tokens = min(exact.chunk_tokens, len(only.prompt) - only.held)
+            yield [Work(only, tokens, is_exact=True)]
+        shared = [row for row in reading if row is not only and not row.request.repeats]
+        if shared or len(writing) > most:
+            shared += [row for row in writing if not row.request.repeats]
+            writing = [row for row in writing if row.request.repeats]
+        if work := self._packed([row for row in shared if row in self.rows]):
+            yield work
+        for first in range(0, len(writing), most):
+            if rows := [row for row in writing[first : first + most] if row in self.rows]:
+                yield self._with_guesses(rows, most)
+
+    def _with_guesses(self, rows: list[PagedRow], most: int) -> list[Work]:
+        """The next tokens of answers, and what may come after them."""
+        work, tokens = list[Work](), len(rows)
+        for row in rows:
+            guess = None
+            if tokens < most:
+                with self._work_for(row):
+                    guess = row.guess(1 + most - tokens, len(rows), tokens)
+                if row.error is not None:
+                    continue
+            count = 1 + len(guess.ids) if guess is not None else 1
+            tokens += count - 1
+            work.append(Work(row, count, is_exact=True, guess=guess))
+        return work
+
+    def _packed(self, rows: Sequence[PagedRow]) -> list[Work]:
         work, left = list[Work](), self._sweep_tokens
         being_read: set[bytes] = set()
-        for row in list(self.rows):
-            if self._source_of[row].rests:
-                continue
+        for row in rows:
             if not row.is_reading:
                 work.append(Work(row, 1))
                 continue
-            row.share_pages()
-            if self._kept is not None and (layers := self._model.layer_pages()):
-                with self._work_for(row):
-                    row.bring_kept(self._kept, layers)
-                if row.error is not None:
-                    continue
-            if left <= 0 or row.following in being_read:
+            if not self._finds_more(row) or left <= 0 or row.following in being_read:
                 continue  # another row is computing the page that this one will share
             if row.following is not None:
                 being_read.add(row.following)
@@ -435,25 +516,86 @@ class ContinuousBatch(Lane):
             left -= tokens
         return work
 
+    def _finds_more(self, row: PagedRow) -> bool:
+        """Takes over what is there of a prompt; false if anything went wrong."""
+        exact, begins = self._exact, not row.held
+        with self._work_for(row):
+            if exact is not None and row.request.repeats:
+                row.share_steady_pages(exact.chunk_tokens)
+            else:
+                row.share_pages()
+                if self._kept is not None and (layers := self._model.layer_pages()):
+                    row.bring_kept(self._kept, layers)
+                if exact is not None:
+                    row.copy_part(exact.copy_page)
+            if exact is not None and begins and not row.sequence.ids:
+                row.request.on_progress(row.held, len(row.prompt))
+        return row.error is None
+
     def _take(self, logits: torch.Tensor) -> None:
         """After a sweep: samples a token for each row that needs one; rows leave after their last token."""
         work, self._work = self._work, []
+        if work[0].is_exact and not work[0].row.is_reading:
+            self._take_exact(work, logits)
+            return
         choosing = [each.row for each in work if each.wants_logits]
+        is_single = bool(work[0].is_exact and self._request == work[0].row.recorded)
         for each in work:
             with self._work_for(each.row):
                 if each.row.is_reading and not each.row.sequence.ids:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
-                each.row.has_read(each.tokens)
-        for row, of_row in zip(choosing, logits, strict=True):
+                if each.is_exact and self._exact is not None:
+                    each.row.has_read_exactly(each.tokens, self._exact.chunk_tokens)
+                else:
+                    each.row.has_read(each.tokens)
+        if RECORDER.on and is_single:
+            RECORDER.phase(lanes.PREFILL, work[0].tokens)
+        for row, of_row in zip(choosing, logits, strict=False):
             if row.error is None:
-                with self._work_for(row):
-                    text, row.over = row.sequence.take(_choose(row, of_row))
-                    row.request.on_text(text, len(row.sequence.ids))
-        if RECORDER.on:
+                self._goes_on(row, of_row[None], None)
+        if RECORDER.on and not is_single:
             RECORDER.phase(lanes.BATCH_STEP, sum(each.tokens for each in work))
+        elif RECORDER.on and choosing:
+            RECORDER.phase(lanes.SAMPLE, 1)
         for row in choosing:
             if row.over is not None and row.error is None:
                 self._ended(row)
+
+    def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
+        """After a step of answers, with what was tried."""
+        tokens, at, chosen = sum(each.tokens for each in work), 0, 0
+        self._prices.took(tokens, self._sweep_s)
+        for each in work:
+            row, guess, of_row = each.row, each.guess, logits[at : at + each.tokens]
+            at += each.tokens
+            taken = self._goes_on(row, of_row, guess)
+            chosen += taken
+            if row.error is not None:
+                continue
+            row.has_read(taken)
+            if guess is not None and row.speculation is not None:
+                row.speculation.settle(guess, taken - 1, self._sweep_s, rows=len(work), tokens=tokens - len(guess.ids))
+        if RECORDER.on:
+            is_single = len(work) == 1 and self._request == work[0].row.recorded
+            RECORDER.phase(lanes.DECODE if is_single else lanes.BATCH_STEP, chosen)
+        for each in work:
+            if each.row.over is not None and each.row.error is None:
+                self._ended(each.row)
+
+    def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
+        """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
+        tried = guess.ids if guess is not None else ()
+        for place in range(logits.shape[0]):
+            with self._work_for(row):
+                token = _choose(row, logits[place])
+                text, row.over = row.sequence.take(token)
+                row.request.on_text(text, len(row.sequence.ids))
+                if row.over is None and self._exact is not None and row.request.cancelled():
+                    text, row.over = row.sequence.end("cancelled")
+                    row.request.on_text(text, len(row.sequence.ids))
+            if row.over is not None or row.error is not None or place == len(tried) or tried[place] != token:
+                return place + 1
+        return logits.shape[0]
 
     @contextmanager
     def _work_for(self, row: PagedRow) -> Iterator[None]:
@@ -468,21 +610,82 @@ class ContinuousBatch(Lane):
     def _ended(self, row: PagedRow) -> None:
         """A row has its answer, or an error, whoever's it is; who lent it without being here looks at it by itself."""
         if row in self._source_of:
-            if row.error is None and self._kept is not None and self._keeps:
+            if row.error is None and self._exact is not None:
+                self._leaves(row)
+            elif row.error is None and self._kept is not None and self._keeps:
                 row.offer(self._kept, self._model.layer_pages())
             answer = row.answer("failed" if row.error is not None else row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
             self._above._ended(row)
 
+    def _leaves(self, row: PagedRow) -> None:
+        """What an answer has read stays in its pages, where others find it; a chat's is written to disk from there."""
+        row.leave_part()
+        self._left_tokens = row.held
+        kept = self._kept
+        if kept is not None and self._keeps and kept.keeps(row.request.chat):
+            pages = row.pages.clone()
+            for page in pages.tolist():
+                self.pool.fork(page)
+            self._left_by[row.request.chat] = self.pool.prefixes(pages.tolist())
+            offer = _Offer(pages)
+            self._offers.append(offer)
+            layers = self._model.layer_pages()
+            layout = BlockLayout.of_pages(layers)
+            if layout is not None:
+                kept.offer(offer, row.read, layout, from_pages(layers, pages, layout), row.request.chat)
+        # As much as is kept of other models, or what this one has left.
+        most = max(len(row.pages), kept.ram_budget // self._model.page_bytes if kept is not None else 0)
+        too_many = len(self.pool.touched) - self.pool.held - most
+        if too_many > 0:
+            self._discard(self.pool.give_back(too_many))
+
+    def _drop_written(self) -> None:
+        """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
+        kept = self._kept
+        if kept is None:
+            return
+        for offer in [each for each in self._offers if kept.is_written(each)]:
+            kept.forget(offer)
+            self._drop(offer)
+        for chat in [each for each in self._left_by if not kept.keeps(each)]:
+            self._discard(self.pool.forget(self._left_by.pop(chat)))
+
+    def _discard(self, pages: list[int]) -> None:
+        """Nobody can share these any more: returns their memory."""
+        self.pool.touched -= set(pages)
+        self._model.discard(pages)
+
+    def give_up_offers(self) -> bool:
+        """Copies what the disk is to have of pages that are needed now; whether there was any."""
+        offers = list(self._offers)
+        for offer in offers:
+            if self._kept is not None:
+                self._kept.withdraw(offer)
+            self._drop(offer)
+        return bool(offers)
+
+    def _drop(self, offer: _Offer) -> None:
+        self._offers.remove(offer)
+        for page in offer.pages.tolist():
+            self.pool.release(page)
+
     def able_to_write(self) -> list[PagedRow]:
         """Its rows that can take part in a sweep of others now, with room for a token."""
         able = []
-        for row in [row for row in self.rows if not row.is_reading and row.sequence.ids]:
+        for row in [row for row in self.rows if not row.is_reading and row.sequence.ids and not row.request.repeats]:
             with self._work_for(row):
                 if not row.request.cancelled() and row.reserve_next():
                     able.append(row)
         return able
+
+
+@dataclass(eq=False)
+class _Offer:
+    """Pages that are held until they are on disk."""
+
+    pages: torch.Tensor
 
 
 def _nothing() -> None:

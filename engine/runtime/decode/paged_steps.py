@@ -1,0 +1,133 @@
+"""What pages are computed with exactly as if each sequence were alone: a prompt, or tokens of up to eight answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+from engine.common.errors import CancelCheck
+from engine.kernels.native.paged_attention import KvType, PagedLayer, Piece, Pieces
+from engine.runtime.decode.generation import ProgressCallback
+from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
+from engine.runtime.decoder_layers import decoder_layers
+from engine.runtime.draft_head import draft_head_of
+from engine.runtime.fast_path.decoder_layer import knows_layer
+from engine.runtime.fast_path.grouped_attention import GroupedAttention
+from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.reuse import exact_tokens
+from engine.runtime.loaded_model import LoadedModel
+from engine.telemetry.recorder import RECORDER
+
+
+class PagedSteps:
+    """Of one model on the CPU.
+
+    Args:
+        layers, windows: see `PagedCaches`.
+
+    Attributes:
+        chunk_tokens: how much of a prompt is computed at once.
+        guesses: whether coming tokens of answers may be guessed.
+    """
+
+    def __init__(self, loaded: LoadedModel, layers: list[PagedLayer], windows: list[int]) -> None:
+        self._loaded = loaded
+        self._step = StepModel(loaded.model, loaded.context_tokens)
+        self._caches = PagedCaches(layers, windows)
+        self._threads = torch.get_num_threads()
+        self.chunk_tokens = loaded.chunk_tokens
+        self.guesses = loaded.speculates
+        self.copy_page: Callable[[int, int], None] = self._caches.copy_page
+
+    @staticmethod
+    def are_likely(loaded: LoadedModel) -> bool:
+        """Whether a model may have them: nothing is computed to find that out."""
+        model = loaded.model
+        layers = decoder_layers(model)
+        return (
+            bool(layers)
+            and loaded.devices is None
+            and loaded.kernels is not None
+            and loaded.device.type == "cpu"
+            and not getattr(model.config, "is_encoder_decoder", False)
+            and all(knows_layer(layer) and GroupedAttention.can_step(layer) for layer in layers)
+            and exact_tokens(model) >= loaded.context_tokens
+            and not (loaded.speculates and draft_head_of(model) is not None)
+        )
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, layers: list[PagedLayer], windows: list[int]) -> PagedSteps | None:
+        """That of a model, or `None` if its own cache does not hold what pages do, token by token."""
+        is_narrow = any(layer.kv_type in (KvType.INT8, KvType.FP16) for layer in layers)
+        if (
+            not (layers and cls.are_likely(loaded))
+            or (is_narrow and any(windows))  # windows of a cache of its own are in the model's type
+            or not PagedCaches.can_hold(loaded.model, layers, windows)
+        ):
+            return None
+        return cls(loaded, layers, windows)
+
+    @property
+    def most_rows(self) -> int:
+        """Tokens that `write` computes together now."""
+        return MOST_ROWS if self._step.rows_of(MOST_ROWS) is not None else 1
+
+    def read(
+        self, ids: Sequence[int], piece: Piece, total: int, on_progress: ProgressCallback, cancelled: CancelCheck
+    ) -> torch.Tensor:
+        """The next tokens of a prompt of `total`; logits [1, V] after them.
+
+        Raises:
+            RequestCancelled: asked for between two layers; nothing has been read then.
+        """
+        start = piece.held
+        with self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), self._given_up(cancelled):
+            if len(ids) == 1 and start:
+                return self._write(ids, [start], Pieces([piece]))
+            with watched_layers(self._loaded.model, start, start + len(ids), total, on_progress, cancelled):
+                if RECORDER.on:
+                    RECORDER.forward()
+                logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), start)
+        if RECORDER.on:
+            RECORDER.head()
+        return logits
+
+    def write(self, ids: Sequence[int], pieces: Pieces, cancelled: CancelCheck) -> torch.Tensor:
+        """Tokens of answers, at most `most_rows`; logits [q, V] after each of them.
+
+        Raises:
+            RequestCancelled: as `read`, where a step comes from disk.
+        """
+        positions = [piece.held + place for piece in pieces.pieces for place in range(piece.tokens)]
+        with self._given_up(cancelled):
+            return self._write(ids, positions, pieces)
+
+    def _write(self, ids: Sequence[int], positions: list[int], pieces: Pieces) -> torch.Tensor:
+        if RECORDER.on:
+            RECORDER.forward()
+        step = self._step.rows_of(len(ids))
+        if step is not None:
+            logits = step.rows(list(ids), positions, self._caches.structs, pieces)
+        else:  # somebody listens to layers
+            (piece,) = pieces.pieces
+            logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), piece.held)
+        if RECORDER.on:
+            RECORDER.head()
+        return logits
+
+    def _given_up(self, cancelled: CancelCheck) -> AbstractContextManager[None]:
+        """While layers come from disk, a step may take so long that nobody wants to wait for its end."""
+        stream = self._loaded.stream
+        return stream.until(cancelled) if stream is not None else nullcontext()
+
+    @contextmanager
+    def _all_threads(self) -> Iterator[None]:
+        """Prompts are computed by the library in part; see `LoadedModel.token_by_token`."""
+        threads = torch.get_num_threads()
+        torch.set_num_threads(self._threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

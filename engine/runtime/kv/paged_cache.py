@@ -1,0 +1,128 @@
+"""A sequence's pages as the cache of a library model: its forward reads from them, and writes what comes next."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
+from engine.kernels.native.structs import PagesStruct
+from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.narrow import narrowed, widened
+
+
+class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
+    """The pages of one layer, for the next tokens of one sequence.
+
+    Attributes:
+        struct: of the pages, for native attention.
+        window: as the library's `sliding_window`; 0 without one.
+    """
+
+    def __init__(self, paged: PagedLayer, struct: PagesStruct, window: int, piece: Piece) -> None:
+        super().__init__()
+        self.struct, self.window, self.sliding_window = struct, window, window
+        self.is_sliding = bool(window)
+        self._paged, self._piece = paged, piece
+        self.cumulative_length = piece.held
+
+    def take(self, tokens: int) -> Pieces | None:
+        """The next tokens, whose keys and values native attention writes; `None` if these are not so many, or if there
+        is nothing before them: then the library attends."""
+        if not self._piece.held or self.cumulative_length != self._piece.held or tokens != self._piece.tokens:
+            return None
+        self.cumulative_length += tokens
+        return Pieces([self._piece])
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        *_args: Any,
+        **_kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes states [1, H, q, D]; returns those of all tokens, or of the window before these and these."""
+        held = self.cumulative_length
+        after = self.cumulative_length = held + key_states.shape[-2]
+        numbers = torch.arange(held, after)
+        pages, rows = self._piece.pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
+        paged = self._paged
+        for states, part, scales in (
+            (key_states, paged.keys, paged.key_scales),
+            (value_states, paged.values, paged.value_scales),
+        ):
+            stored, scale = narrowed(states[0], paged.kv_type)
+            part[pages, :, rows] = stored.transpose(0, 1)
+            if scales is not None and scale is not None:
+                scales[pages, :, rows] = scale.transpose(0, 1)
+        if not held and paged.kv_type in (KvType.BF16, KvType.FP32):
+            return key_states, value_states
+        first = max(0, held - self.window + 1) if self.window else 0
+        return (
+            self._read(paged.keys, paged.key_scales, first, after, key_states.dtype),
+            self._read(paged.values, paged.value_scales, first, after, value_states.dtype),
+        )
+
+    def _read(
+        self, part: torch.Tensor, scales: torch.Tensor | None, first: int, end: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """[1, H, end - first, D]."""
+        begin = first // PAGE_TOKENS
+        pages = self._piece.pages[begin : -(-end // PAGE_TOKENS)].long()
+        rows = slice(first - begin * PAGE_TOKENS, end - begin * PAGE_TOKENS)
+        # By pages, which lie together; indexing another view would copy all pages that there are.
+        stored = part.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, rows]
+        scale = None if scales is None else scales.index_select(0, pages).transpose(0, 1).flatten(1, 2)[:, rows]
+        return widened(stored, scale, dtype)[None]
+
+    def get_seq_length(self) -> int:
+        """Tokens held."""
+        return self.cumulative_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As the library's layers of these kinds."""
+        first = max(0, self.cumulative_length - self.window + 1) if self.window else 0
+        return self.cumulative_length - first + query_length, first
+
+
+class PagedCaches:
+    """Makes caches of a model's pages.
+
+    Args:
+        layers: the pages of each layer, and its window, 0 without one.
+    """
+
+    def __init__(self, layers: list[PagedLayer], windows: list[int]) -> None:
+        self._layers = layers
+        self._windows = windows
+        self.structs = [layer.held(window) for layer, window in zip(layers, windows, strict=True)]
+
+    @staticmethod
+    def can_hold(model: Any, layers: list[PagedLayer], windows: list[int]) -> bool:
+        """Whether the library's own cache of this model would hold the same of each token."""
+        cache = library_cache(model)
+        its = cache.layers if cache is not None and type(cache) is DynamicCache else []
+        return len(its) == len(layers) and all(
+            type(layer) is DynamicLayer
+            if not window
+            else type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == window
+            for layer, window in zip(its, windows, strict=True)
+        )
+
+    def of(self, piece: Piece) -> Cache:
+        """A sequence's, for a forward of its next tokens."""
+        cache = DynamicCache()
+        cache.layers = [
+            PagedCacheLayer(paged, struct, window, piece)
+            for paged, struct, window in zip(self._layers, self.structs, self._windows, strict=True)
+        ]
+        return cache
+
+    def copy_page(self, source: int, target: int) -> None:
+        """What a page holds, into another one."""
+        for paged in self._layers:
+            for part in (paged.keys, paged.values, paged.key_scales, paged.value_scales):
+                if part is not None:
+                    part[target] = part[source]
