@@ -31,7 +31,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError
 from engine.common.files import disk_errors_explained
 from engine.common.paths import cache_dir
-from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.timed_decode import TIMED_PROMPT
 
 if TYPE_CHECKING:
@@ -246,7 +247,9 @@ class DecodingPeers:
             begun = time.perf_counter()
             with opened(config) as loaded:
                 prompt[:] = loaded.tokenizer(TIMED_PROMPT)["input_ids"][:_READY_PROMPT]
-                Alone(loaded).generate_from_ids(prompt, SamplingParams(max_tokens=1), end_ids=frozenset())
+                sampling = SamplingParams(max_tokens=1)
+                asked = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=frozenset())
+                Scheduler(loaded).answer(asked)
                 return time.perf_counter() - begun
 
         def theirs(each: Beside, flags: Flags, _repeat: int) -> float:

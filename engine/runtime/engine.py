@@ -291,7 +291,7 @@ class Engine:
     def time_decode(
         self, tokens: int, seconds: float, on_token: Callable[[int, float], None], cancelled: Callable[[], bool]
     ) -> DecodeRate:
-        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `alone.time_decode`.
+        """Times up to `tokens` tokens of the loaded model, for about `seconds` at most; see `timed_decode`.
 
         What is held of conversations is given up.
 

@@ -8,8 +8,8 @@ from typing import Any
 from engine.runtime.decode.graphs import GraphedSteps
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from tests.engine.on_devices import BEAMS, PROMPT, answer, chatting, opened, reference
+from tests.engine.single_streams import Alone
 
 FAMILIES = (
     "mixtral",

@@ -28,8 +28,8 @@ from engine.runtime.decode.generation import (
 from engine.runtime.load import binding as device_binding
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
 
 MIB = 2**20

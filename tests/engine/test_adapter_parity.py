@@ -18,8 +18,8 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.dispatch import BANK_LAYER
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens
+from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import (
     NEW_TOKENS,
     PROMPT,

@@ -21,14 +21,14 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kv.pages import PagePool
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.one_by_one import OneByOne
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.shared_budget import SharedBudget
-from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 
 POLICY = BatchPolicy(rows=6, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
 PATIENCE_S = 60.0

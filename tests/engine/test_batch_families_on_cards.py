@@ -12,11 +12,11 @@ from engine.planner.placement import NotEnoughRamError
 from engine.planner.schedules import CGOPIPE, KLOTSKI, S4
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import loaded as loaded_there
 from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config
 

@@ -12,11 +12,11 @@ from engine.common.config import SamplingParams
 from engine.experts.executor import ExpertExecutor
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.tiny_families import tiny_checkpoint
 

@@ -10,8 +10,8 @@ import torch
 from engine.common.config import SamplingParams
 from engine.runtime.decode.beam_search import BeamResult, beam_search
 from engine.runtime.decode.generation import drained
-from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 
 PROMPT = random_prompt(24)
 

@@ -17,8 +17,8 @@ from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
 QUESTION = (ChatMessage("system", "Be brief."), ChatMessage("user", "What is the capital of France?"))

@@ -23,9 +23,9 @@ from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head, library_guesses, without_head
 from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.test_gguf_architectures import rewritten, unpacked
 from tests.engine.test_speculation import Eager
 

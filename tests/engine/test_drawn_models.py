@@ -18,12 +18,12 @@ import torch
 from engine.common.config import SamplingParams
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.drawn_models import FIXED_SEED, SEED_VARIABLE, DrawnModel, drawn_family, drawn_model, nightly_seed
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.tiny_configs import ADAPTED, DENSE, FAMILIES
 from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint, tiny_config

@@ -16,8 +16,8 @@ from engine.runtime.decode.dry import Breakers, DryPenalty, _known_breakers, bre
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import tiny_loaded, tiny_tokenizer
+from tests.engine.single_streams import Alone
 
 
 @pytest.fixture(scope="module")

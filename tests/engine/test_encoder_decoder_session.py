@@ -17,9 +17,9 @@ from transformers import (
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.protocol import ChatMessage
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.request import Preparation
 from tests.engine.loaded_tiny import NO_END, as_loaded, random_prompt
+from tests.engine.single_streams import Alone
 
 PROMPT = random_prompt(20)
 

@@ -15,9 +15,9 @@ from engine.runtime.batch.policy import can_pack, why_not_packed
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.reuse import exact_tokens, restart_angles
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from tests.engine.loaded_tiny import NO_END, as_loaded, library_tokens, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import OMNI
 from tests.engine.tiny_families import tiny_checkpoint

@@ -27,11 +27,11 @@ from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.on_devices import chatting, opened
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 ROOT = bytes(16)

@@ -13,8 +13,8 @@ from engine.checkpoint.profile import kv_elements_per_token
 from engine.common.config import SamplingParams
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import cache_layer_bytes, measure_kv
-from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import loaded
 from tests.engine.tiny_configs import ADAPTED, FAMILIES
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model

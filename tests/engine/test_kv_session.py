@@ -11,8 +11,8 @@ from engine.common.config import SamplingParams
 from engine.common.errors import RequestCancelled, never_cancelled
 from engine.runtime.decode.generation import drained, ignore_progress
 from engine.runtime.decode.kv_session import KvSession
-from engine.runtime.schedule.alone import Alone
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_configs import FAMILIES
 
 PROMPT = random_prompt(40)

@@ -16,10 +16,10 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import ChanceLog
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)
 

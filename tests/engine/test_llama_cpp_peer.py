@@ -24,7 +24,7 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.load.model import load_model
-from engine.runtime.schedule.alone import Alone
+from tests.engine.single_streams import Alone
 from tests.engine.test_family_parity import loaded
 from tests.peers import BUILT, built, users_peers  # noqa: F401 - the last is a fixture
 from tests.starter import starter_for_tests

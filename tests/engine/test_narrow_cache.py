@@ -15,7 +15,7 @@ from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 needs_kernels = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

@@ -16,9 +16,9 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native import build
 from engine.kernels.native.library import load_kernels
 from engine.kernels.native.linear import QuantisedLinear, quantise_linears
-from engine.runtime.schedule.alone import Alone
 from tests.engine.native_isas import isas
 from tests.engine.native_programs import FOLDER, HEADERS, run_program
+from tests.engine.single_streams import Alone
 
 _ISAS = isas()
 _IDLE_S = 0.4

@@ -24,11 +24,11 @@ from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 
 POISON = 666
 """The seed of the sequence in which something goes wrong."""

@@ -18,8 +18,8 @@ from engine.planner.plan_parts import Limits, Plan
 from engine.planner.workload import CHAT
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from tests.engine.on_devices import memory_use
+from tests.engine.single_streams import Alone
 
 MIB = 2**20
 CARD = "emulated:slow-link"

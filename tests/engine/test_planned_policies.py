@@ -10,7 +10,7 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.planner.plan_search import ENGINE_SETTINGS
 from engine.runtime.load.model import load_model
-from engine.runtime.schedule.alone import Alone
+from tests.engine.single_streams import Alone
 
 MIB = 2**20
 CARD = "emulated:slow-link"

@@ -16,7 +16,7 @@ from engine.runtime.load.conversion import Conversion
 from engine.runtime.load.model import load_model
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

@@ -14,8 +14,8 @@ from engine.common.errors import EngineError
 from engine.experts.replay import read_trace
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.telemetry.routing_recorder import RoutingRecorder
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
 
 

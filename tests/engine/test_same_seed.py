@@ -15,11 +15,11 @@ from engine.kernels.native.build import library_path
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt
+from tests.engine.single_streams import Alone
 from tests.engine.test_kept_prefixes import CHAT, ROOT, files_in
 from tests.engine.tiny_families import tiny_checkpoint
 

@@ -22,13 +22,13 @@ from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
-from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25, ahead=3)

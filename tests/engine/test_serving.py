@@ -21,7 +21,6 @@ from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.protocol import ChatMessage
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
 from engine.runtime.schedule.live import LiveRows
 from engine.runtime.schedule.request import Preparation
 from engine.serving import door
@@ -32,6 +31,7 @@ from engine.serving.link import DeskLink, EngineLink
 from engine.serving.server import Address, Server
 from engine.serving.service import LibraryModels, Service, together
 from tests.engine.loaded_tiny import as_loaded, tiny_loaded, tiny_tokenizer
+from tests.engine.single_streams import Alone
 from tests.engine.test_encoder_decoder_session import model as encoder_decoder
 from tests.engine.tiny_tokenizer import TEMPLATE
 from tests.scripted_desk import ScriptedDesk

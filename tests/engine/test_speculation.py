@@ -22,10 +22,11 @@ from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.decode.speculation import GuessedSteps, StepPrices
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone, decode
+from engine.runtime.schedule.single_stream import decode
 from engine.telemetry.lanes import DECODE
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_tokenizer
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")

@@ -19,7 +19,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.protocol import ChatMessage
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
+from tests.engine.single_streams import Alone
 from tests.starter import lasting_wheel
 
 pytestmark = pytest.mark.slow

@@ -17,7 +17,7 @@ from engine.process.requests import RequestQueue
 from engine.protocol import Event, Finished, Generate, Token
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
 from engine.runtime.engine import Engine
-from engine.runtime.schedule.alone import decode
+from engine.runtime.schedule.single_stream import decode
 from tests.engine.loaded_tiny import tiny_tokenizer
 from tests.engine.thinking_models import OPENED, SWITCHED, thinking_checkpoint, write_for
 from tests.refusals import refused

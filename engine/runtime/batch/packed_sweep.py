@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from engine.common import clock
-from engine.common.errors import never_cancelled
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
@@ -227,7 +226,7 @@ class PackedModel:
         else:
             ids = [token for each in work for token in each.ids]
             pieces = Pieces([each.row.piece(each.tokens) for each in work])
-            logits = self._exact.write(ids, pieces, request.cancelled if len(work) == 1 else never_cancelled)
+            logits = self._exact.write(ids, pieces)
         if RECORDER.on and RECORDER.request != row.recorded:
             written = 0 if reads else len(work)
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)

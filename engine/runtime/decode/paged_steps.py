@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 
@@ -33,7 +33,7 @@ class PagedSteps:
     """
 
     def __init__(self, loaded: LoadedModel, layers: list[PagedLayer], windows: list[int]) -> None:
-        self._loaded = loaded
+        self._model = loaded.model
         self._step = StepModel(loaded.model, loaded.context_tokens)
         self._caches = PagedCaches(layers, windows)
         self._threads = torch.get_num_threads()
@@ -49,6 +49,7 @@ class PagedSteps:
         return (
             bool(layers)
             and loaded.devices is None
+            and loaded.stream is None  # to see what attends, its layers would have to be read
             and loaded.kernels is not None
             and loaded.device.type == "cpu"
             and not getattr(model.config, "is_encoder_decoder", False)
@@ -83,28 +84,20 @@ class PagedSteps:
             RequestCancelled: asked for between two layers; nothing has been read then.
         """
         start = piece.held
-        with self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), self._given_up(cancelled):
-            if len(ids) == 1 and start:
-                return self._write(ids, [start], Pieces([piece]))
-            with watched_layers(self._loaded.model, start, start + len(ids), total, on_progress, cancelled):
-                if RECORDER.on:
-                    RECORDER.forward()
-                logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), start)
+        if len(ids) == 1 and start:
+            return self.write(ids, Pieces([piece]))
+        watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
+        with self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
+            if RECORDER.on:
+                RECORDER.forward()
+            logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), start)
         if RECORDER.on:
             RECORDER.head()
         return logits
 
-    def write(self, ids: Sequence[int], pieces: Pieces, cancelled: CancelCheck) -> torch.Tensor:
-        """Tokens of answers, at most `most_rows`; logits [q, V] after each of them.
-
-        Raises:
-            RequestCancelled: as `read`, where a step comes from disk.
-        """
+    def write(self, ids: Sequence[int], pieces: Pieces) -> torch.Tensor:
+        """Tokens of answers, at most `most_rows`; logits [q, V] after each of them."""
         positions = [piece.held + place for piece in pieces.pieces for place in range(piece.tokens)]
-        with self._given_up(cancelled):
-            return self._write(ids, positions, pieces)
-
-    def _write(self, ids: Sequence[int], positions: list[int], pieces: Pieces) -> torch.Tensor:
         if RECORDER.on:
             RECORDER.forward()
         step = self._step.rows_of(len(ids))
@@ -116,11 +109,6 @@ class PagedSteps:
         if RECORDER.on:
             RECORDER.head()
         return logits
-
-    def _given_up(self, cancelled: CancelCheck) -> AbstractContextManager[None]:
-        """While layers come from disk, a step may take so long that nobody wants to wait for its end."""
-        stream = self._loaded.stream
-        return stream.until(cancelled) if stream is not None else nullcontext()
 
     @contextmanager
     def _all_threads(self) -> Iterator[None]:

@@ -14,10 +14,10 @@ from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.one_by_one import OneByOne
 from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation
-from engine.runtime.schedule.together import ContinuousBatch
 
 
 def lane_for(loaded: LoadedModel, policy: BatchPolicy) -> tuple[Lane, str]:

@@ -9,9 +9,9 @@ from engine.jobs.rows import Check
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone, AloneAnswer
 from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.request import BatchAnswer, PreparedRow
+from engine.runtime.schedule.single_stream import SingleStream
 
 
 class OneByOne(Lane):
@@ -24,8 +24,8 @@ class OneByOne(Lane):
 
     def __init__(self, loaded: LoadedModel) -> None:
         super().__init__()
-        self._alone = Alone(loaded)
-        self._now: tuple[RowSource, PreparedRow, AloneAnswer] | None = None
+        self._stream = SingleStream(loaded)
+        self._now: tuple[RowSource, PreparedRow] | None = None
         self._aside: list[tuple[RowSource, PreparedRow, AnswerSequence | None]] = []
         """Rows whose sources rest, and what they have written."""
         self._is_written = self._is_left = False
@@ -57,15 +57,15 @@ class OneByOne(Lane):
             if self._now is None and not self._next():
                 return False
             assert self._now is not None
-            source, asked, answer = self._now
+            source, asked = self._now
             if source.rests:
                 if all(each.rests for each in self.sources):
                     return False
-                self._aside.append((source, asked, answer.set_aside()))
+                self._aside.append((source, asked, self._stream.set_aside()))
                 self._now = None
                 continue
             try:
-                result = answer.turn(until)
+                result = self._stream.turn(until)
                 is_left = result is not None and result.finish_reason == "cancelled" and self._is_left
                 begins_again = is_left and not asked.request.cancelled()
             except EngineError as error:
@@ -89,7 +89,7 @@ class OneByOne(Lane):
     def free(self) -> None:
         """Frees the KV cache."""
         self.close()
-        self._alone.clear()
+        self._stream.clear()
 
     def _next(self) -> bool:
         """Goes on with a row that stepped aside, or begins the next one of whoever waits longest; whether it could."""
@@ -122,12 +122,12 @@ class OneByOne(Lane):
             return self._is_left or request.cancelled()
 
         watched = replace(asked, request=replace(request, cancelled=cancelled, on_text=on_text))
-        answer = self._alone.begin(watched) if begun is None else self._alone.go_on(watched, begun)
-        self._now = source, asked, answer
+        self._stream.begin(watched, begun)
+        self._now = source, asked
 
     def _ended(self, result: GenerationResult) -> None:
         assert self._now is not None
-        (source, asked, _answer), self._now = self._now, None
+        (source, asked), self._now = self._now, None
         source.on_row(
             BatchAnswer(
                 asked.request.row,

@@ -32,8 +32,8 @@ from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import NOTHING_CAME, Alone, AloneAnswer
 from engine.runtime.schedule.background import Background
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.request import (
@@ -47,13 +47,11 @@ from engine.runtime.schedule.request import (
 )
 from engine.runtime.schedule.row import PagedRow
 from engine.runtime.schedule.shared_budget import SharedBudget
+from engine.runtime.schedule.single_stream import NOTHING_CAME, SingleStream
 from engine.runtime.schedule.times import Times
-from engine.runtime.schedule.together import ContinuousBatch
 
 _log = logging.getLogger(__name__)
 
-_MOST_PARKED = 7
-"""Answers that are to be repeated take turns beside a first one."""
 AHEAD_TOKENS = 256
 """Tokens of an answer for which a request reserves memory at a time: few answers are as long as they may be."""
 
@@ -95,9 +93,8 @@ class Scheduler:
         self._on_news, self._places, self._on_note = on_news, places, on_note
         self._is_lost = False
         self._waiting: deque[Asked] = deque()
-        self._first: tuple[Asked, AloneAnswer] | None = None
-        self._parked: deque[tuple[Asked, AloneAnswer]] = deque()
-        """As the first one, each with a cache of its own: what repeats shares no sweep."""
+        self._single: Asked | None = None
+        """Who is answered over a cache of its own."""
         self._joined: deque[Asked] = deque()
         self._sharing: dict[int, Asked] = {}
         self._numbers = 0
@@ -113,7 +110,7 @@ class Scheduler:
         self.background = Background(loaded, self._job_lane, self._on_news)
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
-        self.alone = Alone(loaded, kept=self._kept)
+        self._stream = SingleStream(loaded, kept=self._kept)
         self._together: ContinuousBatch | None = None
         self._budget: SharedBudget | None = None
         """Of the pages of those who share sweeps, and of jobs that keep keys and values in another way."""
@@ -126,20 +123,16 @@ class Scheduler:
     @property
     def is_busy(self) -> bool:
         """Whether requests wait or are being answered."""
-        return bool(self._waiting or self._first or self._sharing or self._parked)
+        return bool(self._waiting or self._single or self._sharing)
 
     @property
     def under_way(self) -> int:
         """Requests that wait or are being answered."""
         return len(self._asked())
 
-    def _alone(self) -> list[tuple[Asked, AloneAnswer]]:
-        """Who is answered, each in a cache of its own."""
-        return [*([self._first] if self._first is not None else []), *self._parked]
-
     def _asked(self) -> list[Asked]:
         """All requests that are being answered, or wait."""
-        return [*(asked for asked, _answer in self._alone()), *self._sharing.values(), *self._waiting]
+        return [*([self._single] if self._single is not None else []), *self._sharing.values(), *self._waiting]
 
     @property
     def note(self) -> str:
@@ -149,13 +142,13 @@ class Scheduler:
     @property
     def kv_tokens(self) -> int:
         """Tokens of context now held."""
-        return self.alone.kv_tokens + (self._together.kv_tokens if self._together is not None else 0)
+        return self._stream.kv_tokens + (self._together.kv_tokens if self._together is not None else 0)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes that the held context takes."""
         shared = self._together.held_bytes if self._together is not None else 0
-        return self.alone.kv_bytes + shared
+        return self._stream.kv_bytes + shared
 
     def submit(self, request: BatchRequest, on_end: OnEnd, on_begin: Callable[[], None] = lambda: None) -> None:
         """Takes a request; it is answered in `serve` and `share`.
@@ -246,8 +239,7 @@ class Scheduler:
         self._waiting.clear()
         self._joined.clear()
         self._sharing.clear()
-        self._parked.clear()
-        self._first = None
+        self._single = None
         together = self._together
         with suppress(EngineError):  # a failed device raises again on its next use
             if together is not None and together.below:
@@ -261,7 +253,7 @@ class Scheduler:
     def _forget(self) -> None:
         """What was read alone may be half written, or be what filled the memory: the next one starts from nothing."""
         with suppress(EngineError):
-            self.alone.clear()
+            self._stream.clear()
 
     def _rest(self, rests: bool) -> None:
         """Whether nobody is answered now: what is kept is written then."""
@@ -305,23 +297,13 @@ class Scheduler:
         for lane in self._beside():
             lane.send_guests_away()
         self._admit()
-        if self._first is None and self._parked:
-            self._first = self._parked.popleft()
-        if self._first is not None:
-            shares = bool(self._sharing or self._parked)
-            result = self._took_turn(*self._first, lambda: shares or bool(self._waiting) or self._has_news() or until())
-            if result is not None:
-                self._end_first(result)
-        for asked, answer in list(self._parked):
-            result = self._took_turn(asked, answer, lambda: True)
-            if result is not None:
-                self._parked.remove((asked, answer))
-                answer.session.clear()
-                asked.end(result)
+        if self._single is not None:
+            shares = bool(self._sharing)
+            self._take_turn(self._single, lambda: shares or bool(self._waiting) or self._has_news() or until())
         if self._sharing:
             self._count_alone()
-            take_turns = bool(self._first or self._parked)
-            self._sweep(lambda: take_turns or bool(self._waiting) or self._has_news() or until())
+            takes_turns = self._single is not None
+            self._sweep(lambda: takes_turns or bool(self._waiting) or self._has_news() or until())
 
     def _has_lost_card(self, error: BaseException) -> bool:
         """Whether a card of the model has stopped responding, or others have taken what it needs of its memory, and
@@ -348,7 +330,7 @@ class Scheduler:
     def return_to_card(self) -> None:
         """Before a request, or a job, while nothing is under way: loads the model on the card that it left, if that is
         of use again."""
-        if self._places is None or self._is_beside or self._alone() or self._sharing:
+        if self._places is None or self._is_beside or self._single is not None or self._sharing:
             return
         if self.background.has_jobs or any(asked.begun is not None for asked in self._waiting):
             return
@@ -379,7 +361,8 @@ class Scheduler:
     def _carried(self) -> list[Asked]:
         """Requests that are under way, each with its answer so far."""
         answers = {row.request.row: row.sequence for row in self._rows() if row.sequence.ids}
-        answers |= {asked.request.row: each.begun for asked, each in self._alone() if each.begun is not None}
+        if self._single is not None and (begun := self._stream.begun) is not None:
+            answers[self._single.request.row] = begun
         carried = self._asked()
         for asked in carried:
             asked.begun = answers.get(asked.request.row, asked.begun)
@@ -422,23 +405,19 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if asked.prepared.request.cancelled():
             raise RequestCancelled
-        is_wanted = request.sampling.beams == 1 and (self._are_exact or self._first is not None)
+        is_wanted = request.sampling.beams == 1 and (self._are_exact or self._single is not None)
         together = self._shared() if is_wanted else None
         shares = together is not None and together.has_room_for(asked.prepared)
         if together is not None and shares and together.is_exact:
             self._share_steps(together, asked, asked.prepared)
             return True
-        if self._first is not None and self._is_read_alone(request):
-            self._park()
-        if self._first is None and asked.begun is not None:
-            self._first = asked, self.alone.go_on(asked.prepared, asked.begun)
-        elif asked.begun is not None:
-            return False
-        elif self._first is None:
-            with of_one():
-                asked.on_begin()
-            self._first = asked, self.alone.begin(asked.prepared)
-        elif shares and not self._is_read_alone(request):
+        if self._single is None:
+            if asked.begun is None:
+                with of_one():
+                    asked.on_begin()
+            self._single = asked
+            self._stream.begin(asked.prepared, asked.begun)
+        elif shares and asked.begun is None and not self._is_read_alone(request):
             self._sharing[request.row] = asked
             self._joined.append(asked)
         else:
@@ -454,16 +433,6 @@ class Scheduler:
             together.resume(prepared, asked.begun)
         else:
             self._joined.append(asked)
-
-    def _park(self) -> None:
-        """Lets another one begin, if the first is answered alone in any case."""
-        if self._first is None or len(self._parked) >= _MOST_PARKED:
-            return
-        if self._is_read_alone(self._first[0].request):
-            self._parked.append(self._first)
-            if self._first[1].session is self.alone.session:
-                self.alone.make_room()
-            self._first = None
 
     def _is_read_alone(self, request: BatchRequest) -> bool:
         """Whether a request shares no sweep, as its answer has to be the same another time; on a card, where that
@@ -518,39 +487,38 @@ class Scheduler:
         return self._together.able_to_write()
 
     def _wrote(self) -> None:
-        self._times.wrote(1 / max(1, len(self._sharing) + len(self._alone())))
+        self._times.wrote(1 / max(1, len(self._sharing) + (self._single is not None)))
 
     def _count_alone(self) -> None:
         """The context of who is answered alone takes memory that pages would have."""
         if self._together is not None:
-            sessions = {self.alone.session, *(answer.session for _asked, answer in self._alone())}
-            self._together.pool.elsewhere = pages_for(sum(session.tokens for session in sessions))
+            self._together.pool.elsewhere = pages_for(self._stream.kv_tokens)
 
     def _forget_what_is_over(self) -> bool:
         """Gives up what is only held in case that somebody goes on with it; whether there was anything."""
-        if self._first is not None or not self.alone.kv_tokens:
+        if self._single is not None or not self._stream.kv_tokens:
             return False
-        self.alone.clear()
+        self._stream.clear()
         self._count_alone()
         return True
 
-    def _took_turn(self, asked: Asked, answer: AloneAnswer, until: Check) -> Outcome | None:
-        """A part of its prompt or a token of an answer, or more until `until()`; how it ended, if it has."""
+    def _take_turn(self, asked: Asked, until: Check) -> None:
+        """A part of a prompt or a token of an answer, or more until `until()`."""
+        result: Outcome | None
         try:
-            result = answer.turn(until)
+            result = self._stream.turn(until)
         except Exception as error:
             if self._has_lost_card(error):
                 raise
-            return error
-        return asked.timed(result) if result is not None and asked.has_moved else result
-
-    def _end_first(self, result: Outcome) -> None:
-        assert self._first is not None
-        (asked, answer), self._first = self._first, None
-        self.alone.adopt(answer)
+            result = error
+        if result is None:
+            return
+        self._single = None
         if isinstance(result, BaseException):
             self._forget()
-        self.alone.keep()
+        elif asked.has_moved:
+            result = asked.timed(result)
+        self._stream.keep()
         asked.end(result)
 
     def _sweep(self, until: Check) -> None:

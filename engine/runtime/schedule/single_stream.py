@@ -1,34 +1,29 @@
-"""One sequence at a time over the model's own cache: the fastest way to answer one that has the engine for itself.
+"""A single stream: one sequence at a time over the model's own cache, where pages do not hold as well what that does.
 
-It is also the only way for beams, for encoder-decoders, and for families whose layers do not take many sequences at
-once.  What was read is kept for the next request, which reads on from there.
+That is so of beams, of encoder-decoders, of latent and recurrent layers, and of what the library or a card computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, TypedDict, Unpack
+from typing import Any
 
 import torch
 
 from engine.common import clock
-from engine.common.chat import ChatMessage, FinishReason
-from engine.common.config import SamplingParams
+from engine.common.chat import FinishReason
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
-from engine.jobs.rows import Check, never
+from engine.jobs.rows import Check
 from engine.runtime.decode.beam_search import decode_beams
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import (
-    ChanceLog,
     Decoded,
     GenerationResult,
-    ProgressCallback,
     Session,
     TextCallback,
-    TokenConstraint,
     ignore_progress,
 )
 from engine.runtime.decode.kv_session import KvSession
@@ -36,30 +31,18 @@ from engine.runtime.decode.sequence import AnswerSequence, of_one
 from engine.runtime.decode.speculation import GuessedSteps, StepPrices
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.request import BatchRequest, Preparation, PreparedRow
+from engine.runtime.schedule.request import PreparedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
 
-
-class AnswerOptions(TypedDict, total=False):
-    """What may be asked of an answer besides its prompt and sampling: see `BatchRequest`.
-
-    Attributes:
-        end_ids: the empty set lets an answer run to its limit.
-        constraint: unless the answer is searched for with beams; it knows of no token yet.
-        chances: unless the answer is searched for with beams.
-    """
-
-    constraint: TokenConstraint | None
-    end_ids: frozenset[int] | None
-    chances: ChanceLog | None
-    on_progress: ProgressCallback
-    on_text: TextCallback
-    cancelled: CancelCheck
+NOTHING_CAME = GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
+"""The outcome of what was cancelled before anything was read."""
 
 
-class Alone:
-    """Answers one request after the other with one model.
+class SingleStream:
+    """One sequence at a time over a cache of its own, whose tokens the next one goes on from.
+
+    An answer goes on where it was whenever it is its turn.
 
     Args:
         speculates: whether coming tokens may be guessed and tried together; `None` is what the model was loaded for.
@@ -69,17 +52,14 @@ class Alone:
     def __init__(
         self, loaded: LoadedModel, *, speculates: bool | None = None, kept: KeptPrefixes | None = None
     ) -> None:
-        self.loaded = loaded
+        self._loaded = loaded
         self._speculates = loaded.speculates if speculates is None else speculates
         self._prices = StepPrices()
-        self._preparation = Preparation(loaded)
-        self._kept = kept
-        self._session = self._new_session()
-
-    def _new_session(self) -> Session:
-        if getattr(self.loaded.model.config, "is_encoder_decoder", False):
-            return EncoderDecoderSession(self.loaded)
-        return KvSession(self.loaded, guesses=self._speculates, kept=self._kept)
+        self._session: Session
+        if getattr(loaded.model.config, "is_encoder_decoder", False):
+            self._session = EncoderDecoderSession(loaded)
+        else:
+            self._session = KvSession(loaded, guesses=self._speculates, kept=kept)
 
     @property
     def kv_tokens(self) -> int:
@@ -100,101 +80,15 @@ class Alone:
         """Frees the KV cache; the next prompt is read from its beginning, or from what is kept of it."""
         self._session.clear()
 
-    @property
-    def session(self) -> Session:
-        """Of the next answer."""
-        return self._session
+    def begin(self, asked: PreparedRow, begun: AnswerSequence | None = None) -> None:
+        """The next `turn` begins the answer to a request; no other may be under way.
 
-    def make_room(self) -> None:
-        """Another answer may begin beside the one under way, which keeps its cache."""
-        self._session = self._new_session()
-
-    def adopt(self, answer: AloneAnswer) -> None:
-        """What an answer that has ended left is what the next one goes on from."""
-        if answer.session is not self._session:
-            self._session.clear()
-            self._session = answer.session
-
-    def begin(self, asked: PreparedRow) -> AloneAnswer:
-        """The answer to a request, none of which is there yet; no other may be under way, but for `make_room`."""
-        return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked))
-
-    def go_on(self, asked: PreparedRow, begun: AnswerSequence) -> AloneAnswer:
-        """Goes on with an answer that has begun elsewhere: what was read for it is read again here."""
-        return AloneAnswer(asked, self._session, self.loaded, self._guessing(asked), begun)
-
-    def _guessing(self, asked: PreparedRow) -> Callable[[Sequence[int]], GuessedSteps] | None:
-        session = self._session
-        if not self._speculates or asked.request.sampling.beams > 1 or not isinstance(session, KvSession):
-            return None
-        if asked.request.repeats and session.drafters():  # guesses depend on the time they take, and change rounding
-            return None
-        return lambda prefix: GuessedSteps(session, self._prices, prefix, asked.limits.max_tokens)
-
-    def generate(
-        self, messages: Sequence[ChatMessage], sampling: SamplingParams, **options: Unpack[AnswerOptions]
-    ) -> GenerationResult:
-        """Answers the conversation.  A cancelled request returns what it has, with finish reason `cancelled`.
-
-        Raises:
-            EngineError: `PROMPT_TOO_LONG`, `INVALID_REQUEST`, `MODEL_UNSUPPORTED` (its template) or
-                `NOT_ENOUGH_MEMORY`.
+        Args:
+            begun: the answer, if some of it is there; what was read for it is read again.
         """
-        return self.answer(BatchRequest(0, tuple(messages), sampling=sampling, **options))
-
-    def generate_from_ids(
-        self, ids: Sequence[int], sampling: SamplingParams, **options: Unpack[AnswerOptions]
-    ) -> GenerationResult:
-        """Continues a prompt given as tokens.
-
-        Raises:
-            EngineError: as `generate`.
-        """
-        if not ids:
-            raise EngineError(ErrorCode.INVALID_REQUEST, "The prompt is empty: write something first.")
-        return self.answer(BatchRequest(0, ids=tuple(ids), sampling=sampling, **options))
-
-    def answer(self, request: BatchRequest) -> GenerationResult:
-        """Answers a request from its beginning to its end.
-
-        Raises:
-            EngineError: as `generate`.
-        """
-        try:
-            asked = self._preparation.prepare(request, request.cancelled)
-        except RequestCancelled:
-            return NOTHING_CAME
-        answer = self.begin(asked)
-        while (result := answer.turn(never)) is None:
-            pass
-        return result
-
-
-NOTHING_CAME = GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
-"""The outcome of what was cancelled before anything was read."""
-
-
-class AloneAnswer:
-    """One answer on its way; it goes on where it was, whenever it is its turn.
-
-    Args:
-        guessing: makes what guesses coming tokens, if anything does, from the tokens that the answer continues.
-        begun: the answer, if some of it is there; what was read for it is read again.
-    """
-
-    def __init__(
-        self,
-        asked: PreparedRow,
-        session: Session,
-        loaded: LoadedModel,
-        guessing: Callable[[Sequence[int]], GuessedSteps] | None,
-        begun: AnswerSequence | None = None,
-    ) -> None:
-        self.asked = asked
-        self._session, self._loaded, self._guessing = session, loaded, guessing
+        self._asked, self._answer = asked, begun
         self._guesses: GuessedSteps | None = None
-        self._answer = begun
-        request = asked.request
+        request, session = asked.request, self._session
         if isinstance(session, KvSession):
             session.chat = request.chat
         if begun is None:
@@ -229,7 +123,7 @@ class AloneAnswer:
             self._session.clear()
             raise EngineError(
                 ErrorCode.NOT_ENOUGH_MEMORY,
-                f"There is not enough memory for a context of {len(self.asked.prompt):,} prompt tokens: shorten the "
+                f"There is not enough memory for a context of {len(self._asked.prompt):,} prompt tokens: shorten the "
                 f"conversation, close other programs or choose a smaller model.",
             ) from error
         finally:
@@ -239,11 +133,11 @@ class AloneAnswer:
     def _given_up(self) -> AbstractContextManager[None]:
         """While layers come from disk, a step may take so long that nobody wants to wait for its end."""
         stream = self._loaded.stream
-        return stream.until(self.asked.request.cancelled) if stream is not None else nullcontext()
+        return stream.until(self._asked.request.cancelled) if stream is not None else nullcontext()
 
     def _cancelled(self) -> GenerationResult:
         """What there is, if it is given up while something is read."""
-        result, answer = replace(NOTHING_CAME, prompt_tokens=len(self.asked.prompt)), self._answer
+        result, answer = replace(NOTHING_CAME, prompt_tokens=len(self._asked.prompt)), self._answer
         if answer is None:
             return result
         with of_one():
@@ -254,7 +148,7 @@ class AloneAnswer:
     def _record(self) -> None:
         begins, self._request = self._request is None, self._request or 0
         if begins and RECORDER.on:
-            RECORDER.begin_request(seconds_ns(self.asked.begun_s))
+            RECORDER.begin_request(seconds_ns(self._asked.begun_s))
             RECORDER.phase(lanes.PROMPT, 0)
             self._request = RECORDER.request
         elif self._request:
@@ -270,7 +164,7 @@ class AloneAnswer:
                 break
             if until():
                 return None
-        width, session = self.asked.request.sampling.beams, self._session
+        width, session = self._asked.request.sampling.beams, self._session
         is_native = width == 1 or (isinstance(session, KvSession) and session.forks(width))
         with self._loaded.token_by_token() if is_native else nullcontext():
             while True:
@@ -285,7 +179,7 @@ class AloneAnswer:
                     return None
 
     def _written(self, logits: torch.Tensor | None) -> Generator[None, None, Decoded]:
-        asked, session, answer = self.asked, self._session, self._answer
+        asked, session, answer = self._asked, self._session, self._answer
         request, prefix = asked.request, session.answer_prefix(asked.prompt)
         if logits is not None and request.sampling.beams > 1:
             return decode_beams(
@@ -303,17 +197,20 @@ class AloneAnswer:
         with of_one():
             if self._guesses is not None:
                 steps = self._guesses
-            elif self._guessing is not None:
-                steps = self._guesses = self._guessing([*prefix, *answer.ids[:-1]] if answer is not None else prefix)
+            elif (guessed := self._may_guess(session)) is not None:
+                said = [*prefix, *answer.ids[:-1]] if answer is not None else prefix
+                steps = self._guesses = GuessedSteps(guessed, self._prices, said, asked.limits.max_tokens)
             if answer is None:
                 assert logits is not None
                 answer = self._answer = asked.begin(prefix, logits.device)
         return decode(logits, steps, answer, request.on_text, request.cancelled)
 
-    @property
-    def session(self) -> Session:
-        """Where it is computed."""
-        return self._session
+    def _may_guess(self, session: Session) -> KvSession | None:
+        """Where coming tokens are tried, if they may be guessed."""
+        if not self._speculates or not isinstance(session, KvSession):
+            return None
+        # Guesses of a draft head depend on the time they take, and change rounding.
+        return None if self._asked.request.repeats and session.drafters() else session
 
     @property
     def begun(self) -> AnswerSequence | None:
@@ -321,7 +218,7 @@ class AloneAnswer:
         return self._answer if self._answer is not None and self._answer.ids else None
 
     def set_aside(self) -> AnswerSequence | None:
-        """What there is of the answer, for `Alone.go_on`; None if it has to be begun again."""
+        """What there is of the answer, for `begin`; None if it has to be begun again."""
         answer = self._answer
         if answer is None or not answer.ids or not isinstance(self._session, KvSession):
             return None
@@ -336,10 +233,10 @@ class AloneAnswer:
         return GenerationResult(
             text=done.text,
             finish_reason=done.reason,
-            prompt_tokens=len(self.asked.prompt),
+            prompt_tokens=len(self._asked.prompt),
             reused_tokens=self._reused.tokens,
             generated_tokens=len(done.ids),
-            ttft_s=done.first_s - self.asked.begun_s,
+            ttft_s=done.first_s - self._asked.begun_s,
             tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
             token_ids=tuple(done.ids),
             stopped_by=done.stopped_by,
