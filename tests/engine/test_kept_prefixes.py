@@ -341,6 +341,24 @@ def test_a_chat_that_is_deleted_while_it_is_answered_leaves_nothing(
     assert list(tmp_path.rglob("*.kept")) == []
 
 
+@native
+def test_a_prompt_goes_on_within_a_page_and_a_deleted_chat_is_found_no_more(quick: LoadedModel, tmp_path: Path) -> None:
+    quick.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    scheduler = Scheduler(quick)
+    for prompt in (A[:75], B[:50]):
+        ask(scheduler, prompt)
+    changed = [*A[:70], *random_prompt(20, seed=6)]
+    (again,) = ask(scheduler, changed, chat="")
+    assert (again.reused_tokens, again.token_ids) == (70, fresh(quick, changed))
+    shutil.rmtree(folder_of(CHAT, tmp_path))
+    ask(scheduler, random_prompt(5, seed=7), chat="")  # a request notices
+    (other,) = ask(scheduler, B[:50], chat="")
+    assert other.reused_tokens == 0
+    scheduler.close()
+    kept.close()
+    quick.kept = None
+
+
 def test_swapped_weights_of_the_same_size_and_time_find_nothing(tmp_path: Path) -> None:
     folder = tiny_checkpoint("qwen3_moe", tmp_path / "model")
     (weights,) = folder.glob("*.safetensors")
@@ -454,7 +472,8 @@ def test_a_block_is_found_if_all_before_it_is_kept_and_no_budget_is_exceeded(
             kept.withdraw("one")
             kept.offer("one", ids, LAYOUT, Held(ids).copy, CHAT)
         elif what == "take":
-            kept.take(ids, LAYOUT, Held(ids).copy, CHAT)
+            kept.offer("two", ids, LAYOUT, Held(ids).copy, CHAT)
+            kept.withdraw("two")
         elif what == "withdraw":
             kept.withdraw("one", number)
         elif what == "write":

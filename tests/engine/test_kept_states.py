@@ -217,7 +217,8 @@ def test_blocks_of_all_layers_serve_a_window_too(tokens: int) -> None:
         everything = Cache(layers=whole)
         layout = BlockLayout.of_cache(everything, tokens)
         assert layout is not None
-        kept.take(prompt, layout, from_cache(everything, layout))
+        kept.offer("everything", prompt, layout, from_cache(everything, layout))
+        kept.withdraw("everything")
         longer = [*prompt, *random_prompt(9, seed=9)]
         logits, reused = reading(session, longer)
         assert reused.ram == tokens // BLOCK_TOKENS * BLOCK_TOKENS

@@ -58,12 +58,18 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             self.alive.append(_Row(row, ids))
 
     @precondition(lambda self: self.alive)
-    @rule(which=st.integers(0, 5), most=st.integers(1, 3 * PAGE_TOKENS))
-    def read(self, which: int, most: int) -> None:
+    @rule(which=st.integers(0, 5), most=st.integers(1, 3 * PAGE_TOKENS), copies=st.booleans())
+    def read(self, which: int, most: int, copies: bool) -> None:
         mine = self._of(which)
         if mine.waits or not mine.row.is_reading:
             return
         mine.row.share_pages()
+        if copies:
+            before = mine.row.held
+            mine.row.copy_part(lambda source, target: self.held.update({target: self.held[source]}))
+            if mine.row.held > before:
+                page = mine.row.pages.tolist()[-1]
+                self.held[page] = self.held[page][: mine.row.held]
         self._write(mine, min(most, len(mine.row.prompt) - mine.row.held))
         if not mine.row.is_reading:
             mine.ids.append(7 + len(mine.ids) % 2)
@@ -103,12 +109,20 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             mine.waits = False
 
     @precondition(lambda self: self.alive)
-    @rule(which=st.integers(0, 5))
-    def end(self, which: int) -> None:
+    @rule(which=st.integers(0, 5), leaves=st.booleans(), is_deleted=st.booleans())
+    def end(self, which: int, leaves: bool, is_deleted: bool) -> None:
         mine = self._of(which)
         self.alive.remove(mine)
+        if leaves:
+            mine.row.leave_part()
+        left = self.pool.prefixes(mine.row.pages.tolist())
         mine.row.close()
         mine.row.close()  # whoever is not sure may say so twice
+        if is_deleted:
+            held = self._uses()
+            for page in self.pool.forget(left):
+                assert page not in held
+                self.held.pop(page)
 
     @precondition(lambda self: self.alive and len(self.forks) < 4)
     @rule(which=st.integers(0, 5))

@@ -265,15 +265,6 @@ class KeptPrefixes:
             self._changed.notify_all()
         self._begin_writing()
 
-    def take(self, ids: Sequence[int], layout: BlockLayout | None, copy: CopyBlock | None, chat: str = "") -> None:
-        """Keeps what is held of these tokens at once, as far as there is room; see `offer`."""
-        if layout is None or copy is None or not BLOCK_TOKENS <= len(ids) <= self._most_tokens:
-            return
-        with self._changed:
-            self._take(_Source(_blocks(self.root, ids, len(ids), layout, copy), chat), 0)
-            self._changed.notify_all()
-        self._begin_writing()
-
     def is_written(self, owner: object) -> bool:
         """Whether the disk has all that it takes of what was offered: nobody else needs it."""
         with self._changed:

@@ -432,7 +432,8 @@ class ContinuousBatch(Lane):
     def _found(self, reserve: Check) -> bool:
         """Reserves pages, after others have given up theirs if need be."""
         while not reserve():
-            if not (self.give_up_offers() or self.make_room() or any(lane.give_way() for lane in self.below)):
+            offers = (self._above or self).give_up_offers()
+            if not (offers or self.make_room() or any(lane.give_way() for lane in self.below)):
                 return False
         return True
 
@@ -610,10 +611,8 @@ class ContinuousBatch(Lane):
     def _ended(self, row: PagedRow) -> None:
         """A row has its answer, or an error, whoever's it is; who lent it without being here looks at it by itself."""
         if row in self._source_of:
-            if row.error is None and self._exact is not None:
+            if row.error is None and self._keeps:
                 self._leaves(row)
-            elif row.error is None and self._kept is not None and self._keeps:
-                row.offer(self._kept, self._model.layer_pages())
             answer = row.answer("failed" if row.error is not None else row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
@@ -624,7 +623,7 @@ class ContinuousBatch(Lane):
         row.leave_part()
         self._left_tokens = row.held
         kept = self._kept
-        if kept is not None and self._keeps and kept.keeps(row.request.chat):
+        if kept is not None and kept.keeps(row.request.chat):
             pages = row.pages.clone()
             for page in pages.tolist():
                 self.pool.fork(page)

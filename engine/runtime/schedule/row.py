@@ -15,7 +15,7 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BlockLayout
-from engine.runtime.kept.copying import from_pages, into_pages
+from engine.runtime.kept.copying import into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.kv.pages import NO_PREFIX, PagePool, pages_for, prefix_after
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
@@ -179,12 +179,6 @@ class PagedRow:
             self.kept = found.reused
             self.has_read(new)
             self.request.on_reused(found.reused.ram, found.reused.disk, clock.now() - begun_s)
-
-    def offer(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
-        """Has all that it holds kept, for its pages are going to be used by others."""
-        layout = BlockLayout.of_pages(layers)
-        copy = from_pages(layers, self.pages, layout) if layout is not None else None
-        kept.take(self.read, layout, copy, self.request.chat)
 
     def piece(self, tokens: int) -> Piece:
         """Its next tokens, with pages for them."""
