@@ -138,7 +138,7 @@ def test_logits_are_those_of_the_library(family: str, monkeypatch: pytest.Monkey
         seen.setdefault(row.request.row, []).append(logits.clone())
         return int(logits.argmax())
 
-    monkeypatch.setattr("engine.runtime.schedule.together._choose", choose)
+    monkeypatch.setattr("engine.runtime.schedule.continuous_batch._choose", choose)
     rows = _rows([9, 45], SamplingParams(max_tokens=4))
     for row, answer in _answers(loaded, rows).items():
         ids = torch.tensor([[*rows[row].ids, *answer.token_ids[:-1]]])

@@ -18,7 +18,7 @@ from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.engine import Engine
 from engine.runtime.kv.pages import PagePool
-from engine.runtime.schedule import together
+from engine.runtime.schedule import continuous_batch
 from tests.engine.tiny_families import tiny_checkpoint
 
 _MIB = 2**20
@@ -36,7 +36,7 @@ class _Seen:
         self.answered = self.ahead = self.most_pages = 0
         self.pools = list[PagePool]()
         self.policies = list[BatchPolicy]()
-        asked, take, made, seen = PreparedJob.asked, PagePool.take, together.ContinuousBatch.__init__, self
+        asked, take, made, seen = PreparedJob.asked, PagePool.take, continuous_batch.ContinuousBatch.__init__, self
 
         def counting(job: PreparedJob) -> Iterator[tuple[float, RowRequest | Answer]]:
             for number, row in enumerate(asked(job), 1):
@@ -48,14 +48,14 @@ class _Seen:
             seen.most_pages = max(seen.most_pages, pool.held)
             return page
 
-        def making(batch: together.ContinuousBatch, model: Any, policy: BatchPolicy, **options: Any) -> None:
+        def making(batch: continuous_batch.ContinuousBatch, model: Any, policy: BatchPolicy, **options: Any) -> None:
             made(batch, model, policy, **options)
             seen.pools.append(batch.pool)
             seen.policies.append(policy)
 
         monkeypatch.setattr(PreparedJob, "asked", counting)
         monkeypatch.setattr(PagePool, "take", taking)
-        monkeypatch.setattr(together.ContinuousBatch, "__init__", making)
+        monkeypatch.setattr(continuous_batch.ContinuousBatch, "__init__", making)
 
     def run(self, engine: Engine, rows: Path, output: Path) -> int:
         """Rows that one job answers."""

@@ -54,7 +54,7 @@ def _answers(
         seen.setdefault(row.request.row, []).append(logits.float())
         return int(logits.float().argmax())
 
-    monkeypatch.setattr("engine.runtime.schedule.together._choose", choose)
+    monkeypatch.setattr("engine.runtime.schedule.continuous_batch._choose", choose)
     executor = BatchExecutor(loaded, policy)
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     assert isinstance(executor._batch, ContinuousBatch)

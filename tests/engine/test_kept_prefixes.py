@@ -353,7 +353,7 @@ def test_a_prompt_goes_on_within_a_page_and_a_deleted_chat_is_found_no_more(quic
     shutil.rmtree(folder_of(CHAT, tmp_path))
     ask(scheduler, random_prompt(5, seed=7), chat="")  # a request notices
     (other,) = ask(scheduler, B[:50], chat="")
-    assert other.reused_tokens == 0
+    assert other.reused_tokens <= 1  # another one begins with that token
     scheduler.close()
     kept.close()
     quick.kept = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -99,13 +99,18 @@ class PagedLayer:
 
     Keys are stored as [pages, kv_heads, PAGE_TOKENS, key_dim], values as [pages, kv_heads, PAGE_TOKENS, value_dim].
     Memory is not touched until tokens are added.
+
+    Args:
+        empty: as `torch.empty`, for what is large.
     """
 
-    def __init__(self, shape: KvShape, kv_type: KvType, pages: int) -> None:
+    def __init__(
+        self, shape: KvShape, kv_type: KvType, pages: int, empty: Callable[..., torch.Tensor] = torch.empty
+    ) -> None:
         self.shape, self.kv_type = shape, kv_type
         heads = (pages, shape.kv_heads)
-        self.keys = torch.empty(*heads, PAGE_TOKENS, shape.key_dim, dtype=kv_type.dtype)
-        self.values = torch.empty(*heads, PAGE_TOKENS, shape.value_dim, dtype=kv_type.dtype)
+        self.keys = empty((*heads, PAGE_TOKENS, shape.key_dim), dtype=kv_type.dtype)
+        self.values = empty((*heads, PAGE_TOKENS, shape.value_dim), dtype=kv_type.dtype)
         scaled = kv_type is KvType.INT8
         self.key_scales = torch.empty(*heads, PAGE_TOKENS) if scaled else None
         self.value_scales = torch.empty(*heads, PAGE_TOKENS) if scaled else None
