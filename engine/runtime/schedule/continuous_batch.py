@@ -301,8 +301,9 @@ class ContinuousBatch(Lane):
             self._took(self._sweep_s + clock.now() - begun_s)
             self._take(end.value)
             return False
-        except (RequestCancelled, SequenceError) as error:
-            (only,), self._work, self._sweep = self._work, [], None
+        except (RequestCancelled, SequenceError) as error:  # told while a single prompt is read
+            work, self._work, self._sweep = self._work, [], None
+            (only,) = work
             if isinstance(error, SequenceError):
                 only.row.error = error
                 self._ended(only.row)

@@ -209,13 +209,4 @@ def _answer(request: BatchRequest, outcome: Outcome) -> BatchAnswer | None:
         if not isinstance(outcome, EngineError) or not (is_of_one or outcome.code in _OF_ONE):
             return None
         return BatchAnswer(request.row, "", "failed", len(request.ids), error=outcome)
-    return BatchAnswer(
-        request.row,
-        outcome.text,
-        outcome.finish_reason,
-        outcome.prompt_tokens,
-        outcome.generated_tokens,
-        outcome.token_ids,
-        outcome.reused_tokens,
-        stopped_by=outcome.stopped_by,
-    )
+    return BatchAnswer.of(request.row, outcome)

@@ -128,17 +128,4 @@ class OneByOne(Lane):
     def _ended(self, result: GenerationResult) -> None:
         assert self._now is not None
         (source, asked), self._now = self._now, None
-        source.on_row(
-            BatchAnswer(
-                asked.request.row,
-                result.text,
-                result.finish_reason,
-                result.prompt_tokens,
-                result.generated_tokens,
-                result.token_ids,
-                result.reused_tokens,
-                stopped_by=result.stopped_by,
-                from_ram=result.from_ram,
-                from_disk=result.from_disk,
-            )
-        )
+        source.on_row(BatchAnswer.of(asked.request.row, result))

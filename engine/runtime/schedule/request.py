@@ -103,6 +103,22 @@ class BatchAnswer:
     guessed_tokens: int = 0
     accepted_tokens: int = 0
 
+    @classmethod
+    def of(cls, row: int, result: GenerationResult) -> BatchAnswer:
+        """An answer as that of a row."""
+        return cls(
+            row,
+            result.text,
+            result.finish_reason,
+            result.prompt_tokens,
+            result.generated_tokens,
+            result.token_ids,
+            result.reused_tokens,
+            stopped_by=result.stopped_by,
+            from_ram=result.from_ram,
+            from_disk=result.from_disk,
+        )
+
 
 AnswerCallback = Callable[[BatchAnswer], None]
 
