@@ -195,9 +195,10 @@ class Family:
         kv: properties of its KV cache.
         packs_rows: whether layers can take the tokens of many rows as one sequence: they compute each token
             independently except in attention, which uses the library's attention interface with no mask but the causal
-            one and sliding windows. Other layers keep extra state (Mamba, delta rules, convolutions), select tokens by
-            an index, attend in chunks, or pass values from layer to layer. A test compares each family with the
-            library.
+            one and sliding windows. Where layers keep extra state (Mamba, delta rules, convolutions), select tokens by
+            an index or attend in chunks, each row's mixers are called by themselves, and all else of a layer is
+            computed for all rows at once. A test compares each family with the library.
+        takes_turns: whether not even that is so: what encodes and decodes, and experts that see a whole forward.
         rotates_again: whether the library recomputes the whole context when an answer crosses LongRoPE's boundary.
         exact_tokens: configuration -> the longest context within which an answer does not depend on which of its tokens
             are computed together, for a reason specific to this family; `None` if there is no limit.
@@ -217,6 +218,7 @@ class Family:
     experts_per_token: int = 0
     kv: KvNumbers = KvNumbers()
     packs_rows: bool = False
+    takes_turns: bool = False
     rotates_again: bool = False
     exact_tokens: Callable[[Mapping[str, Any]], int | None] | None = None
     gate: ClampedGate | None = None

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from engine.common.paths import resources_dir
 from engine.families import PACKAGES, family_of
+from engine.families.family import Family
 from engine.families.gguf.table import GGUF
 
 _EXPERTS = "experts"
@@ -43,7 +44,8 @@ class Known:
         architectures: of the GGUF files that are read, as llama.cpp calls it.
         is_native: whether native kernels compute whole steps of it on a CPU; else the library's layers are used, and
             the kernels for their experts and matrices.
-        packs_rows: whether several rows share each reading of a layer.
+        shares: what several rows share each reading of: all of a layer ("yes"), all but its mixers ("experts"), or
+            nothing ("").
         has_draft_head: whether its own layer for drafting is used, where its checkpoint has one.
     """
 
@@ -52,7 +54,7 @@ class Known:
     refused: str
     architectures: tuple[str, ...]
     is_native: bool
-    packs_rows: bool
+    shares: str
     has_draft_head: bool
 
 
@@ -84,9 +86,15 @@ def _known(whole: str, parts: list[str]) -> Known:
         refused=next((family.refused for family in families if family.refused), ""),
         architectures=tuple(sorted(one for one, rows in GGUF.items() if {row.model_type for row in rows} & {*parts})),
         is_native=any(family.fast_path is not None for family in families),
-        packs_rows=any(family.packs_rows for family in families),
+        shares=_shares(families),
         has_draft_head=any(family.draft_head is not None for family in families),
     )
+
+
+def _shares(families: list[Family]) -> str:
+    if any(family.packs_rows for family in families):
+        return "yes"
+    return "" if any(family.takes_turns for family in families) else "experts"
 
 
 def _whole(model_type: str) -> str:

@@ -77,7 +77,7 @@ TABLE: dict[str, Family] = {
     "deepseek_v4": Family(replies=DEEPSEEK, gate=ClampedGate("halves", "limit"), kv=KvNumbers(keys_are_values=True)),
     "diffusion_gemma": Family(refused=FILLS_IN),
     # Its experts mix the routing of all tokens of a forward.
-    "doge": Family(exact_tokens=lambda config: 0 if config.get("is_moe") else None),
+    "doge": Family(takes_turns=True, exact_tokens=lambda config: 0 if config.get("is_moe") else None),
     "dots1": Family(packs_rows=True, fast_path=fast_path("Dots1", "MoE", GROUPED_SIGMOID)),
     "ernie4_5_moe": Family(
         packs_rows=True,
@@ -246,7 +246,7 @@ TABLE: dict[str, Family] = {
     "nemotron3_5_transcribe": Family(
         types=("nemo_speechlm",), refused="writes down speech, and Switchyard gives models text only"
     ),
-    "nllb_moe": Family(types=("nllb-moe",), adapter="nllb_moe", experts_per_token=2),
+    "nllb_moe": Family(types=("nllb-moe",), adapter="nllb_moe", experts_per_token=2, takes_turns=True),
     "olmoe": Family(
         packs_rows=True,
         fast_path=fast_path(
@@ -319,6 +319,6 @@ TABLE: dict[str, Family] = {
     "solar_open": Family(packs_rows=True, fast_path=fast_path("SolarOpen", "MoE", GROUPED_SIGMOID)),
     "step3p5": Family(own=True, adapter="step3p7", packs_rows=True),
     "step3p7": Family(adapter="step3p7"),
-    "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1),
+    "switch_transformers": Family(adapter="switch_transformers", experts_per_token=1, takes_turns=True),
     "unlimited_ocr": Family(refused=READS_PICTURES),
 }

@@ -8,7 +8,9 @@ linear layers of every family, and whole attention layers of some.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,15 +20,18 @@ import torch
 from engine.common import clock
 from engine.experts.dispatch import experts_forward
 from engine.experts.layer_stream import STANDS_IN
+from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PagedLayer, Pieces
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
 from engine.kernels.native.structs import SparseBlockStruct
+from engine.runtime.batch.latent_rows import LatentRows
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decode.step_model import TokenStep
 from engine.runtime.decoder_layers import decoder_layers
-from engine.runtime.fast_path.decoder_layer import knows_layer
+from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
 from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
+from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp
 from engine.runtime.fast_path.sparse_block import SparseBlock, shared_expert_of
 from engine.telemetry import lanes
@@ -38,6 +43,14 @@ _FEWEST_WEIGHTS = 64 * 1024
 
 class _Enough(Exception):  # noqa: N818 - not an error: the last layer's arguments are recorded
     pass
+
+
+@dataclass(frozen=True, slots=True)
+class Further:
+    """Stands for what a layer gives beside hidden states, until it has been computed; see `DecoderLayers.returns`."""
+
+    layer: int
+    place: int
 
 
 @dataclass
@@ -57,9 +70,12 @@ class DecoderLayers:
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self._wants_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._layers = decoder_layers(model)
         if not self._layers:
             raise LookupError("the model's layers were not found")
+        self.returns = [0] * len(self._layers)
+        """How many values each layer gives beside hidden states, which the model hands on to others."""
 
     def __len__(self) -> int:
         return len(self._layers)
@@ -67,8 +83,8 @@ class DecoderLayers:
     def __getitem__(self, index: int) -> Any:
         return self._layers[index]
 
-    def record(self, ids: torch.Tensor, positions: torch.Tensor) -> Recording:
-        """The arguments of all layers for tokens [1, T] at positions [1, T]."""
+    def record(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> Recording:
+        """The arguments of all layers for tokens [1, T] at positions [1, T], behind what a cache holds."""
         recording = Recording(torch.empty(0), [])
 
         def stub(index: int) -> Callable[..., Any]:
@@ -78,13 +94,13 @@ class DecoderLayers:
                 recording.calls.append((args, kwargs))
                 if index == len(self._layers) - 1:
                     raise _Enough
-                return hidden_states
+                return self._returned(index, hidden_states)
 
             return _standing_in(note)
 
         try:
-            with _replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
-                self._forward(ids, positions)
+            with replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
+                self._forward(ids, positions, cache)
         except _Enough:
             return recording
         raise LookupError("the model does not call its layers one after the other")
@@ -109,16 +125,28 @@ class DecoderLayers:
 
         def stub(index: int) -> Callable[..., Any]:
             is_last = index == len(self._layers) - 1
-            return _standing_in(lambda hidden_states, *args, **kwargs: hidden if is_last else hidden_states)  # noqa: ARG005
 
-        with _replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
+            def hand_on(hidden_states: torch.Tensor, *_args: Any, **_kwargs: Any) -> Any:
+                return self._returned(index, hidden if is_last else hidden_states)
+
+            return _standing_in(hand_on)
+
+        with replaced((layer, stub(index)) for index, layer in enumerate(self._layers)):
             out = self._forward(ids, torch.zeros_like(ids))
         logits = out.logits[0]
         assert isinstance(logits, torch.Tensor)
         return logits
 
-    def _forward(self, ids: torch.Tensor, positions: torch.Tensor) -> Any:
-        return self._model(input_ids=ids, position_ids=positions, use_cache=False, return_dict=True)
+    def _returned(self, index: int, hidden: torch.Tensor) -> Any:
+        """What the model expects of a layer."""
+        further = [Further(index, place) for place in range(self.returns[index])]
+        return (hidden, *further) if further else hidden
+
+    def _forward(self, ids: torch.Tensor, positions: torch.Tensor, cache: Any = None) -> Any:
+        given = {"position_ids": positions} if self._wants_positions else {}
+        if cache is not None:
+            given["cache"] = cache
+        return self._model(input_ids=ids, use_cache=cache is not None, return_dict=True, **given)
 
 
 class NativeRows:
@@ -126,26 +154,37 @@ class NativeRows:
 
     Args:
         states: the pages of its attention modules, all of which have been probed.
+        apart: modules that are not computed for all rows at once.
     """
 
-    def __init__(self, model: Any, layers: DecoderLayers, states: PagedStates, kernels: NativeKernels) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: DecoderLayers,
+        states: PagedStates,
+        kernels: NativeKernels,
+        apart: AbstractSet[Any] = frozenset(),
+    ) -> None:
         self._layers, self._states, self._kernels = layers, states, kernels
+        self._is_few = MAX_TOKENS if apart else 0
         self._attention = {
             index: attention_struct(layers[index])
-            for index in range(len(layers))
+            for index in range(len(layers) if not apart else 0)
             if knows_layer(layers[index]) and GroupedAttention.can_step(layers[index])
         }
-        blocks = {index: SparseBlock.of(layers[index], kernels) for index in self._attention}
+        self._latent = {} if apart else _latent_rows(layers, states)
+        blocks = {index: SparseBlock.of(layers[index], kernels) for index in (*self._attention, *self._latent)}
         self._sparse = {index: block for index, block in blocks.items() if block is not None and block.has_experts}
-        self._linears = [_linears(layers[index], kernels) for index in range(len(layers))]
+        self._linears = [_linears(layers[index], kernels, apart) for index in range(len(layers))]
         # A dense model's rows have the same logits, bit by bit, whatever is beside them: a second way would end that.
-        self._step = TokenStep.of(model) if self._sparse and len(self._attention) == len(layers) else None
+        self._has_all = len(self._attention) + len(self._latent) == len(layers)
+        self._step = TokenStep.of(model) if self._sparse and self._has_all else None
         head = model.get_output_embeddings()
         self._head = _linears(head, kernels) if head is not None else []
 
     def layer_pages(self) -> list[PagedLayer]:
         """See `PackedModel.layer_pages`."""
-        if len(self._attention) < len(self._layers):
+        if not self._has_all:
             return []
         return [self._states.layer_of(self._layers[index].self_attn)[0] for index in range(len(self._layers))]
 
@@ -175,17 +214,22 @@ class NativeRows:
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording, pieces: Pieces) -> torch.Tensor:
         """The output of a layer for hidden states [1, T, H]."""
-        with _replaced(self._linears[index]):
-            struct = self._attention.get(index)
-            if struct is None:
+        # Where mixers go row by row, a few tokens are computed as each alone as far as that goes.
+        with replaced(self._linears[index] if pieces.tokens > self._is_few else ()):
+            struct, latent = self._attention.get(index), self._latent.get(index)
+            if struct is None and latent is None:
                 return self._layers.run(index, hidden, recording)
             layer = self._layers[index]
             for listener in layer._forward_pre_hooks.values():  # nothing calls the module itself
                 listener(layer, (hidden,))
-            cos, sin = recording.calls[index][1]["position_embeddings"]
-            paged = self._states.layer_of(layer.self_attn)[1]
+            positions = recording.calls[index][1]["position_embeddings"]
             begun_ns = clock.now_ns()
-            out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
+            if latent is not None:
+                out = latent.attend(hidden, pieces, positions)
+            else:
+                paged = self._states.layer_of(layer.self_attn)[1]
+                cos, sin = positions
+                out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
             if RECORDER.on:
                 RECORDER.layer, RECORDER.layer_since_ns = index, clock.now_ns()
                 RECORDER.dense(lanes.ATTENTION, begun_ns, RECORDER.layer_since_ns, index)
@@ -196,7 +240,7 @@ class NativeRows:
 
     def linears(self, layers: Iterable[int]) -> AbstractContextManager[None]:
         """Inside this context the kernels compute these layers' linear layers, for every caller."""
-        return _replaced([pair for index in layers for pair in self._linears[index]])
+        return replaced([pair for index in layers for pair in self._linears[index]])
 
     def _add_experts(self, block: Any, struct: SparseBlockStruct, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, H] plus the output of a sparse block."""
@@ -211,7 +255,7 @@ class NativeRows:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, R, H] after the last layer -> [R, V]."""
-        with _replaced(self._head):
+        with replaced(self._head):
             return self._layers.logits(hidden)
 
 
@@ -219,21 +263,42 @@ def _nothing(hidden: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor
     return torch.zeros_like(hidden)
 
 
+def _latent_rows(layers: DecoderLayers, states: PagedStates) -> dict[int, LatentRows]:
+    """Of a model whose layers all have latent attention that native steps compute."""
+    fast = [layers[index].__dict__.get("forward") for index in range(len(layers))]
+    found = {
+        index: LatentRows(layers[index], step.attention, states)
+        for index, step in enumerate(fast)
+        if isinstance(step, SingleTokenLayer)
+        and isinstance(step.attention, LatentAttention)
+        and step.is_native
+        and LatentRows.can(layers[index])
+    }
+    if len(found) < len(layers):
+        return {}
+    for index in found:
+        module = layers[index].self_attn
+        states.keep_latents(module, module.kv_lora_rank, module.qk_rope_head_dim)
+    return found
+
+
 def _standing_in(forward: Callable[..., Any]) -> Callable[..., Any]:
     setattr(forward, STANDS_IN, True)
     return forward
 
 
-def _linears(part: Any, kernels: NativeKernels) -> list[tuple[Any, RowsLinear]]:
+def _linears(part: Any, kernels: NativeKernels, apart: AbstractSet[Any] = frozenset()) -> list[tuple[Any, RowsLinear]]:
     return [
         (module, RowsLinear(module, kernels))
         for module in part.modules()
-        if RowsLinear.can(module) and module.in_features * module.out_features >= _FEWEST_WEIGHTS
+        if module not in apart
+        and RowsLinear.can(module)
+        and module.in_features * module.out_features >= _FEWEST_WEIGHTS
     ]
 
 
 @contextmanager
-def _replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
+def replaced(forwards: Iterable[tuple[Any, Callable[..., Any]]]) -> Iterator[None]:
     """Replaces these modules' `forward` inside the context and restores it afterwards, as chats may run in between."""
     pairs = list(forwards)
     own = [module.__dict__.get("forward") for module, _ in pairs]

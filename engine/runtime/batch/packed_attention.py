@@ -49,6 +49,7 @@ class PagedStates:
         self.shapes: dict[int, KvShape] = {}
         self._terms: dict[int, AttentionTerms] = {}
         self._layers: dict[int, tuple[PagedLayer, PagedLayerStruct]] = {}
+        self._latent: set[int] = set()
         self.are_met = False
         """Whether every module has been probed with one token, so that its kind of attention is known."""
         self.pieces: Pieces | None = None
@@ -60,7 +61,8 @@ class PagedStates:
         """Allocates the pages of all modules probed so far; in huge pages of the system, single sequences are read
         faster, and the first tokens take more memory."""
         for key, shape in self.shapes.items():
-            layer = PagedLayer(shape, kv_type, pages, empty_in_huge_pages if huge else torch.empty)
+            make = empty_in_huge_pages if huge else torch.empty
+            layer = PagedLayer(shape, self._type_of(key, kv_type), pages, make)
             self._layers[key] = (layer, layer.struct(self._terms[key]))
 
     def discard(self, pages: Sequence[int]) -> None:
@@ -70,7 +72,15 @@ class PagedStates:
 
     def page_bytes(self, kv_type: KvType) -> int:
         """Bytes of one page of all layers."""
-        return sum(shape.page_bytes(kv_type) for shape in self.shapes.values())
+        return sum(shape.page_bytes(self._type_of(key, kv_type)) for key, shape in self.shapes.items())
+
+    def keep_latents(self, module: Any, rank: int, rope: int) -> None:
+        """The pages of this module hold latents and rotary keys, in bf16, in the place of what they expand to."""
+        self.shapes[id(module)] = KvShape(1, 1, rank, rope)
+        self._latent.add(id(module))
+
+    def _type_of(self, key: int, kv_type: KvType) -> KvType:
+        return KvType.BF16 if key in self._latent else kv_type
 
     def terms_of(self, module: Any) -> AttentionTerms:
         """The attention parameters of this module."""

@@ -22,7 +22,8 @@ from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.policy import BatchPolicy, packs_mixers
+from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps
@@ -79,7 +80,7 @@ class _MicroBatch:
 
 
 class PackedModel:
-    """A model whose layers process tokens of many rows as one sequence.
+    """A model whose layers process tokens of many rows as one sequence, or all of them but their mixers.
 
     Args:
         loaded: of a family that supports this (see `can_pack`).
@@ -91,7 +92,11 @@ class PackedModel:
 
     def __init__(self, loaded: LoadedModel, policy: BatchPolicy, beside: PackedModel | None = None) -> None:
         self._loaded, self._policy = loaded, policy
-        self._layers = DecoderLayers(loaded.model)
+        self.mixers: RowMixers | None = None
+        """What calls mixers row by row, if they are not computed for all rows at once."""
+        if not packs_mixers(loaded.model):
+            self.mixers = beside.mixers if beside is not None else RowMixers(loaded)
+        self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
         own = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
         self._states: PagedStates = own if beside is None else beside._states
@@ -102,19 +107,22 @@ class PackedModel:
         self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
         self._micro_batch_tokens = policy.micro_batch_tokens
         """As many as there has been memory for."""
-        if beside is None:
+        if beside is None and self.mixers is None:
             self._probe_attention()
-        if not self._states.shapes:
+        if not self._states.shapes and self.mixers is None:
             raise LookupError("its attention does not go through the library's attention interface")
         if beside is not None:
             self._native = beside._native
         elif loaded.kernels is not None and loaded.device.type == "cpu":
-            self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels)
-        if policy.schedule is not HYBRID:
+            apart = self.mixers.apart if self.mixers is not None else frozenset[Any]()
+            self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
+        if policy.schedule is not HYBRID and self.mixers is None:
             self._pipeline = self._opened_pipeline()
         self.context_tokens = loaded.context_tokens
-        self.page_bytes = self._states.page_bytes(self._kv_type)
+        self.page_bytes = self.mixers.page_bytes if self.mixers is not None else self._states.page_bytes(self._kv_type)
         """Of all layers."""
+        self.pages_beside = self.mixers.pages_beside if self.mixers is not None else None
+        """See `PagePool`."""
         self.pages = max(1, policy.kv_bytes // self.page_bytes)
         """Pages that fit into the budget."""
 
@@ -203,15 +211,22 @@ class PackedModel:
             return logits
         schedule = self._schedule(tokens, len(work), reads)
         parts = self._parts(work, schedule)
-        micro_batches = [self._prepare(part) for part in parts]
-        for step in self._steps(micro_batches, schedule):
-            begun_s = clock.now()
-            step()
-            busy_s += clock.now() - begun_s
-            yield
-        self._choice.took(schedule, tokens, busy_s, reads=reads)
-        self._record(work, since_ns)
-        return self._logits(work, parts, micro_batches)
+        with self._advancing(work):
+            micro_batches = [self._prepare(part) for part in parts]
+            for step in self._steps(micro_batches, schedule):
+                begun_s = clock.now()
+                step()
+                busy_s += clock.now() - begun_s
+                yield
+            self._choice.took(schedule, tokens, busy_s, reads=reads)
+            self._record(work, since_ns)
+            return self._logits(work, parts, micro_batches)
+
+    def _advancing(self, work: list[Work]) -> AbstractContextManager[object]:
+        """What rows have beside their pages takes in all tokens of a sweep, or none if it is given up."""
+        if self.mixers is None:
+            return nullcontext()
+        return self.mixers.advancing([each.row for each in work], [each.tokens for each in work])
 
     @torch.inference_mode()
     def _exactly(self, work: list[Work]) -> torch.Tensor:
@@ -322,16 +337,20 @@ class PackedModel:
     def _prepare(self, work: list[Work]) -> _MicroBatch:
         device = self._loaded.device
         pieces = Pieces([each.row.piece(each.tokens) for each in work])
-        ids, positions, wanted = list[int](), list[int](), list[int]()
+        own, positions, wanted = list[list[int]](), list[int](), list[int]()
         for each in work:
-            ids += each.row.next_ids(each.tokens)
+            own.append(each.row.next_ids(each.tokens))
             positions += range(each.row.held, each.row.held + each.tokens)
             if each.wants_logits:
-                wanted.append(len(ids) - 1)
+                wanted.append(len(positions) - 1)
+        ids = [token for of_row in own for token in of_row]
         with self._attending(pieces):
-            recording = self._layers.record(
-                torch.tensor([ids], device=device), torch.tensor([positions], device=device)
-            )
+            if self.mixers is not None:
+                recording: Recording = self.mixers.record_rows(own, [each.row for each in work])
+            else:
+                recording = self._layers.record(
+                    torch.tensor([ids], device=device), torch.tensor([positions], device=device)
+                )
         return _MicroBatch(pieces, recording, recording.hidden, wanted)
 
     def _logits(self, work: list[Work], parts: list[list[Work]], micro_batches: list[_MicroBatch]) -> torch.Tensor:
@@ -358,6 +377,8 @@ class PackedModel:
         self._states.are_met = True
 
     def _attending(self, pieces: Pieces | None) -> Any:
+        if self.mixers is not None:
+            return torch.inference_mode()
         self._states.pieces = pieces
         return _Attending(self._states, self._configs)
 

@@ -27,7 +27,7 @@ _LEAST_KV_BYTES = 64 * 2**20
 def why_not_packed(model: Any) -> str:
     """Why rows cannot pass through this model's layers without padding, as the end of a sentence; empty if they can."""
     config = model.config.get_text_config(decoder=True)
-    if getattr(model.config, "is_encoder_decoder", False) or not family_of(config.model_type).packs_rows:
+    if getattr(model.config, "is_encoder_decoder", False) or family_of(config.model_type).takes_turns:
         return f"layers of the {config.model_type} family do not take several at once"
     kinds = sorted(kinds_by_length(model))
     if kinds:
@@ -35,6 +35,11 @@ def why_not_packed(model: Any) -> str:
     if window_of_cache_alone(model) < sys.maxsize:
         return "this model applies its sliding window in the cache and not in attention"
     return ""
+
+
+def packs_mixers(model: Any) -> bool:
+    """Whether mixers, too, take the tokens of all rows at once, over pages; else each row's is called by itself."""
+    return family_of(model.config.get_text_config(decoder=True).model_type).packs_rows
 
 
 def can_pack(model: Any) -> bool:

@@ -26,10 +26,15 @@ class PagePool:
     A row takes pages that it has reserved.  Complete pages are offered for sharing under the tokens up to their end,
     of prompts and answers alike, and so is the last one of a row that has ended; once no row holds such a page it is
     kept until its place is needed, least recently used first.  That is the prefix cache.
+
+    Args:
+        beside: how many pages' memory a row takes for what it has beside its pages, without which nobody can go on from
+            these: they are not shared; `None` if pages are all that it has.
     """
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, capacity: int, beside: int | None = None) -> None:
         self.capacity = capacity
+        self.beside, self.shares = beside or 0, beside is None
         self._free = list(range(capacity - 1, -1, -1))
         self._holders = [0] * capacity
         self._reserved = 0
@@ -60,6 +65,10 @@ class PagePool:
     def in_use(self) -> int:
         """Pages that are held or promised, and those whose memory is a cache of a sequence's own."""
         return self.held + self._reserved + self.elsewhere
+
+    def needs(self, tokens: int) -> int:
+        """Pages that a row of so many tokens takes."""
+        return pages_for(tokens) + self.beside
 
     def reserve(self, pages: int) -> bool:
         """Reserves pages; False if there are not enough."""
@@ -152,6 +161,8 @@ class PagePool:
         Args:
             before, tokens: the prefix that its own tokens follow, and those.
         """
+        if not self.shares:
+            return
         if prefix not in self._page_of:
             self._page_of[prefix] = page
             self._prefix_of[page], self._before[page] = prefix, before

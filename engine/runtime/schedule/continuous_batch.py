@@ -89,7 +89,7 @@ class ContinuousBatch(Lane):
             pages = min(pages, most_pages or pages)
             model.allocate(pages, huge=exact)
             self._exact = model.exact_steps() if exact else None
-            self.pool = PagePool(pages)
+            self.pool = PagePool(pages, model.pages_beside)
         else:
             self.pool = above.pool
             above.below.append(self)
@@ -234,7 +234,7 @@ class ContinuousBatch(Lane):
 
     def has_room_for(self, new: PreparedRow) -> bool:
         """Whether a request could begin here if all others left."""
-        return pages_for(len(new.prompt) + 1) <= self.pool.capacity
+        return self.pool.needs(len(new.prompt) + 1) <= self.pool.capacity
 
     @property
     def model(self) -> PackedModel:
@@ -409,7 +409,7 @@ class ContinuousBatch(Lane):
             source.on_row(new.ended("cancelled"))
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
-        if pages_for(needs) > self.pool.capacity:
+        if self.pool.needs(needs) > self.pool.capacity:
             source.on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
             return True
         row = self._row_of(new, sequence)

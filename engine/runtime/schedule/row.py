@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -19,6 +19,19 @@ from engine.runtime.kept.copying import into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.kv.pages import NO_PREFIX, PagePool, pages_for, prefix_after
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+
+
+class RowOwn(Protocol):
+    """What a row has beside its pages: a cache of its own, which holds so many tokens."""
+
+    cache: Any
+    tokens: int
+
+    def close(self) -> None:
+        """Frees it."""
+
+    def make_room(self, tokens: int) -> None:
+        """Before so many more tokens are read."""
 
 
 class PagedRow:
@@ -57,6 +70,8 @@ class PagedRow:
         self.error: EngineError | None = None
         """What was wrong with it; it has ended then."""
         self.held = 0
+        self.own: RowOwn | None = None
+        """What it has beside its pages, if layers keep something for each row by itself."""
         self.shared = 0
         self.kept = Reused()
         """What was brought from where it is kept; part of `shared`."""
@@ -92,7 +107,7 @@ class PagedRow:
 
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
-        if len(self._pages) < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
+        if len(self._pages) + self._pool.beside < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
             return True
         return self._reserve_up_to(self.held + self._ahead) or self._reserve_up_to(self.held + 1)
 
@@ -258,9 +273,12 @@ class PagedRow:
             self._pool.release(page)
         self._pages = []
         self._reserved = 0
+        if self.own is not None:
+            self.own.close()
+            self.own = None
 
     def _reserve_up_to(self, tokens: int) -> bool:
-        pages = min(pages_for(tokens), len(self._table))
+        pages = min(pages_for(tokens), len(self._table)) + self._pool.beside
         if not self._pool.reserve(pages - self._reserved):
             return False
         self._reserved = pages
@@ -282,4 +300,5 @@ class PagedRow:
     def _look_ahead(self) -> None:
         begin, end = self._published, self._published + PAGE_TOKENS
         # The prompt's last token is always computed, because its logits are needed.
-        self.following = prefix_after(self._prefix, self.prompt[begin:end]) if end < len(self.prompt) else None
+        follows = end < len(self.prompt) and self._pool.shares
+        self.following = prefix_after(self._prefix, self.prompt[begin:end]) if follows else None

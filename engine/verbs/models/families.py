@@ -32,5 +32,5 @@ def _text(found: list[Known]) -> str:
 
 def row_of(one: Known) -> tuple[str, ...]:
     """Its cells."""
-    marks = (one.is_native, one.packs_rows, one.has_draft_head)
-    return (one.model_type, ", ".join(one.architectures) or "-", *("yes" if mark else "-" for mark in marks))
+    marks = ("yes" if one.is_native else "", one.shares, "yes" if one.has_draft_head else "")
+    return (one.model_type, ", ".join(one.architectures) or "-", *(mark or "-" for mark in marks))

@@ -1,0 +1,315 @@
+"""Layers whose mixers sum up what they read, choose tokens by an index or attend in ways of their own: row by row.
+
+Each row has a cache of its own, as a chat has, and its mixers (attention, a recurrent state, a short convolution) are
+called with that, one row after the other.  All else of a layer, above all its experts, is computed for the tokens of
+all rows at once, so that weights are read once.  What a layer is called with is recorded for each row; what is the same
+for every token is joined, the rest is handed through the layer as it is to the mixer, which takes its row's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache
+
+from engine.kernels.native.experts import MAX_TOKENS
+from engine.kernels.native.paged_attention import PAGE_TOKENS
+from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
+from engine.runtime.decode.kv_session import KvRoom
+from engine.runtime.decode.step_model import StepModel
+from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.memory import KvCost, measure_kv
+from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.row import PagedRow, RowOwn
+
+_MOST_PAGES_BESIDE = 64
+"""A page is at least so much of what a row holds however long it is."""
+
+
+class RowCache:
+    """What one row's mixers have of its tokens.
+
+    Attributes:
+        tokens: that it holds, those of a sweep under way not counted.
+    """
+
+    def __init__(self, cache: Cache, room: KvRoom, tokens: int = 0) -> None:
+        self.cache, self.tokens = cache, tokens
+        self._room = room
+
+    def make_room(self, tokens: int) -> None:
+        """Before so many more tokens are read.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`: a device has no memory for them.
+        """
+        self._room.make(self.cache, self.tokens + tokens)
+
+    def close(self) -> None:
+        """The row has ended, or has stepped aside."""
+        self._room.release()
+
+
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """An argument that is another one for each row."""
+
+    values: list[Any]
+
+
+@dataclass
+class RowsRecording(Recording):
+    """The arguments for the tokens of several rows.
+
+    Attributes:
+        spans: where each row's tokens are.
+        caches: of each row.
+        further: by layer, what it gave beside hidden states.
+    """
+
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    caches: list[Cache] = field(default_factory=list)
+    further: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+
+
+class RowMixers(DecoderLayers):
+    """The layers of a model, their mixers called row by row.
+
+    Raises:
+        LookupError: the model does not hand its layers a cache, or an answer would depend on how a prompt is read.
+    """
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        super().__init__(loaded.model)
+        if exact_tokens(loaded.model) < loaded.context_tokens:
+            raise LookupError("this model has to read long prompts at once")
+        if loaded.devices is not None and len({*loaded.devices.layers.of_layer}) > 1:
+            raise LookupError("this model's layers are on several devices")
+        self._loaded = loaded
+        self._step = StepModel(loaded.model, loaded.context_tokens)
+        with torch.inference_mode():
+            self._mixers = self._probe()
+            self._cost = measure_kv(loaded.model, loaded.device)
+
+    @property
+    def cost(self) -> KvCost:
+        """What a row takes of memory."""
+        return self._cost
+
+    @property
+    def page_bytes(self) -> int:
+        """Of the tokens of a page, and at least a share of what a row takes beside them."""
+        return max(1, self._cost.per_token * PAGE_TOKENS, -(-self._cost.fixed // _MOST_PAGES_BESIDE))
+
+    @property
+    def pages_beside(self) -> int:
+        """What a row takes beside its tokens, in pages."""
+        return -(-self._cost.fixed // self.page_bytes)
+
+    @property
+    def apart(self) -> set[Any]:
+        """The modules that belong to mixers, each of which computes as in a chat."""
+        return {module for of_layer in self._mixers for mixer in of_layer for module in mixer.modules()}
+
+    def _cache_of(self, row: PagedRow) -> RowOwn:
+        """That of a row, which holds all tokens that the row has read."""
+        if row.own is None:
+            row.own = self._empty()
+        assert row.own.tokens == row.held
+        return row.own
+
+    @contextmanager
+    def advancing(self, rows: Sequence[PagedRow], tokens: Sequence[int]) -> Iterator[None]:
+        """Within it the caches of these rows take in so many tokens each: all of them, or none if it is given up."""
+        with torch.inference_mode():
+            caches = [self._cache_of(row) for row in rows]
+            for own, count in zip(caches, tokens, strict=True):
+                own.make_room(count)
+            before = [KvSnapshot(own.cache, own.tokens) for own in caches]
+        try:
+            yield
+        except BaseException:
+            for own, snapshot in zip(caches, before, strict=True):
+                _restore(own.cache, snapshot)
+            raise
+        for own, count in zip(caches, tokens, strict=True):
+            own.tokens += count
+
+    def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow]) -> RowsRecording:
+        """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
+        device, places = self._loaded.device, list[tuple[int, int]]()
+        own, caches = [], [self._cache_of(row).cache for row in rows]
+        for of_row, row, cache in zip(ids, rows, caches, strict=True):
+            positions = torch.arange(row.held, row.held + len(of_row), device=device)[None]
+            own.append(self.record(torch.tensor([of_row], device=device), positions, cache))
+            begin = places[-1][1] if places else 0
+            places.append((begin, begin + len(of_row)))
+        lengths = [len(of_row) for of_row in ids]
+        calls = []
+        for each in zip(*(recording.calls for recording in own), strict=True):
+            args = tuple(_joined(list(values), lengths) for values in zip(*(args for args, _ in each), strict=True))
+            names = each[0][1]
+            calls.append((args, {name: _joined([kwargs[name] for _, kwargs in each], lengths) for name in names}))
+        hidden = torch.cat([recording.hidden for recording in own], dim=1)
+        return RowsRecording(hidden, calls, places, caches)
+
+    def run(self, index: int, hidden: torch.Tensor, recording: Recording) -> torch.Tensor:
+        """See `DecoderLayers`."""
+        assert isinstance(recording, RowsRecording)
+        args, kwargs = self._given(index, recording)
+        layer, spans = self[index], recording.spans
+        fast = layer.__dict__.get("forward")
+        forwards: list[tuple[Any, Callable[..., Any]]] = [
+            (mixer, partial(_row_by_row, mixer.forward, spans)) for mixer in self._mixers[index]
+        ]
+        if isinstance(fast, SingleTokenLayer):
+            hidden = hidden.float() if hidden.dtype == torch.bfloat16 else hidden
+            out = _few(layer, fast, hidden, kwargs.get("position_embeddings"), recording)
+            if out is not None:
+                return out
+            forwards.append((layer, fast.in_library))
+        with replaced(forwards):
+            out = layer(hidden, *args, **kwargs)
+        if isinstance(out, tuple):
+            recording.further[index] = out[1:]
+            out = out[0]
+        assert isinstance(out, torch.Tensor)
+        return out
+
+    def _given(self, index: int, recording: RowsRecording) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a layer is called with, and what earlier ones hand on to it."""
+
+        def found(value: Any) -> Any:
+            return recording.further[value.layer][value.place] if isinstance(value, Further) else value
+
+        args, kwargs = recording.calls[index]
+        return tuple(map(found, args)), {name: found(value) for name, value in kwargs.items()}
+
+    def _empty(self) -> RowCache:
+        loaded = self._loaded
+        cache = new_cache(loaded.model, loaded.context_tokens, loaded.kv_type)
+        if cache is None:
+            raise LookupError("this model makes its cache itself")
+        return RowCache(cache, KvRoom(loaded.devices, loaded.context_tokens))
+
+    def _probe(self) -> list[list[Any]]:
+        """The mixers of each layer: the outermost modules in it that are called with the cache."""
+        cache = self._empty().cache
+        found: list[list[Any]] = [[] for _ in range(len(self))]
+
+        def look(index: int, module: Any, args: Any, kwargs: Any) -> None:
+            if any(value is cache for value in (*args, *kwargs.values())):
+                found[index].append(module)
+
+        def count(index: int, _module: Any, _args: Any, output: Any) -> None:
+            self.returns[index] = len(output) - 1 if isinstance(output, tuple) else 0
+
+        hooks = []
+        try:
+            for index in range(len(self)):
+                hooks.append(self[index].register_forward_hook(partial(count, index)))
+                within = [module for module in self[index].modules() if module is not self[index]]
+                look_at = partial(look, index)
+                hooks += [module.register_forward_pre_hook(look_at, with_kwargs=True) for module in within]
+            self._step(torch.zeros(1, 1, dtype=torch.long, device=self._loaded.device), cache, 0)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not any(found):
+            raise LookupError("its layers keep what they read in places of their own")
+        return [_outermost(of_layer) for of_layer in found]
+
+
+def _outermost(modules: list[Any]) -> list[Any]:
+    inner = {id(child) for module in modules for child in module.modules() if child is not module}
+    return [module for module in modules if id(module) not in inner]
+
+
+def _few(
+    layer: Any, fast: SingleTokenLayer, hidden: torch.Tensor, positions: Any, recording: RowsRecording
+) -> torch.Tensor | None:
+    """A few tokens through a layer that the kernels know, each as if alone, bit by bit.
+
+    Returns:
+        `None`, and nothing was done, if these are not for them.
+    """
+    total, spans, caches = hidden.shape[1], recording.spans, recording.caches
+    if total > MAX_TOKENS or not fast.is_native or fast.sparse is None or not fast.sparse.can_step:
+        return None
+    if not all(fast.attention.can_claim(end - begin, cache) for (begin, end), cache in zip(spans, caches, strict=True)):
+        return None
+    for hook in layer._forward_pre_hooks.values():  # nothing calls the module itself
+        hook(layer, (hidden,))
+    parts = []
+    for place, ((begin, end), cache) in enumerate(zip(spans, caches, strict=True)):
+        its = _own(positions, place, begin, end, total)
+        part = fast.attention.step(hidden[:, begin:end].contiguous(), cache, its)
+        if part is None:
+            assert not parts  # angles are of one kind
+            return None
+        parts.append(part)
+    return fast.sparse.step(torch.cat(parts, dim=1))
+
+
+def _row_by_row(own: Callable[..., Any], spans: list[tuple[int, int]], *args: Any, **kwargs: Any) -> Any:
+    """The `forward` of a mixer while a layer is computed: its own, once for each row."""
+    if len(spans) == 1:
+        return own(*args, **kwargs)
+    total, results = spans[-1][1], []
+    for place, (begin, end) in enumerate(spans):
+        its = [_own(value, place, begin, end, total) for value in args]
+        named = {name: _own(value, place, begin, end, total) for name, value in kwargs.items()}
+        results.append(own(*its, **named))
+    if isinstance(results[0], torch.Tensor):
+        return torch.cat(results, dim=1)
+    hidden, *further = zip(*results, strict=True)
+    return torch.cat(hidden, dim=1), *(
+        None if all(each is None for each in values) else PerRow(list(values)) for values in further
+    )
+
+
+def _own(value: Any, place: int, begin: int, end: int, total: int) -> Any:
+    """What is one row's of an argument."""
+    if isinstance(value, PerRow):
+        return value.values[place]
+    if isinstance(value, torch.Tensor):
+        is_by_token = value.dim() > 1 and value.shape[:2] == (1, total)
+        return value[:, begin:end] if is_by_token else value
+    if type(value) is tuple:
+        return tuple(_own(each, place, begin, end, total) for each in value)
+    return value
+
+
+def _joined(values: list[Any], lengths: list[int]) -> Any:
+    """An argument for the tokens of all rows, of what it is for each row."""
+    first = values[0]
+    if all(value is first for value in values):
+        return first
+    if all(isinstance(value, torch.Tensor) for value in values):
+        # A mask of one token may look like a token's values: joined, it comes apart again as it was.
+        by_token = all(
+            value.dim() > 1 and value.shape[:2] == (1, length) and value.shape[2:] == first.shape[2:]
+            for value, length in zip(values, lengths, strict=True)
+        )
+        return torch.cat(values, dim=1) if by_token else PerRow(values)
+    if all(type(value) is tuple and len(value) == len(first) for value in values):
+        return tuple(_joined(list(parts), lengths) for parts in zip(*values, strict=True))
+    if isinstance(first, bool | int | float | str | Further) and all(value == first for value in values):
+        return first
+    return PerRow(values)
+
+
+def _restore(cache: Cache, before: KvSnapshot) -> None:
+    """Whatever layers have been computed of a sweep."""
+    for index, layer in enumerate(cache.layers):
+        if index in before.forgetful:
+            cache.layers[index] = before.forgetful[index]
+        elif (more := layer.get_seq_length() - before.length) > 0:
+            layer.crop(-more)
