@@ -49,9 +49,23 @@ def mixtral() -> LoadedModel:
     return tiny_loaded("mixtral")
 
 
+TURNS = {"doge", "longcat_flash", "qwen4_exp", "qwen4_exp_text"}
+"""Families whose rows are answered one by one, as far as the tiny models go."""
+BETWEEN_LAYERS = {"inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"}
+"""Also because models of these compute something between their layers."""
+
+
 @cache
 def _packs(family: str) -> bool:
-    return can_pack(tiny_loaded(family).model)
+    return family not in TURNS | BETWEEN_LAYERS
+
+
+@pytest.mark.parametrize("family", EVERY_FAMILY)
+def test_rows_share_sweeps_in_all_families_but_a_few(family: str) -> None:
+    executor = BatchExecutor(tiny_loaded(family), POLICY)
+    assert bool(executor.note) == (not _packs(family))
+    assert (family in BETWEEN_LAYERS) == ("between its layers" in executor.note)
+    executor.close()
 
 
 def _rows(lengths: list[int], sampling: SamplingParams) -> list[BatchRequest]:
@@ -343,7 +357,7 @@ def test_a_batch_is_recorded_as_steps_of_one_request(mixtral: LoadedModel) -> No
 
 
 def test_other_families_are_answered_one_by_one_with_a_word_about_it() -> None:
-    loaded = tiny_loaded("qwen3_next")
+    loaded = tiny_loaded("doge")
     rows = _rows([5, 12], SamplingParams(max_tokens=4))
     executor = BatchExecutor(loaded)
     assert "one by one" in executor.note

@@ -92,7 +92,9 @@ def _astray(
         ("olmoe", {**_WIDE, "intermediate_size": 264}),
         ("qwen2_moe", _WIDE),
         ("gpt_oss", {**_WIDE, "intermediate_size": 264}),
+        ("deepseek_v2", {}),
         ("deepseek_v3", {"n_group": 2}),
+        ("glm4_moe_lite", {}),
         ("glm4_moe", _WIDE),
     ],
 )
@@ -114,11 +116,11 @@ def test_logits_are_those_of_the_library(
         library.close()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
 def test_a_few_rows_go_through_all_layers_in_one_native_call(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = _load(tiny_checkpoint(family, tmp_path, **_WIDE))
+    loaded = _load(tiny_checkpoint(family, tmp_path, **(_WIDE if "deepseek" not in family else {})))
     calls, own = list[int](), NativeRows.few
 
     def counted(self: NativeRows, ids: list[int], *rest: Any) -> torch.Tensor:

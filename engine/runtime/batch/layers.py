@@ -116,7 +116,7 @@ class DecoderLayers:
     def without_experts(self) -> AbstractContextManager[None]:
         """Inside, layers of the common kind compute little more than attention, for who wants to see that."""
         mlps = [layer.mlp for layer in self._layers if knows_layer(layer)]
-        return _replaced((getattr(mlp, "experts", mlp), _nothing) for mlp in mlps)
+        return replaced((getattr(mlp, "experts", mlp), _nothing) for mlp in mlps)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[1, R, H] after the last layer -> [R, V]."""

@@ -33,6 +33,8 @@ from engine.runtime.schedule.row import PagedRow
 from engine.telemetry.recorder import RECORDER
 
 _log = logging.getLogger(__name__)
+_LEFT = 8
+"""Of the memory for keys and values an eighth holds what rows left, where that is not in pages."""
 
 _PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat"
 
@@ -95,7 +97,7 @@ class PackedModel:
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
         if not packs_mixers(loaded.model):
-            self.mixers = beside.mixers if beside is not None else RowMixers(loaded)
+            self.mixers = beside.mixers if beside is not None else RowMixers(loaded, policy.kv_bytes // _LEFT)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
         own = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
@@ -123,7 +125,7 @@ class PackedModel:
         """Of all layers."""
         self.pages_beside = self.mixers.pages_beside if self.mixers is not None else None
         """See `PagePool`."""
-        self.pages = max(1, policy.kv_bytes // self.page_bytes)
+        self.pages = max(1, (policy.kv_bytes - (policy.kv_bytes // _LEFT if self.mixers else 0)) // self.page_bytes)
         """Pages that fit into the budget."""
 
     def _opened_pipeline(self) -> DevicePipeline | None:

@@ -20,15 +20,18 @@ from transformers.cache_utils import Cache
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
+from engine.runtime.batch.row_prefixes import LeftCaches
 from engine.runtime.decode.kv_session import KvRoom
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
 from engine.runtime.kv.layers import new_cache
-from engine.runtime.kv.memory import KvCost, measure_kv
+from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow, RowOwn
 
+_LEAST_ALIKE = 0.9
+_BETWEEN = "this model computes something between its layers"
 _MOST_PAGES_BESIDE = 64
 """A page is at least so much of what a row holds however long it is."""
 
@@ -82,11 +85,15 @@ class RowsRecording(Recording):
 class RowMixers(DecoderLayers):
     """The layers of a model, their mixers called row by row.
 
+    Args:
+        left_bytes: of the caches that rows leave for others whose prompts begin as theirs.
+
     Raises:
-        LookupError: the model does not hand its layers a cache, or an answer would depend on how a prompt is read.
+        LookupError: the model does not hand its layers a cache, computes something between them, or its answer would
+            depend on how a prompt is read.
     """
 
-    def __init__(self, loaded: LoadedModel) -> None:
+    def __init__(self, loaded: LoadedModel, left_bytes: int) -> None:
         super().__init__(loaded.model)
         if exact_tokens(loaded.model) < loaded.context_tokens:
             raise LookupError("this model has to read long prompts at once")
@@ -96,12 +103,9 @@ class RowMixers(DecoderLayers):
         self._step = StepModel(loaded.model, loaded.context_tokens)
         with torch.inference_mode():
             self._mixers = self._probe()
+            self._compare()
             self._cost = measure_kv(loaded.model, loaded.device)
-
-    @property
-    def cost(self) -> KvCost:
-        """What a row takes of memory."""
-        return self._cost
+        self._left = LeftCaches(left_bytes)
 
     @property
     def page_bytes(self) -> int:
@@ -125,6 +129,40 @@ class RowMixers(DecoderLayers):
         assert row.own.tokens == row.held
         return row.own
 
+    def waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
+        """Those of some rows that wait for what others of them are reading, before they read themselves.
+
+        A row that begins goes on from what is left of its prompt.
+        """
+        readers, waiting = list[PagedRow](), set[PagedRow]()
+        for row in rows:
+            if not row.is_reading:
+                continue
+            if row.own is None and not row.held:
+                if self._left.waits(row, readers):
+                    waiting.add(row)
+                    continue
+                self._begin(row)
+            readers.append(row)
+        return waiting
+
+    def _begin(self, row: PagedRow) -> None:
+        found = self._left.find(row.prompt)
+        row.own = own = self._empty() if found is None else RowCache(found[0], self._room())
+        if found is not None:
+            own.make_room(found[1])
+            own.tokens = found[1]
+            row.starts_behind(found[1])
+
+    def up_to(self, row: PagedRow, tokens: int) -> int:
+        """How many of its next tokens a row reads at once."""
+        return self._left.up_to(row, tokens)
+
+    def ends(self, row: PagedRow) -> None:
+        """A row has its answer: others may go on from what it has read."""
+        if row.own is not None and self._loaded.devices is None:
+            self._left.take(row.read, row.own.cache)
+
     @contextmanager
     def advancing(self, rows: Sequence[PagedRow], tokens: Sequence[int]) -> Iterator[None]:
         """Within it the caches of these rows take in so many tokens each: all of them, or none if it is given up."""
@@ -139,15 +177,19 @@ class RowMixers(DecoderLayers):
             for own, snapshot in zip(caches, before, strict=True):
                 _restore(own.cache, snapshot)
             raise
-        for own, count in zip(caches, tokens, strict=True):
+        for row, own, count in zip(rows, caches, tokens, strict=True):
             own.tokens += count
+            if self._loaded.devices is None:
+                self._left.passed(row, own.cache, own.tokens)
 
     def record_rows(self, ids: list[list[int]], rows: Sequence[PagedRow]) -> RowsRecording:
         """The arguments of all layers for the next tokens of each row, behind those that its cache holds."""
-        device, places = self._loaded.device, list[tuple[int, int]]()
-        own, caches = [], [self._cache_of(row).cache for row in rows]
-        for of_row, row, cache in zip(ids, rows, caches, strict=True):
-            positions = torch.arange(row.held, row.held + len(of_row), device=device)[None]
+        return self._record_rows(ids, [row.held for row in rows], [self._cache_of(row).cache for row in rows])
+
+    def _record_rows(self, ids: list[list[int]], held: list[int], caches: list[Cache]) -> RowsRecording:
+        device, places, own = self._loaded.device, list[tuple[int, int]](), []
+        for of_row, begun, cache in zip(ids, held, caches, strict=True):
+            positions = torch.arange(begun, begun + len(of_row), device=device)[None]
             own.append(self.record(torch.tensor([of_row], device=device), positions, cache))
             begin = places[-1][1] if places else 0
             places.append((begin, begin + len(of_row)))
@@ -197,7 +239,10 @@ class RowMixers(DecoderLayers):
         cache = new_cache(loaded.model, loaded.context_tokens, loaded.kv_type)
         if cache is None:
             raise LookupError("this model makes its cache itself")
-        return RowCache(cache, KvRoom(loaded.devices, loaded.context_tokens))
+        return RowCache(cache, self._room())
+
+    def _room(self) -> KvRoom:
+        return KvRoom(self._loaded.devices, self._loaded.context_tokens)
 
     def _probe(self) -> list[list[Any]]:
         """The mixers of each layer: the outermost modules in it that are called with the cache."""
@@ -225,6 +270,24 @@ class RowMixers(DecoderLayers):
         if not any(found):
             raise LookupError("its layers keep what they read in places of their own")
         return [_outermost(of_layer) for of_layer in found]
+
+    def _compare(self) -> None:
+        """Some tokens of two rows, against the model itself."""
+        rows = [[3], [5, 4]]
+        caches = [self._empty().cache for _ in rows]
+        try:
+            recording = self._record_rows(rows, [0, 0], caches)
+            hidden = recording.hidden
+            for index in range(len(self)):
+                hidden = self.run(index, hidden, recording)
+            found = self.logits(hidden[:, [0, 2]]).float()
+        except (TypeError, ValueError, AttributeError, IndexError) as error:  # of a layer called as none ever is
+            raise LookupError(f"{_BETWEEN} ({type(error).__name__})") from error
+        for logits, ids in zip(found, rows, strict=True):
+            own, _ = self._step(torch.tensor([ids], device=self._loaded.device), self._empty().cache, 0)
+            # A router's near tie moves them a little; another model's would have nothing to do with these.
+            if torch.corrcoef(torch.stack([logits, own[0].float()]))[0, 1] < _LEAST_ALIKE:
+                raise LookupError(_BETWEEN)
 
 
 def _outermost(modules: list[Any]) -> list[Any]:

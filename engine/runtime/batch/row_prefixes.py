@@ -11,6 +11,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from engine.runtime.kv.memory import cache_bytes
 from engine.runtime.kv.reuse import KEEPS_EVERY_TOKEN
@@ -41,14 +42,13 @@ class LeftCaches:
         self._nbytes = 0
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         """Prompts that were begun lately."""
-        self._stops: dict[int, int] = {}
-        """Where rows leave copies on their way, by identity."""
+        self._stops: WeakKeyDictionary[Reader, int] = WeakKeyDictionary()
+        """Where rows leave copies on their way."""
 
     def forget(self) -> None:
         """Drops all of them."""
         self._caches.clear()
         self._recent.clear()
-        self._stops.clear()
         self._nbytes = 0
 
     def find(self, prompt: Sequence[int]) -> tuple[Any, int] | None:
@@ -70,18 +70,17 @@ class LeftCaches:
         return found, tokens
 
     def waits(self, row: Reader, others: Sequence[Reader]) -> bool:
-        """Whether a row that has not begun is to wait until one of others has read what both begin with."""
+        """Whether a row that has not begun is to wait until one of others, which are reading, has read what both begin
+        with."""
         mine = _bytes(row.prompt[:-1])
         for other in others:
-            if other is row or not other.held < len(other.prompt):
-                continue
             common = min(_common(_bytes(other.prompt), mine), len(other.prompt) - 1)
-            if common >= _FEWEST and other.held < common and (other.held or _comes_before(other, row, others)):
-                self._stops[id(other)] = min(common, self._stops.get(id(other), common))
+            if common >= _FEWEST and other.held < common:
+                self._stops[other] = min(common, self._stops.get(other, common))
                 return True
         shared = max((_common(each, mine) for each in self._recent), default=0)
         if shared >= _FEWEST:
-            self._stops[id(row)] = shared  # those who come later will begin like these two
+            self._stops[row] = shared  # those who come later will begin like these two
         self._recent[_bytes(row.prompt)] = None
         while len(self._recent) > _MOST:
             self._recent.popitem(last=False)
@@ -89,13 +88,13 @@ class LeftCaches:
 
     def up_to(self, row: Reader, tokens: int) -> int:
         """How many of the next tokens it reads before it leaves a copy."""
-        stop = self._stops.get(id(row), 0)
+        stop = self._stops.get(row, 0)
         return min(tokens, stop - row.held) if stop > row.held else tokens
 
     def passed(self, row: Reader, cache: Any, tokens: int) -> None:
         """A row's cache holds so many tokens now."""
-        if self._stops.get(id(row)) == tokens:
-            del self._stops[id(row)]
+        if self._stops.get(row) == tokens:
+            del self._stops[row]
             self.take(row.prompt[:tokens], copy.deepcopy(cache))
 
     def take(self, ids: Sequence[int], cache: Any) -> None:
@@ -108,10 +107,6 @@ class LeftCaches:
             self._drop(next(iter(self._caches)))
         self._caches[key] = cache, nbytes
         self._nbytes += nbytes
-
-    def left(self, row: Reader) -> None:
-        """A row is gone."""
-        self._stops.pop(id(row), None)
 
     def _drop(self, key: bytes) -> None:
         self._nbytes -= self._caches.pop(key, (None, 0))[1]
@@ -138,7 +133,3 @@ def _common(one: bytes, other: bytes) -> int:
 
 def _can_crop(cache: Any) -> bool:
     return all(type(layer) in KEEPS_EVERY_TOKEN for layer in cache.layers)
-
-
-def _comes_before(one: Reader, other: Reader, rows: Sequence[Reader]) -> bool:
-    return next(row for row in rows if row is one or row is other) is one

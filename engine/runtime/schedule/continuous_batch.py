@@ -504,16 +504,19 @@ class ContinuousBatch(Lane):
 
     def _packed(self, rows: Sequence[PagedRow]) -> list[Work]:
         work, left = list[Work](), self._sweep_tokens
-        being_read: set[bytes] = set()
+        being_read, mixers = set[bytes](), self._model.mixers
+        waiting = mixers.waiting(rows) if mixers is not None else set[PagedRow]()
         for row in rows:
             if not row.is_reading:
                 work.append(Work(row, 1))
                 continue
-            if not self._finds_more(row) or left <= 0 or row.following in being_read:
-                continue  # another row is computing the page that this one will share
+            if not self._finds_more(row) or left <= 0 or row.following in being_read or row in waiting:
+                continue  # another row is computing what this one will share
             if row.following is not None:
                 being_read.add(row.following)
             tokens = min(left, len(row.prompt) - row.held)
+            if mixers is not None:
+                tokens = mixers.up_to(row, tokens)
             work.append(Work(row, tokens))
             left -= tokens
         return work
@@ -614,6 +617,8 @@ class ContinuousBatch(Lane):
         if row in self._source_of:
             if row.error is None and self._keeps:
                 self._leaves(row)
+            if row.error is None and self._model.mixers is not None:
+                self._model.mixers.ends(row)
             answer = row.answer("failed" if row.error is not None else row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:

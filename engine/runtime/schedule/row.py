@@ -178,6 +178,12 @@ class PagedRow:
         self.held += tokens
         self.shared += max(0, min(self.held, self._prompt_tokens) - before)
 
+    def starts_behind(self, tokens: int) -> None:
+        """Holds the first tokens of its prompt, which others have read."""
+        self.piece(tokens)
+        self.shared += max(0, min(tokens, self._prompt_tokens) - self._once_read)
+        self.has_read(tokens)
+
     def bring_kept(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
         """Takes over what is kept of its prompt, if that is more than it holds; it is looked for once."""
         if self._was_looked_for or self.held % PAGE_TOKENS:
