@@ -198,7 +198,8 @@ class Family:
             one and sliding windows. Where layers keep extra state (Mamba, delta rules, convolutions), select tokens by
             an index or attend in chunks, each row's mixers are called by themselves, and all else of a layer is
             computed for all rows at once. A test compares each family with the library.
-        takes_turns: whether not even that is so: what encodes and decodes, and experts that see a whole forward.
+        takes_turns: whether not even that is so: what encodes and decodes, experts that see a whole forward, two
+            attentions in a layer, and what is computed between layers.
         rotates_again: whether the library recomputes the whole context when an answer crosses LongRoPE's boundary.
         exact_tokens: configuration -> the longest context within which an answer does not depend on which of its tokens
             are computed together, for a reason specific to this family; `None` if there is no limit.

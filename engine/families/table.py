@@ -183,6 +183,9 @@ TABLE: dict[str, Family] = {
         ),
     ),
     "hy_v4": Family(gate=_TWO_HALVES_CLAMPED),
+    # Between its layers the model hands on more than hidden states.
+    "inkling2": Family(types=("inkling2", "inkling2_text"), takes_turns=True),
+    "inkling2_loop": Family(types=("inkling2_loop", "inkling2_loop_text"), takes_turns=True),
     "jamba": Family(adapter="jamba"),
     "jetmoe": Family(adapter="jetmoe", packs_rows=True),
     # K2 Horizon: dense, with experts, or with experts of attention's values, too.
@@ -199,7 +202,7 @@ TABLE: dict[str, Family] = {
     "llama": Family(replies=LLAMA, packs_rows=True, fast_path=fast_path("Llama"), mlx_experts={}),
     # Llama 4, with or without what reads pictures.
     "llama4": Family(types=("llama4", "llama4_text"), replies=LLAMA, adapter="llama4"),
-    "longcat_flash": Family(adapter="longcat_flash", kv=KvNumbers(attentions=2)),
+    "longcat_flash": Family(adapter="longcat_flash", kv=KvNumbers(attentions=2), takes_turns=True),
     "mellum": Family(
         packs_rows=True,
         fast_path=fast_path(

@@ -224,7 +224,8 @@ class NativeRows:
                 listener(layer, (hidden,))
             positions = recording.calls[index][1]["position_embeddings"]
             begun_ns = clock.now_ns()
-            if latent is not None:
+            if struct is None:
+                assert latent is not None
                 out = latent.attend(hidden, pieces, positions)
             else:
                 paged = self._states.layer_of(layer.self_attn)[1]

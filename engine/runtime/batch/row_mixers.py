@@ -310,7 +310,7 @@ def _few(
         return None
     for hook in layer._forward_pre_hooks.values():  # nothing calls the module itself
         hook(layer, (hidden,))
-    parts = []
+    parts = list[torch.Tensor]()
     for place, ((begin, end), cache) in enumerate(zip(spans, caches, strict=True)):
         its = _own(positions, place, begin, end, total)
         part = fast.attention.step(hidden[:, begin:end].contiguous(), cache, its)

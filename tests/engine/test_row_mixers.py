@@ -1,0 +1,203 @@
+"""Families whose mixers go row by row: chats and rows of a file in the same sweeps say what each says alone."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.common.config import SamplingParams
+from engine.jobs.rows import BatchOutcome, never
+from engine.runtime.batch.packed_sweep import PackedModel
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.row_prefixes import LeftCaches
+from engine.runtime.kv.layers import new_cache
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation
+from engine.runtime.schedule.scheduler import Scheduler
+from engine.runtime.schedule.together import ContinuousBatch
+from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+
+FAMILIES = [
+    "qwen3_next",  # gated delta nets
+    "lfm2_moe",  # short convolutions
+    "nemotron_h",  # Mamba 2
+    "jamba",  # Mamba
+    "minimax",  # linear attention
+    "kimi_linear",  # a delta rule with a decay for each channel, and latents
+    "deepseek_v32",  # tokens chosen by an index
+    "glm_moe_dsa",  # what one layer has chosen, the next one attends to
+    "deepseek_v4",  # what lies behind is compressed
+    "llama4_text",  # chunks
+    "gemma4_text",  # keys and values of other layers
+]
+POLICY = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
+
+
+@cache
+def _loaded(family: str) -> LoadedModel:
+    return tiny_loaded(family)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest) -> LoadedModel:
+    return _loaded(request.param)
+
+
+def _asked(chance: random.Random, number: int, beginnings: list[list[int]]) -> BatchRequest:
+    """A request with a sampler of its own, and perhaps the beginning of another's prompt."""
+    begins = chance.choice([[], *beginnings])
+    ids = (*begins, *random_prompt(chance.randint(1, 30), seed=chance.randrange(10_000)))
+    kinds = [
+        SamplingParams(),
+        SamplingParams(0.8, top_k=20, seed=number),
+        SamplingParams(repetition_penalty=1.3),
+        SamplingParams(presence_penalty=0.5, frequency_penalty=0.5),
+    ]
+    sampling = replace(chance.choice(kinds), max_tokens=chance.randint(1, 7))
+    return BatchRequest(number, ids=ids, sampling=sampling, end_ids=NO_END)
+
+
+def _alone(loaded: LoadedModel, asked: BatchRequest) -> tuple[int, ...]:
+    return Alone(loaded).generate_from_ids(asked.ids, asked.sampling, end_ids=NO_END).token_ids
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: LoadedModel, seed: int) -> None:
+    chance = random.Random(seed)
+    beginnings = [random_prompt(n, seed=n) for n in (33, 47)]
+    rows = [_asked(chance, number, beginnings) for number in range(9)]
+    policy = BatchPolicy(rows=4, kv_bytes=2**22, sweep_tokens=40, micro_batch_tokens=25, ahead=2)
+    model = PackedModel(loaded, policy)
+    assert model.pages_beside is not None
+    # Room for two of the longest.
+    batch = ContinuousBatch(model, policy, most_pages=2 * (4 + model.pages_beside))
+    answers = dict[int, BatchAnswer]()
+    prepared, chat = Preparation(loaded).rows(iter(rows), pytest.fail, never), Alone(loaded)
+
+    def take(answer: BatchAnswer) -> None:
+        answers[answer.row] = answer
+
+    with torch.inference_mode():
+        while (outcome := batch.run(prepared, take, lambda: chance.random() < 0.2, never)) is BatchOutcome.YIELDED:
+            chat.generate_from_ids(random_prompt(4), SamplingParams(max_tokens=1))
+    assert outcome is BatchOutcome.FINISHED
+    assert batch.pool.held == 0
+    assert batch.pool.reserve(batch.pool.capacity)  # nothing is lost
+    batch.free()
+    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
+
+
+def test_chats_and_the_rows_of_a_file_are_as_alone(loaded: LoadedModel) -> None:
+    chance = random.Random(3)
+    beginnings = [random_prompt(40, seed=5)]
+    chats = [_asked(chance, number, beginnings) for number in range(4)]
+    rows = [_asked(chance, number, beginnings) for number in range(4)]
+    scheduler, executor = Scheduler(loaded), BatchExecutor(loaded, POLICY)
+    said, answers = dict[int, object](), dict[int, BatchAnswer]()
+    coming = list(chats)
+
+    def arrive() -> bool:
+        if coming and chance.random() < 0.3:
+            asked = coming.pop()
+            scheduler.submit(asked, lambda outcome, row=asked.row: said.__setitem__(row, outcome))  # type: ignore[misc]
+        return scheduler.is_due()
+
+    source = iter(rows)
+    while executor.run(source, lambda answer: answers.__setitem__(answer.row, answer), arrive) is BatchOutcome.YIELDED:
+        scheduler.share(lambda: False)
+    while coming or scheduler.is_busy:
+        arrive()
+        scheduler.serve()
+    executor.close()
+    scheduler.close()
+    for asked in chats:
+        outcome = said[asked.row]
+        assert outcome.token_ids == _alone(loaded, asked)  # type: ignore[attr-defined]
+    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
+
+
+def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
+    common = random_prompt(80)
+    rows = [
+        BatchRequest(
+            n, ids=(*common, *random_prompt(1 + n, seed=n)), sampling=SamplingParams(max_tokens=3), end_ids=NO_END
+        )
+        for n in range(6)
+    ]
+    executor, answers = BatchExecutor(loaded, POLICY), dict[int, BatchAnswer]()
+    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
+    executor.close()
+    assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
+    shared = sorted(answer.shared_tokens for answer in answers.values())
+    assert shared[0] == 0
+    assert all(80 <= tokens <= 86 for tokens in shared[1:])
+
+
+def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) -> None:
+    executor, answers = BatchExecutor(loaded, POLICY), list[BatchAnswer]()
+    first = BatchRequest(0, ids=tuple(random_prompt(50)), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
+    executor.run(iter([first]), answers.append)
+    turn = (*first.ids, *answers[0].token_ids, *random_prompt(7, seed=3))
+    second = BatchRequest(1, ids=turn, sampling=SamplingParams(max_tokens=4), end_ids=NO_END)
+    executor.run(iter([second]), answers.append)
+    executor.close()
+    assert answers[1].shared_tokens == 57  # the last token of an answer is never read
+    assert answers[1].token_ids == _alone(loaded, second)
+
+
+class _Row:
+    def __init__(self, prompt: list[int]) -> None:
+        self.prompt, self.held = prompt, 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.integers(1, 40)), min_size=1, max_size=12),
+    st.integers(1, 40),
+)
+def test_nobody_waits_for_ever_and_what_is_found_is_what_was_read(
+    shapes: list[tuple[int, int, int]], most: int
+) -> None:
+    model = _loaded("qwen3_next").model
+    left = LeftCaches(2**20)
+    rows = [
+        _Row([*random_prompt(60, seed=kind)[:common], *random_prompt(own, seed=n + 10)])
+        for n, (kind, common, own) in enumerate(shapes)
+    ]
+    begun, sweeps = set[int](), 0
+    while any(row.held < len(row.prompt) for row in rows):
+        readers, budget = list[_Row](), most
+        for number, row in enumerate(rows):
+            if row.held >= len(row.prompt):
+                continue
+            if number not in begun:
+                if left.waits(row, readers):
+                    continue
+                begun.add(number)
+                found = left.find(row.prompt)
+                if found is not None:
+                    assert 32 <= found[1] < len(row.prompt)
+                    assert found[0].tokens == row.prompt[: found[1]]
+                    row.held = found[1]
+            readers.append(row)
+        advanced = 0
+        for row in readers:
+            tokens = left.up_to(row, min(budget, len(row.prompt) - row.held))
+            budget -= tokens
+            row.held += tokens
+            advanced += tokens
+            cache = new_cache(model)
+            assert cache is not None
+            cache.tokens = row.prompt[: row.held]
+            left.passed(row, cache, row.held)
+        assert advanced
+        sweeps += 1
+        assert sweeps < 2_000
