@@ -206,11 +206,11 @@ class PackedModel:
         if work[0].is_exact:
             yield
             return self._exactly(work)
-        if (native := self._takes_few(work)) is not None:
+        if (few := self._few(work)) is not None:
             yield
-            logits = self._in_one_go(native, work)
-            self._record(work, since_ns)
-            return logits
+            if (logits := few()) is not None:
+                self._record(work, since_ns)
+                return logits
         schedule = self._schedule(tokens, len(work), reads)
         parts = self._parts(work, schedule)
         with self._advancing(work):
@@ -249,11 +249,14 @@ class PackedModel:
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)
         return logits
 
-    def _takes_few(self, work: list[Work]) -> NativeRows | None:
-        """What computes these rows in one go, if anything does."""
-        native = self._native
-        are_single = all(each.tokens == 1 and each.wants_logits for each in work)
-        return native if native is not None and are_single and native.takes_few(len(work)) else None
+    def _few(self, work: list[Work]) -> Callable[[], torch.Tensor | None] | None:
+        """What computes a token of each of these rows in one go, if anything does."""
+        native, mixers = self._native, self.mixers
+        if not all(each.tokens == 1 and each.wants_logits for each in work):
+            return None
+        if mixers is not None:
+            return partial(mixers.few, [each.row for each in work])
+        return partial(self._in_one_go, native, work) if native is not None and native.takes_few(len(work)) else None
 
     @torch.inference_mode()
     def _in_one_go(self, native: NativeRows, work: list[Work]) -> torch.Tensor:

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache
 
-from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.layers import DecoderLayers, Further, Recording, replaced
 from engine.runtime.batch.row_prefixes import LeftCaches
@@ -122,10 +121,35 @@ class RowMixers(DecoderLayers):
         """The modules that belong to mixers, each of which computes as in a chat."""
         return {module for of_layer in self._mixers for mixer in of_layer for module in mixer.modules()}
 
+    @torch.inference_mode()
+    def few(self, rows: Sequence[PagedRow]) -> torch.Tensor | None:
+        """Logits [R, V] after the next token of each row, in one go; `None` if that is not possible."""
+        owns = [self._cache_of(row) for row in rows]
+        for row, own in zip(rows, owns, strict=True):
+            own.make_room(1)
+            row.piece(1)
+        ids = [row.next_ids(1)[0] for row in rows]
+        try:
+            logits = self._step.apart(ids, [row.held for row in rows], [own.cache for own in owns])
+        except BaseException:
+            for row, own in zip(rows, owns, strict=True):  # they may hold anything: what was read is read again
+                own.close()
+                row.own = None
+            raise
+        if logits is not None:
+            for own in owns:
+                own.tokens += 1
+        return logits
+
     def _cache_of(self, row: PagedRow) -> RowOwn:
         """That of a row, which holds all tokens that the row has read."""
         if row.own is None:
-            row.own = self._empty()
+            row.own = own = self._empty()
+            for begin in range(0, row.held, self._loaded.chunk_tokens):
+                ids = row.read[begin : begin + self._loaded.chunk_tokens]
+                own.make_room(len(ids))
+                self._step(torch.tensor([ids], device=self._loaded.device), own.cache, begin)
+                own.tokens += len(ids)
         assert row.own.tokens == row.held
         return row.own
 
@@ -213,9 +237,6 @@ class RowMixers(DecoderLayers):
         ]
         if isinstance(fast, SingleTokenLayer):
             hidden = hidden.float() if hidden.dtype == torch.bfloat16 else hidden
-            out = _few(layer, fast, hidden, kwargs.get("position_embeddings"), recording)
-            if out is not None:
-                return out
             forwards.append((layer, fast.in_library))
         with replaced(forwards):
             out = layer(hidden, *args, **kwargs)
@@ -293,32 +314,6 @@ class RowMixers(DecoderLayers):
 def _outermost(modules: list[Any]) -> list[Any]:
     inner = {id(child) for module in modules for child in module.modules() if child is not module}
     return [module for module in modules if id(module) not in inner]
-
-
-def _few(
-    layer: Any, fast: SingleTokenLayer, hidden: torch.Tensor, positions: Any, recording: RowsRecording
-) -> torch.Tensor | None:
-    """A few tokens through a layer that the kernels know, each as if alone, bit by bit.
-
-    Returns:
-        `None`, and nothing was done, if these are not for them.
-    """
-    total, spans, caches = hidden.shape[1], recording.spans, recording.caches
-    if total > MAX_TOKENS or not fast.is_native or fast.sparse is None or not fast.sparse.can_step:
-        return None
-    if not all(fast.attention.can_claim(end - begin, cache) for (begin, end), cache in zip(spans, caches, strict=True)):
-        return None
-    for hook in layer._forward_pre_hooks.values():  # nothing calls the module itself
-        hook(layer, (hidden,))
-    parts = list[torch.Tensor]()
-    for place, ((begin, end), cache) in enumerate(zip(spans, caches, strict=True)):
-        its = _own(positions, place, begin, end, total)
-        part = fast.attention.step(hidden[:, begin:end].contiguous(), cache, its)
-        if part is None:
-            assert not parts  # angles are of one kind
-            return None
-        parts.append(part)
-    return fast.sparse.step(torch.cat(parts, dim=1))
 
 
 def _row_by_row(own: Callable[..., Any], spans: list[tuple[int, int]], *args: Any, **kwargs: Any) -> Any:
