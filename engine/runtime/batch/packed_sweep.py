@@ -308,7 +308,9 @@ class PackedModel:
         return pipeline.timer
 
     def close(self) -> None:
-        """Releases the device memory that sweeps use.  Safe to call twice."""
+        """Releases the device memory that sweeps use, and what rows left.  Safe to call twice."""
+        if self.mixers is not None:
+            self.mixers.forget()
         if self._pipeline is not None:
             self._pipeline.close()
             self._pipeline = None

@@ -178,6 +178,10 @@ class RowMixers(DecoderLayers):
             own.tokens = found[1]
             row.starts_behind(found[1])
 
+    def forget(self) -> None:
+        """Drops what rows left for others."""
+        self._left.forget()
+
     def up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of its next tokens a row reads at once."""
         return self._left.up_to(row, tokens)

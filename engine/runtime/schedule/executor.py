@@ -92,6 +92,8 @@ class BatchExecutor:
         """Stops sharing earlier prompt prefixes with later rows: for measurements."""
         if isinstance(self._batch, ContinuousBatch):
             self._batch.pool.forget_prefixes()
+            if self._batch.model.mixers is not None:
+                self._batch.model.mixers.forget()
 
     def close(self) -> None:
         """Frees keys and values.  Safe to call twice."""
