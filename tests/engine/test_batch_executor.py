@@ -388,7 +388,7 @@ class _Spelling:
 
 
 def test_one_by_one_answers_keep_to_their_constraints_even_if_they_had_to_give_way() -> None:
-    loaded = tiny_loaded("qwen3_next")
+    loaded = tiny_loaded("doge")
     rows = [replace(row, constraint=_Spelling(10 + row.row)) for row in _rows([5, 12], SamplingParams(max_tokens=9))]
     answers: dict[int, BatchAnswer] = {}
     executor, source, looks = BatchExecutor(loaded), iter(rows), iter(range(3))
