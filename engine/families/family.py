@@ -57,7 +57,7 @@ class Router:
         normalise: whether the selected experts' weights are normalised to sum to 1, or the attribute that says so.
         least: least sum that they are divided by.
         bf16_shares: whether routing weights are rounded to bf16.
-        scale: attribute with the factor of the routing weights.
+        scale: attribute with the factor of the routing weights; of the router, or else of the block.
     """
 
     scoring: Literal["softmax", "sigmoid"] = "softmax"
@@ -98,7 +98,7 @@ class FastPath:
         block: the sparse block in place of the MLP; empty for dense families.
         router: of the sparse block.
         angles: how the model passes rotary angles to its layers: cosines and sines, each repeated for both halves of a
-            head ("twice") or not ("once"), or complex numbers that rotate adjacent pairs.
+            head ("twice") or not ("once"), or complex numbers that rotate adjacent pairs; "none": it passes none.
         angles_by_type: whether layers of different `layer_types` rotate by different angles.
         rotates_neighbours: whether dimensions 2i and 2i + 1 are rotated together, and stay where they are.
         rotates: attention module -> whether it rotates at all; `None` if all do.
@@ -110,6 +110,9 @@ class FastPath:
         norms_all_heads: whether queries' and keys' norms are over all heads together (OLMoE, Muennighoff et al. 2024,
             section 2).
         gates_heads: whether queries' projection also gives the gates of what each head gives.
+        indexes: how an index that chooses the tokens of attention rotates, if some layers have one; that of grouped
+            attention chooses blocks of them.
+        passes_choice: whether layers also give what their index has chosen, which the next one is given.
         unless: of the configuration: if one of these is set, the model does something else besides.
     """
 
@@ -120,7 +123,7 @@ class FastPath:
     block: str = ""
     router: Router = Router()
     is_latent: bool = False
-    angles: Literal["twice", "once", "complex"] = "twice"
+    angles: Literal["twice", "once", "complex", "none"] = "twice"
     angles_by_type: bool = False
     rotates_neighbours: bool = False
     rotates: Callable[[Any], bool] | None = None
@@ -131,6 +134,8 @@ class FastPath:
     head_norms_last: bool = False
     norms_all_heads: bool = False
     gates_heads: bool = False
+    indexes: Literal["", "halves", "neighbours"] = ""
+    passes_choice: bool = False
     unless: tuple[str, ...] = ("clip_qkv",)
 
 

@@ -73,7 +73,9 @@ TABLE: dict[str, Family] = {
         fast_path=fast_path("DeepseekV3", "MoE", GROUPED_SIGMOID, is_latent=True),
         draft_head=DraftHead(),
     ),
-    "deepseek_v32": Family(replies=DEEPSEEK),
+    "deepseek_v32": Family(
+        replies=DEEPSEEK, fast_path=fast_path("DeepseekV32", "MoE", GROUPED_SIGMOID, is_latent=True, indexes="halves")
+    ),
     "deepseek_v4": Family(replies=DEEPSEEK, gate=ClampedGate("halves", "limit"), kv=KvNumbers(keys_are_values=True)),
     "diffusion_gemma": Family(refused=FILLS_IN),
     # Its experts mix the routing of all tokens of a forward.
@@ -140,7 +142,13 @@ TABLE: dict[str, Family] = {
     "glm4v_moe": Family(types=("glm4v_moe_text",), replies=HERMES, packs_rows=True),
     "glm5_next": Family(replies=HERMES, gate=_TWO_HALVES_CLAMPED),
     "glm5_next_text": Family(own=True, replies=HERMES),
-    "glm_moe_dsa": Family(replies=HERMES),
+    # GLM-5: some layers attend to what the one before them has chosen.
+    "glm_moe_dsa": Family(
+        replies=HERMES,
+        fast_path=fast_path(
+            "GlmMoeDsa", "MoE", GROUPED_SIGMOID, is_latent=True, indexes="neighbours", passes_choice=True
+        ),
+    ),
     # gpt-oss: sinks (a logit per head of attending to nothing), norms that round once, and a gate of its own.
     # A softmax over the chosen logits is one over all of them, made to sum to 1.
     "gpt_oss": Family(
@@ -191,7 +199,18 @@ TABLE: dict[str, Family] = {
     # K2 Horizon: dense, with experts, or with experts of attention's values, too.
     "k2_horizon": Family(own=True, packs_rows=True),
     "kimi_k25": Family(replies=KIMI),
-    "kimi_linear": Family(replies=KIMI),
+    # Latent attention that rotates nothing, and Kimi Delta Attention.
+    "kimi_linear": Family(
+        replies=KIMI,
+        fast_path=fast_path(
+            "KimiLinear",
+            "MoE",
+            GROUPED_SIGMOID,
+            is_latent=True,
+            angles="none",
+            delta="KimiLinearDeltaAttention",
+        ),
+    ),
     "kolibri1": Family(packs_rows=True),
     "laguna": Family(packs_rows=True),
     "lfm2": Family(replies=LFM),
@@ -231,6 +250,18 @@ TABLE: dict[str, Family] = {
         types=("minimax_m3_vl", "minimax_m3_vl_text"),
         replies=MINIMAX_M3,
         gate=ClampedGate("halves", "swiglu_limit", "swiglu_alpha"),
+        fast_path=fast_path(
+            "MiniMaxM3VL",
+            "SparseMoeBlock",
+            Router(
+                scoring="sigmoid",
+                correction="e_score_correction_bias",
+                normalise=True,
+                scale="routed_scaling_factor",
+            ),
+            norm_offset=1.0,
+            indexes="halves",
+        ),
     ),
     "ministral": Family(replies=MISTRAL, packs_rows=True, fast_path=fast_path("Ministral"), mlx_experts={}),
     "ministral3": Family(replies=MISTRAL),

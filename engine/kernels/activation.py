@@ -67,6 +67,16 @@ def activation_of(module: Any) -> Activation | None:
     return None if own is None else _clamped(module, own)
 
 
+def activation_of_mlp(mlp: Any) -> Activation | None:
+    """The same of a dense MLP: gate and up rows are apart or, in a family with a gate of its own, in one matrix."""
+    if not hasattr(mlp, "gate_up_proj"):
+        kind = kind_of(getattr(mlp, "act_fn", None))
+        return None if kind is None else Activation(kind, Pairing.HALVES)
+    own = family_at(type(mlp).__module__).gate
+    activation = None if own is None else _clamped(mlp, own)
+    return activation if activation is not None and activation.pairing is Pairing.HALVES else None
+
+
 def _clamped(module: Any, gate: ClampedGate) -> Activation | None:
     """The activation of experts with this gate, or `None` if its parameters are unsupported."""
     functions = ("NoneType", "SiLU", "SiLUActivation")

@@ -23,7 +23,7 @@ from engine.common.installed import bundle
 from engine.kernels.native.build import library_path, outdated_libraries
 from engine.kernels.native.stamps import NativeStamps
 
-_ABI = 21
+_ABI = 22
 _SELF_TEST = "import ctypes, sys; sys.exit(ctypes.CDLL(sys.argv[1]).switchyard_self_test(int(sys.argv[2])))"
 
 
@@ -93,6 +93,7 @@ class NativeKernels:
         for step in (library.switchyard_attention_step, library.switchyard_latent_step):
             step.argtypes = [*[pointer] * 4, i32, *[pointer] * 3, i32, i64, pointer]
         library.switchyard_delta_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
+        library.switchyard_delta_rows.argtypes = [pointer, pointer, i64, *[pointer] * 4]
         library.switchyard_model_step.argtypes = [pointer, pointer, i32, i32, *[pointer] * 3]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]
@@ -113,6 +114,7 @@ class NativeKernels:
         self.attention_step = library.switchyard_attention_step
         self.latent_step = library.switchyard_latent_step
         self.delta_step = library.switchyard_delta_step
+        self.delta_rows = library.switchyard_delta_rows
         self.model_step = library.switchyard_model_step
         self.quantise = library.switchyard_quantise
         self.dequantise = library.switchyard_dequantise

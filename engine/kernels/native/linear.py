@@ -42,6 +42,9 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
     return count
 
 
+_TILE_BYTES = {1: 1024, 2: 512, 3: 512}
+"""Weights of 32 rows and columns, by the format as switchyard_kernels.h numbers it."""
+
 StoredFormats = Mapping[str, TiledFormat] | Mapping[str, BlockFormat]
 """Module name -> the format that keeps what a checkpoint has of its weight."""
 
@@ -142,6 +145,29 @@ def linear_struct(module: torch.nn.Linear) -> MatrixStruct | None:
     return plain_struct(weight) if plain else None
 
 
+def halves_of(struct: MatrixStruct) -> tuple[MatrixStruct, MatrixStruct] | None:
+    """The upper and the lower half of a matrix's rows, or `None` if kernels cannot read each as a matrix."""
+    rows, columns = struct.rows // 2, struct.columns
+    upper, lower = MatrixStruct.from_buffer_copy(struct), MatrixStruct.from_buffer_copy(struct)
+    upper.rows = lower.rows = rows
+    if struct.format == IN_BLOCKS:
+        if not struct.second:
+            return None
+        upper.second = lower.second = None
+        lower.weights, lower.type = struct.second, struct.second_type
+    elif struct.format == BF16.native:
+        lower.weights += 2 * rows * columns
+    else:
+        tiles = rows // 32 * -(-columns // 32)
+        if rows % 32 or struct.pairing:
+            return None
+        lower.weights += tiles * _TILE_BYTES[struct.format]
+        lower.scales += tiles * 64
+        if struct.zeros:
+            lower.zeros += tiles * 32
+    return upper, lower
+
+
 def is_readable(linear: torch.nn.Linear) -> bool:
     """Whether the kernels can read the weights and the bias of a linear layer in place."""
     return linear_struct(linear) is not None and (linear.bias is None or is_plain(linear.bias))
@@ -151,6 +177,12 @@ def read_alike(structs: Iterable[MatrixStruct | None]) -> bool:
     """Whether the kernels read a vector together for all these matrices: all are plain, tiled, or in blocks."""
     kinds = {BF16.native: 0, IN_BLOCKS: 1}
     return len({kinds.get(struct.format, 2) for struct in structs if struct is not None}) == 1
+
+
+def reads_together(structs: Iterable[MatrixStruct | None]) -> bool:
+    """The same of kernels that also read matrices in bf16 beside tiles, or beside blocks."""
+    formats = {struct.format for struct in structs if struct is not None} - {BF16.native}
+    return len({each == IN_BLOCKS for each in formats}) < 2
 
 
 def is_plain(weight: torch.Tensor | None) -> bool:

@@ -106,6 +106,7 @@ class SparseBlockStruct(ctypes.Structure):
         ("epsilon", ctypes.c_float),
         ("norm_offset", ctypes.c_float),
         ("shared_activation", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("shared_limit", "shared_alpha")),
     )
 
 
@@ -122,6 +123,17 @@ class AttentionStruct(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("norms_span_heads", "norms_come_last", "rotated", "rotation")),
         ("norm_offset", ctypes.c_float),
         ("is_gated", ctypes.c_int32),
+        ("index", ctypes.c_void_p),
+    )
+
+
+class BlockIndexStruct(ctypes.Structure):
+    """`SwitchyardBlockIndex`."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("q", "k")),
+        *((name, ctypes.c_void_p) for name in ("q_norm", "k_norm")),
+        *((name, ctypes.c_int32) for name in ("dim", "block_tokens", "most", "local")),
     )
 
 
@@ -133,6 +145,18 @@ class LatentAttentionStruct(ctypes.Structure):
         *((name, MatrixStruct) for name in ("q_a", "q", "kv_a", "kv_b", "k_b", "v_b", "o")),
         *((name, ctypes.c_float) for name in ("epsilon", "q_a_epsilon", "kv_epsilon", "scale")),
         *((name, ctypes.c_int32) for name in ("hidden", "heads", "nope", "rope", "rank", "value_dim", "rotation")),
+        ("index", ctypes.c_void_p),
+    )
+
+
+class IndexStruct(ctypes.Structure):
+    """`SwitchyardIndex`."""
+
+    _fields_ = (
+        *((name, MatrixStruct) for name in ("q", "k", "weights")),
+        *((name, ctypes.c_void_p) for name in ("k_norm", "k_bias", "chosen")),
+        *((name, ctypes.c_float) for name in ("epsilon", "scale")),
+        *((name, ctypes.c_int32) for name in ("heads", "dim", "most", "rotation")),
     )
 
 
@@ -141,9 +165,10 @@ class DeltaStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "taps", "rate", "rate_bias", "out_norm")),
-        *((name, MatrixStruct) for name in ("mixed", "z", "b", "a", "o")),
+        *((name, MatrixStruct) for name in ("mixed", "k", "v", "z", "b", "a", "o", "z_first", "a_first")),
         *((name, ctypes.c_float) for name in ("epsilon", "out_epsilon", "norm_offset")),
         *((name, ctypes.c_int32) for name in ("hidden", "key_heads", "value_heads", "key_dim", "value_dim", "kernel")),
+        *((name, ctypes.c_int32) for name in ("decays_keys", "gates_once")),
     )
 
 
@@ -154,6 +179,7 @@ class PagesStruct(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
         ("page_tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("type", "window", "kept")),
+        ("index_keys", ctypes.c_void_p),
     )
 
 

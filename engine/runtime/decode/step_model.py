@@ -209,7 +209,7 @@ class TokenStep:
         self._embed, self._norm, self._head = inner.embed_tokens, inner.norm, model.lm_head
         self._layers: list[SingleTokenLayer] = [layer.__dict__["forward"] for layer in inner.layers]
         self._hooks = [hooks for layer in inner.layers for hooks in (layer._forward_hooks, layer._forward_pre_hooks)]
-        self._angles = Rotations(inner.rotary_emb, {layer.attention.type for layer in self._layers})
+        self._angles = Rotations(getattr(inner, "rotary_emb", None), {layer.attention.type for layer in self._layers})
         self._whole = WholeModel.of(self._layers, self._norm, self._head)
 
     @classmethod

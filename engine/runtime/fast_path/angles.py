@@ -26,8 +26,13 @@ class Angles(NamedTuple):
         held: what they lie in.
     """
 
-    arguments: tuple[int, int, int, int]
+    arguments: tuple[int | None, int | None, int, int]
     held: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def none(cls) -> Angles:
+        """Of layers that rotate nothing."""
+        return cls((None, None, 0, 0), ())
 
     @classmethod
     def of(cls, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
@@ -56,7 +61,7 @@ class Rotations:
     """What a model's rotary embedding gives for positions, by the type of the layers that it is for.
 
     Args:
-        rotary: the model's.
+        rotary: the model's; `None` if it rotates nothing.
         types: of its layers, by `type_of`.
 
     Attributes:
@@ -65,12 +70,14 @@ class Rotations:
 
     def __init__(self, rotary: Any, types: set[str]) -> None:
         self._rotary, self._types = rotary, sorted(types)
-        kind = getattr(rotary, "rope_type", None)
+        kind = getattr(rotary, "rope_type", None) if rotary is not None else "default"
         self.is_fixed = set(kind.values() if isinstance(kind, dict) else [kind]) <= set(_FIXED)
         self._pages: dict[int, list[dict[str, Any]]] = {}
 
     def of(self, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
         """Of positions [B, q]: tensors, or cosines and sines, [B, q, angles]."""
+        if self._rotary is None:
+            return dict.fromkeys(self._types)
         return {name: self._rotary(like, position_ids, *([name] if name else ())) for name in self._types}
 
     def at(self, position: int, like: torch.Tensor, position_ids: torch.Tensor) -> dict[str, Any]:
@@ -102,12 +109,16 @@ class Rotations:
 
 
 def _row(found: Any, row: int) -> Any:
+    if found is None:
+        return None
     if isinstance(found, torch.Tensor):
         return found[:, row : row + 1]
     return tuple(part[:, row : row + 1] for part in found)
 
 
 def _joined(found: list[Any]) -> Any:
+    if found[0] is None:
+        return None
     if isinstance(found[0], torch.Tensor):
         return torch.cat(found, dim=1)
     return tuple(torch.cat(parts, dim=1) for parts in zip(*found, strict=True))

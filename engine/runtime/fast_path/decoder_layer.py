@@ -96,6 +96,9 @@ class SingleTokenLayer:
         self.sparse = sparse
         self.number = number
         self._routes_apart = False
+        path = fast_path_of(layer, "layer")
+        assert path is not None
+        self._passes_choice, self._is_given_angles = path.passes_choice, path.angles != "none"
         RECORDER.layers.name(attention.address, number, lanes.ATTENTION)
         if sparse is not None and sparse.tokens is None:
             RECORDER.layers.name(sparse.address, number, lanes.EXPERTS if sparse.has_experts else lanes.DENSE)
@@ -107,6 +110,8 @@ class SingleTokenLayer:
             self.sparse = None
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self._passes_choice:  # the next layer may be the library's: only whole steps are native
+            return self.in_library(hidden_states, *args, **kwargs)
         out = None
         cache: Any = kwargs.get("cache")
         positions: Any = kwargs.get("position_embeddings")
@@ -116,7 +121,7 @@ class SingleTokenLayer:
         if (
             (tokens == 1 or (tokens <= MAX_TOKENS and hidden_states.shape[0] == 1 and self.is_native))
             and cache is not None
-            and positions is not None
+            and (positions is not None or not self._is_given_angles)
             and _hides_the_future(kwargs.get("attention_mask"), tokens)
         ):
             out = self.step(hidden_states.contiguous(), cache, positions)

@@ -1,15 +1,19 @@
-"""A gated delta net (Yang et al. 2024, "Gated Delta Networks") of a few tokens in one native call."""
+"""A gated delta net (Yang et al. 2024, "Gated Delta Networks") of a few tokens in one native call.
+
+Of a prompt, projections are the library's linear layers, as those of attention are; all between them is another call.
+Kimi Delta Attention (Kimi Team 2025, "Kimi Linear", section 3) is one whose states decay key by key.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import is_plain, is_readable, linear_struct, out_of_memory, read_alike
+from engine.kernels.native.linear import is_plain, is_readable, linear_struct, out_of_memory, reads_together
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles
@@ -17,9 +21,62 @@ from engine.runtime.fast_path.native_attention import Claim
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
 from engine.runtime.kv.layers import StateLayer
 
-_APART = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
-_TOGETHER = (("in_proj_qkvz",), ("in_proj_ba",))
-"""The projections of a module: those to queries, keys, values and z, and those to b and a, in the kernel's order."""
+_MOST_TAPS = 8
+"""Of a convolution, for the kernel."""
+
+
+class _Parts(NamedTuple):
+    """What a net consists of, by the kernel's names; matrices that it has not are `None`."""
+
+    mixed: Any
+    k: Any
+    v: Any
+    z: Any
+    b: Any
+    a: Any
+    o: Any
+    z_first: Any
+    a_first: Any
+    norm: Any
+    rates: Any
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    decays_keys: bool
+
+    @property
+    def linears(self) -> tuple[Any, ...]:
+        return self[:9]
+
+    @property
+    def given(self) -> tuple[Any, ...]:
+        """What the kernel for prompts is given the results of."""
+        return self[:6]
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @classmethod
+    def of(cls, net: Any) -> _Parts:
+        if hasattr(net, "forget_gate"):
+            gate, dim = net.forget_gate, net.head_dim
+            return cls(
+                *(net.q_proj, net.k_proj, net.v_proj, net.g_b_proj, net.b_proj, gate.f_b_proj, net.o_proj),
+                *(net.g_a_proj, gate.f_a_proj, net.o_norm, gate, net.num_heads, net.num_heads, dim, dim, True),
+            )
+        if hasattr(net, "in_proj_qkv"):
+            inputs = net.in_proj_qkv, None, None, net.in_proj_z, net.in_proj_b, net.in_proj_a
+        else:
+            inputs = net.in_proj_qkvz, None, None, None, net.in_proj_ba, None
+        heads = net.num_k_heads, net.num_v_heads, net.head_k_dim, net.head_v_dim
+        return cls(*inputs, net.out_proj, None, None, net.norm, net, *heads, False)
+
+
+def _net_of(layer: Any) -> Any:
+    """The net of a decoder layer, of any kind; `None` if it has none."""
+    return next((net for name in ("linear_attn", "self_attn") if (net := getattr(layer, name, None)) is not None), None)
 
 
 class DeltaNet:
@@ -32,27 +89,31 @@ class DeltaNet:
     rotated = 0
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
-        net, norm = layer.linear_attn, LayerNorms.of(layer).before_attention
-        wide, narrow = _projections(net)
-        _compute_in_floats(net)
-        self._held = (net.A_log.detach().float().exp().neg().contiguous(), net.dt_bias.detach().float().contiguous())
+        net, norm = _net_of(layer), LayerNorms.of(layer).before_attention
+        self._net, self._parts = net, _Parts.of(net)
+        parts = self._parts
+        _compute_in_floats(net, parts)
+        self._held = (
+            net.conv1d.weight.detach().squeeze(1).t().contiguous(),
+            parts.rates.A_log.detach().float().exp().neg().contiguous(),
+            parts.rates.dt_bias.detach().float().contiguous(),
+        )
         self._struct = DeltaStruct(
             norm.weight.data_ptr(),
-            net.conv1d.weight.data_ptr(),
             *(tensor.data_ptr() for tensor in self._held),
-            net.norm.weight.data_ptr(),
-            *(struct for group in (wide, narrow) for struct in [*map(linear_struct, group), MatrixStruct()][:2]),
-            linear_struct(net.out_proj),
+            parts.norm.weight.data_ptr(),
+            *(linear_struct(linear) if linear is not None else MatrixStruct() for linear in parts.linears),
             epsilon_of(norm),
-            epsilon_of(net.norm),
+            epsilon_of(parts.norm),
             offset_of(norm),
-            net.hidden_size,
-            net.num_k_heads,
-            net.num_v_heads,
-            net.head_k_dim,
-            net.head_v_dim,
+            norm.weight.numel(),
+            *(parts.key_heads, parts.value_heads, parts.key_dim, parts.value_dim),
             net.conv_kernel_size,
+            parts.decays_keys,
+            getattr(parts.norm, "activation", "silu") == "sigmoid",
         )
+        self._in_library = net.forward
+        net.forward = self._forward
         self.address = ctypes.addressof(self._struct)
         self.kernels = kernels
         self._index: int = net.layer_idx
@@ -60,17 +121,22 @@ class DeltaNet:
     @staticmethod
     def can_step(layer: Any) -> bool:
         """Whether this decoder layer has a net of the kind that this computes."""
-        net: Any = getattr(layer, "linear_attn", None)
+        net = _net_of(layer)
         if fast_path_of(net, "delta") is None:
             return False
-        groups = _projections(net)
-        linears = [linear for group in (*groups, (net.out_proj,)) for linear in group]
+        parts = _Parts.of(net)
+        mixed, k, v, z, b, a, _o, z_first, a_first = (
+            None if linear is None else linear_struct(linear) for linear in parts.linears
+        )
         return (
-            all(linear.bias is None and is_readable(linear) for linear in linears)
-            and all(read_alike(linear_struct(each) for each in group) for group in groups)
-            and all(map(is_plain, (net.conv1d.weight, net.norm.weight, LayerNorms.of(layer).before_attention.weight)))
+            all(linear.bias is None and is_readable(linear) for linear in parts.linears if linear is not None)
+            and reads_together((mixed, k, v, z_first or z))
+            and reads_together((b, a_first or a))
+            and all(map(is_plain, (net.conv1d.weight, parts.norm.weight, LayerNorms.of(layer).before_attention.weight)))
             and net.conv1d.bias is None
             and net.activation == "silu"
+            and getattr(parts.norm, "activation", "silu") in ("silu", "swish", "sigmoid")
+            and net.conv_kernel_size <= _MOST_TAPS
         )
 
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:  # noqa: ARG002
@@ -92,8 +158,8 @@ class DeltaNet:
         return out
 
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:  # noqa: ARG002 - it has none
-        """`None`: a model whose layers are all of this kind has no angles."""
-        return None
+        """None at all."""
+        return Angles.none()
 
     def can_claim(self, tokens: int, cache: Any) -> bool:  # noqa: ARG002 - any number
         """Whether the cache holds states of one sequence, which a step brings up to date."""
@@ -115,23 +181,65 @@ class DeltaNet:
         if not self.can_claim(tokens, cache):
             return None
         recent, states = self._states(cache)
-        return (recent.data_ptr(), states.data_ptr(), None, None, 0, int(KvType.BF16)), 0
+        return (recent.data_ptr(), states.data_ptr(), None, None, 0, int(KvType.BF16), None), 0
 
     def _states(self, cache: Any) -> tuple[torch.Tensor, torch.Tensor]:
         held = cache.layers[self._index]
         return held.conv_states[0], held.recurrent_states[0]
 
+    def _forward(
+        self, hidden_states: torch.Tensor, cache: Any = None, attention_mask: Any = None, **options: Any
+    ) -> torch.Tensor:
+        """The net's `forward`."""
+        is_one = hidden_states.shape[0] == 1 and attention_mask is None and options.get("cu_seq_lens_q") is None
+        answer: torch.Tensor
+        if is_one and cache is not None and self._begin(cache):
+            answer = self._parts.o(self._answer(hidden_states, *self._states(cache)))
+        else:
+            answer = self._in_library(hidden_states, cache=cache, attention_mask=attention_mask, **options)
+        return answer
 
-def _compute_in_floats(net: Any) -> None:
-    """Lets the library, which computes prompts, round only what it multiplies with matrices, too: a state keeps what it
-    has taken in."""
+    def _answer(self, hidden_states: torch.Tensor, recent: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """[1, T, hidden], normalised, of any number of tokens -> what the output's matrix takes.
+
+        Args:
+            recent, states: brought up to date.
+
+        Raises:
+            EngineError: `NOT_ENOUGH_MEMORY`.
+        """
+        parts, kernels = self._parts, self.kernels
+        before = {"z": parts.z_first, "a": parts.a_first}
+        given = []
+        for name, linear in zip(parts._fields, parts.given, strict=False):
+            first = before.get(name)
+            inputs = hidden_states if first is None else first(hidden_states)
+            given.append(None if linear is None else linear(inputs)[0].float().contiguous())
+        places = (ctypes.c_void_p * len(given))(*(None if each is None else each.data_ptr() for each in given))
+        out = torch.empty(hidden_states.shape[1], parts.o.in_features)
+        if kernels.delta_rows(
+            *(kernels.pool, self.address, len(out), ctypes.addressof(places)),
+            *(recent.data_ptr(), states.data_ptr(), out.data_ptr()),
+        ):
+            raise out_of_memory()
+        return out[None].to(parts.norm.weight.dtype)
+
+    def _begin(self, cache: Any) -> bool:
+        """Whether a cache holds states that a prompt can bring up to date, of nothing if it is the first one."""
+        held, parts = cache.layers[self._index], self._parts
+        if type(held) is StateLayer and not held.record_past and not held.is_conv_states_initialized[0]:
+            kernel = self._struct.kernel
+            held.lazy_initialization(torch.zeros(1, parts.channels, kernel), conv_kernel_size=kernel)
+            held.lazy_initialization(recurrent_states=torch.zeros(1, parts.value_heads, parts.key_dim, parts.value_dim))
+            held.has_previous_state[0] = True
+        return self.can_claim(1, cache)
+
+
+def _compute_in_floats(net: Any, parts: _Parts) -> None:
+    """Lets the library, which computes several sequences together, round only what it multiplies with matrices, too: a
+    state keeps what it has taken in."""
     net.conv1d.weight = torch.nn.Parameter(net.conv1d.weight.detach().float(), requires_grad=False)
-    for projection in (each for group in _projections(net) for each in group):
-        projection.register_forward_hook(lambda _module, _inputs, out: out.float())
-    net.norm.register_forward_hook(lambda norm, _inputs, out: out.to(norm.weight.dtype))
-
-
-def _projections(net: Any) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    kind = _APART if hasattr(net, "in_proj_qkv") else _TOGETHER
-    wide, narrow = (tuple(getattr(net, name) for name in names) for names in kind)
-    return wide, narrow
+    for projection in parts.given:
+        if projection is not None:
+            projection.register_forward_hook(lambda _module, _inputs, out: out.float())
+    parts.norm.register_forward_hook(lambda norm, _inputs, out: out.to(norm.weight.dtype))

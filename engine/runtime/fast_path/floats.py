@@ -36,7 +36,8 @@ def keep_in_floats(model: Any, layers: Sequence[Any], *, all_native: bool) -> No
             norm.forward = _NormOfSums(norm)
     if not all_native or fast_path_of(model, "model") is None:
         return  # something else may read the embedding's rows; layers widen what they are given
-    attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    parts = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    attentions = [part for part in parts if (path := fast_path_of(part, "attention")) and path.angles != "none"]
     rotating = [_rotating_in_floats(attention) for attention in attentions]
     if not all(rotating):
         return  # keys would be in float32 as well

@@ -10,13 +10,13 @@ import torch
 from engine.families import fast_path_of
 from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, read_alike
+from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, read_alike, reads_together
 from engine.kernels.native.paged_attention import KvType
-from engine.kernels.native.structs import AttentionStruct
+from engine.kernels.native.structs import AttentionStruct, BlockIndexStruct
 from engine.runtime.fast_path.angles import Angles, type_of
-from engine.runtime.fast_path.native_attention import Claim, NativeAttention
+from engine.runtime.fast_path.native_attention import Claim, NativeAttention, holds_index
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
-from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 from engine.runtime.kv.paged_cache import PagedCacheLayer
 
@@ -34,6 +34,10 @@ class GroupedAttention(NativeAttention):
         attention = layer.self_attn
         path = _fast_path(attention)
         self._struct = attention_struct(layer)
+        index = _index(attention)
+        self._index_struct = _index_struct(index) if index is not None else None
+        if self._index_struct is not None:
+            self._struct.index = ctypes.addressof(self._index_struct)
         self.type = type_of(attention)
         self.address = ctypes.addressof(self._struct)
         self._index: int = attention.layer_idx
@@ -59,6 +63,7 @@ class GroupedAttention(NativeAttention):
             and all(epsilon_of(norm) == epsilon_of(first) for norm in norms)
             and (getattr(attention, "sinks", None) is None or is_plain(attention.sinks))
             and _rotated(attention) % 2 == 0
+            and _can_look_up(attention, of_layer, inputs)
         )
 
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:
@@ -80,14 +85,14 @@ class GroupedAttention(NativeAttention):
     def can_claim(self, tokens: int, cache: Any) -> bool:
         """Whether `claim` gives room for so many."""
         held_layer = cache.layers[self._index]
+        if self._index_struct is not None:
+            return type(held_layer) is GrowingIndexedLayer and holds_index(held_layer, self._index_struct.dim, tokens)
         return type(held_layer) in _KNOWN and held_layer.can_claim(tokens)
 
     def claim(self, tokens: int, cache: Any) -> Claim | None:
         """Room for so many tokens; `None` if the cache gives none."""
         held_layer = cache.layers[self._index]
-        if type(held_layer) not in _KNOWN:
-            return None
-        rows = held_layer.claim_rows(tokens)
+        rows = held_layer.claim_rows(tokens) if self.can_claim(tokens, cache) else None
         if rows is None:
             return None
         keys, values, held = rows
@@ -98,6 +103,7 @@ class GroupedAttention(NativeAttention):
             *(held_layer.scales if narrow else _NO_SCALES),
             keys.stride(1) // self._head_dim,
             int(held_layer.kv_type) if narrow else _BF16,
+            address_of(held_layer.index_rows) if self._index_struct is not None else None,
         )
         return page, held
 
@@ -121,6 +127,41 @@ def _rotated(attention: Any) -> int:
     if path.angles_by_type:
         rope = rope[type_of(attention)]
     return int(attention.head_dim * rope.get("partial_rotary_factor", 1.0))
+
+
+def _index(attention: Any) -> Any:
+    """What chooses the blocks of tokens that are attended to; `None` if all are."""
+    return getattr(attention, "indexer", None) if _fast_path(attention).indexes else None
+
+
+def _can_look_up(attention: Any, norms: LayerNorms, inputs: list[Any]) -> bool:
+    index = _index(attention)
+    if index is None:
+        return True
+    mine = [linear_struct(p) for p in (index.q_proj, index.k_proj)]
+    epsilon = epsilon_of(norms.before_attention)
+    return (
+        all(p.bias is None and is_readable(p) for p in (index.q_proj, index.k_proj))
+        and reads_together([*inputs, *mine])
+        and all(is_plain(norm.weight) and epsilon_of(norm) == epsilon for norm in (index.q_norm, index.k_norm))
+        and index.num_heads == attention.config.num_key_value_heads
+        and index.head_dim >= _rotated(attention)
+        and index.block_size % 32 == 0
+        and 1 <= index.local_blocks <= index.topk_blocks
+    )
+
+
+def _index_struct(index: Any) -> BlockIndexStruct:
+    return BlockIndexStruct(
+        linear_struct(index.q_proj),
+        linear_struct(index.k_proj),
+        index.q_norm.weight.data_ptr(),
+        index.k_norm.weight.data_ptr(),
+        index.head_dim,
+        index.block_size,
+        index.topk_blocks,
+        index.local_blocks,
+    )
 
 
 def attention_struct(layer: Any) -> AttentionStruct:

@@ -14,12 +14,22 @@ from engine.kernels.native.linear import out_of_memory
 from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct, PieceStruct
 from engine.runtime.fast_path.angles import Angles
+from engine.runtime.kv.growing import GrowingIndexedLayer
 
-Page = tuple[int, int, int | None, int | None, int, int]
-"""Where keys and values lie, where their scales, for how many tokens there is room, and the type of them."""
+Page = tuple[int, int, int | None, int | None, int, int, int | None]
+"""Where keys and values lie, where their scales, for how many tokens there is room, the type of them, and where what an
+index looks up lies."""
 
 Claim = tuple[Page, int]
 """The page that a layer's next tokens are in, and the tokens before them."""
+
+
+def holds_index(held: GrowingIndexedLayer, dim: int, tokens: int) -> bool:
+    """Whether a cache's layer has room for so many tokens, with keys of an index; `dim`: of these, 0 if it has none."""
+    rows = held.index_rows
+    if not held.can_claim(tokens) or (rows is None) != (dim == 0):
+        return False
+    return rows is None or (rows.shape[0] == 1 and rows.shape[2] == dim and rows.dtype == torch.bfloat16)
 
 
 class ClaimedPage:
@@ -46,7 +56,9 @@ class ClaimedPage:
         if page != self._known:  # it seldom moves, and a token of a small model takes few microseconds a layer
             self._known = page
             held = self._held
-            held.keys, held.values, held.key_scales, held.value_scales, held.page_tokens, held.type = page
+            held.keys, held.values, held.key_scales, held.value_scales, held.page_tokens, held.type, held.index_keys = (
+                page
+            )
         return self.address, self.piece_address, 1
 
 

@@ -16,10 +16,19 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.families import fast_path_of
 from engine.families.family import Router
-from engine.kernels.activation import ActivationKind, kind_of
+from engine.formats.tiles import Pairing
+from engine.kernels.activation import Activation, ActivationKind, activation_of_mlp
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import address_of, is_plain, is_readable, linear_struct, out_of_memory, read_alike
+from engine.kernels.native.linear import (
+    address_of,
+    halves_of,
+    is_plain,
+    is_readable,
+    linear_struct,
+    out_of_memory,
+    read_alike,
+)
 from engine.kernels.native.structs import (
     CardExpertsStruct,
     ExpertsStruct,
@@ -81,7 +90,7 @@ class SparseBlock:
         correction = _correction(router, block, path.router)
         struct = SparseBlockStruct(
             norms.before_mlp.weight.data_ptr(),
-            _router(router, path.router, correction),
+            _router(router, block, path.router, correction),
             of_experts,
             *(_matrices(shared) if shared is not None else (MatrixStruct(),) * 3),
             gate.weight.data_ptr() if gate is not None else None,
@@ -145,11 +154,15 @@ def _are_plain(norms: LayerNorms) -> bool:
 
 def _rest(norms: LayerNorms, shared: Any) -> tuple[Any, ...]:
     """The end of a struct: what the norms are, and the shared expert's or the dense MLP's activation."""
+    activation = Activation(ActivationKind.SILU, Pairing.HALVES) if shared is None else activation_of_mlp(shared)
+    assert activation is not None
     return (
         address_of(norms.after_mlp.weight) if norms.after_mlp is not None else None,
         epsilon_of(norms.before_mlp),
         offset_of(norms.before_mlp),
-        ActivationKind.SILU if shared is None else kind_of(shared.act_fn),
+        activation.kind,
+        activation.limit,
+        activation.alpha,
     )
 
 
@@ -163,16 +176,22 @@ def _experts(kernel: Any) -> tuple[ExpertsStruct, CardExpertsStruct | None] | No
 
 
 def _matrices(mlp: Any) -> list[MatrixStruct | None]:
-    return [linear_struct(getattr(mlp, part)) for part in _PARTS]
+    if not hasattr(mlp, "gate_up_proj"):
+        return [linear_struct(getattr(mlp, part)) for part in _PARTS]
+    both = linear_struct(mlp.gate_up_proj)
+    halves = halves_of(both) if both is not None else None
+    return [*(halves or (None, None)), linear_struct(mlp.down_proj)]
 
 
 def _is_plain_mlp(mlp: Any) -> bool:
-    if not all(hasattr(mlp, name) for name in _PARTS):
+    names = (*(("gate_up_proj",) if hasattr(mlp, "gate_up_proj") else _PARTS[:2]), _PARTS[2])
+    if not all(hasattr(mlp, name) for name in names):
         return False
-    parts = [getattr(mlp, name) for name in _PARTS]
+    parts = [getattr(mlp, name) for name in names]
     structs = _matrices(mlp)
     return (
-        kind_of(getattr(mlp, "act_fn", None)) is not None
+        activation_of_mlp(mlp) is not None
+        and None not in structs
         and all(part.bias is None and is_readable(part) for part in parts)
         and read_alike(structs[:2])  # the same vector
     )
@@ -187,7 +206,7 @@ def _correction(router: Any, block: Any, how: Router) -> torch.Tensor | None:
     return correction.detach().float().contiguous()
 
 
-def _router(router: Any, how: Router, correction: torch.Tensor | None) -> RouterStruct:
+def _router(router: Any, block: Any, how: Router, correction: torch.Tensor | None) -> RouterStruct:
     groups = (1, 1)
     if how.groups is not None and (how.groups_if is None or getattr(router, how.groups_if[0]) == how.groups_if[1]):
         groups = (getattr(router, how.groups[0]), getattr(router, how.groups[1]))
@@ -203,7 +222,7 @@ def _router(router: Any, how: Router, correction: torch.Tensor | None) -> Router
         how.bf16_logits,
         bool(normalise),
         how.bf16_shares,
-        getattr(router, how.scale) if how.scale else 1.0,
+        getattr(router if hasattr(router, how.scale) else block, how.scale) if how.scale else 1.0,
         weight.dtype == torch.float32,
         getattr(router, how.least) if how.least else 0.0,
     )

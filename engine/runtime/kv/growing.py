@@ -324,6 +324,15 @@ class GrowingIndexedLayer(GrowingLayer):
         """[B, n, D], a view; `None` without an index."""
         return None if self._index_buffer is None else self._index_buffer.narrow(1, 0, self._indexed)
 
+    @property
+    def index_rows(self) -> torch.Tensor | None:
+        """What `indexer_keys` is a view of, [B, capacity, D]: with room for what was claimed."""
+        return self._index_buffer
+
+    def can_claim(self, tokens: int) -> bool:
+        """See `GrowingLayer`; the index, if there is one, knows all tokens."""
+        return super().can_claim(tokens) and (self._index_buffer is None or self._indexed == self._length)
+
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
         """Appends [B, q, D]; returns all of them so far, as a view valid until the next call."""
         start, end = self._indexed, self._indexed + indexer_key_states.shape[1]
@@ -341,7 +350,9 @@ class GrowingIndexedLayer(GrowingLayer):
     def _grow_index(self, like: torch.Tensor, tokens: int) -> torch.Tensor:
         old, capacity = self._index_buffer, grown_capacity(self._indexed, tokens, self.most_tokens)
         shape = (like.shape[0], capacity, like.shape[2])
-        buffer = empty_in_huge_pages(shape, dtype=like.dtype, device=like.device)
+        # As keys are held, if there are any: the library may have rotated these in float32.
+        dtype = like.dtype if self._key_buffer is None else self._key_buffer.dtype
+        buffer = empty_in_huge_pages(shape, dtype=dtype, device=like.device)
         if old is not None and self._indexed:
             buffer.narrow(1, 0, self._indexed).copy_(old.narrow(1, 0, self._indexed))
         self._index_buffer = buffer

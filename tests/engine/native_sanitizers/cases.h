@@ -101,7 +101,8 @@ void try_sparse(SwitchyardPool *pool, Random &random, int32_t format) {
     block.router.scale = 1.5f;
     if (coin(random)) block.router.least = 1e-12f;
     if (coin(random)) block.after_norm = after.data(), block.norm_offset = 1.0f;
-    block.shared_activation = static_cast<int32_t>(draw(random, 0, 4));
+    block.shared_activation = static_cast<int32_t>(draw(random, 0, 5));
+    block.shared_limit = coin(random) ? 0.25f : std::numeric_limits<float>::infinity(), block.shared_alpha = 1.5f;
     if (coin(random)) {
         block.shared_gate_proj = gate.matrix, block.shared_up_proj = up.matrix, block.shared_down_proj = down.matrix;
         if (coin(random)) block.shared_gate = shared_gate.data();
@@ -161,6 +162,15 @@ struct OwnPages {
         if (one.key_scales) held.key_scales = key_scales.data(), held.value_scales = value_scales.data();
     }
 };
+
+// What an index looks up [room, dim], in the same pages.
+std::vector<uint16_t> in_pages(const std::vector<uint16_t> &rows, int64_t room, int64_t dim, const OwnPages &pages) {
+    const int64_t each = pages.held.page_tokens;
+    std::vector<uint16_t> paged(pages.order.size() * static_cast<size_t>(each * dim));
+    for (int64_t token = 0; token < room; ++token)
+        std::copy_n(&rows[token * dim], dim, &paged[(pages.order[token / each] * each + token % each) * dim]);
+    return paged;
+}
 
 // The same layer over pages: two sequences, some tokens each.
 void try_attention_rows(SwitchyardPool *pool, Random &random, const SwitchyardAttention &layer) {
@@ -239,8 +249,20 @@ void try_attention(SwitchyardPool *pool, Random &random, int32_t format) {
     const auto sin = draw_floats(random, tokens * half);
     SwitchyardPages held = {keys.data(), values.data(), of_keys, of_values, room, type, 0, 0};
     if (coin(random)) held.window = static_cast<int32_t>(draw(random, 1, 300)), held.kept = static_cast<int32_t>(draw(random, 0, 40));
+    SwitchyardBlockIndex index{};
+    index.dim = layer.rotated + static_cast<int32_t>(draw(random, 1, 30)), index.block_tokens = static_cast<int32_t>(32 * draw(random, 1, 3));
+    index.most = static_cast<int32_t>(draw(random, 1, 4)), index.local = static_cast<int32_t>(draw(random, 1, index.most));
+    const OwnMatrix index_q(pool, random, int64_t{layer.kv_heads} * index.dim, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix index_k(pool, random, index.dim, hidden, format, SWITCHYARD_PLAIN);
+    const auto of_index = draw_row(random, index.dim);
+    auto index_keys = draw_row(random, room * index.dim);
+    index.q = index_q.matrix, index.k = index_k.matrix, index.q_norm = index.k_norm = of_index.data();
+    if (coin(random)) layer.index = &index;
+    held.index_keys = index_keys.data();
     const int64_t bytes = dim * (scaled ? 1 : 2);
-    const OwnPages pages(random, held, room, layer.kv_heads, bytes, bytes, 32 * draw(random, 1, 3));
+    OwnPages pages(random, held, room, layer.kv_heads, bytes, bytes, 32 * draw(random, 1, 3));
+    auto paged_keys = in_pages(index_keys, room, index.dim, pages);
+    pages.held.index_keys = paged_keys.data();
     std::vector<float> out(x.size()), paged(x.size());
     const SwitchyardPiece piece = {nullptr, length, tokens, 0}, its_pages = {pages.order.data(), length, tokens, 0};
     require(switchyard_attention_step(pool, &layer, &held, &piece, 1, x.data(), cos.data(), sin.data(), 1, half,
@@ -301,8 +323,31 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     std::vector<float> angles(static_cast<size_t>(tokens * layer.rope));
     for (float &angle : angles) angle = static_cast<float>(draw(random, -8, 8)) * 0.125f;
     std::vector<float> out(x.size()), again(x.size());
-    const SwitchyardPages held = {latents.data(), keys.data(), nullptr, nullptr, capacity, SWITCHYARD_KV_BF16, 0, 0};
-    const OwnPages pages(random, held, capacity, 1, 2 * layer.rank, 2 * layer.rope, 32 * draw(random, 1, 3));
+    SwitchyardIndex index{};
+    index.heads = static_cast<int32_t>(draw(random, 1, 12)), index.dim = layer.rope + static_cast<int32_t>(draw(random, 0, 20));
+    index.most = static_cast<int32_t>(draw(random, 1, 90)), index.rotation = static_cast<int32_t>(draw(random, 0, 2));
+    index.epsilon = 1e-6f, index.scale = 0.1f;
+    const OwnMatrix index_q(pool, random, int64_t{index.heads} * index.dim, of_query, format, SWITCHYARD_PLAIN);
+    const OwnMatrix index_k(pool, random, index.dim, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix index_weights(pool, random, index.heads, hidden, format, SWITCHYARD_PLAIN);
+    const auto of_keys = draw_row(random, index.dim), of_bias = draw_row(random, index.dim);
+    std::vector<int32_t> chosen(static_cast<size_t>(kDecodeTokens * index.most));
+    auto index_keys = draw_row(random, (capacity + 31) / 32 * 32 * index.dim);
+    index.k_norm = of_keys.data(), index.k_bias = of_bias.data(), index.chosen = chosen.data();
+    const bool is_indexed = has_q_latent && coin(random) != 0;
+    const bool is_own = coin(random) != 0;
+    if (is_own) index.q = index_q.matrix, index.k = index_k.matrix, index.weights = index_weights.matrix;
+    if (is_indexed) layer.index = &index;
+    const auto choose = [&](int64_t first, int64_t count) {  // as a layer before would have, without an index of its own
+        if (is_own) return;
+        for (int64_t token = 0; token < count; ++token)
+            for (int64_t i = 0; i < index.most; ++i) chosen[token * index.most + i] = static_cast<int32_t>((i + first) % capacity);
+    };
+    const SwitchyardPages held = {latents.data(), keys.data(), nullptr, nullptr, capacity, SWITCHYARD_KV_BF16, 0, 0, index_keys.data()};
+    OwnPages pages(random, held, capacity, 1, 2 * layer.rank, 2 * layer.rope, 32 * draw(random, 1, 3));
+    auto paged_keys = in_pages(index_keys, capacity, index.dim, pages);
+    pages.held.index_keys = paged_keys.data();
+    choose(0, tokens);
     const SwitchyardPiece piece = {nullptr, length, tokens, 0}, its_pages = {pages.order.data(), length, tokens, 0};
     require(switchyard_latent_step(pool, &layer, &held, &piece, 1, x.data(), angles.data(), angles.data() + 1, 2,
                                    layer.rope, out.data()) == 0, "no latent attention");
@@ -312,6 +357,7 @@ void try_latent(SwitchyardPool *pool, Random &random, int32_t format) {
     for (int32_t token = 0; token < tokens; ++token) {
         const float *its = angles.data() + token * layer.rope;
         const SwitchyardPiece one = {nullptr, length + token, 1, 0};
+        choose(0, 1);
         require(switchyard_latent_step(pool, &layer, &held, &one, 1, x.data() + token * hidden, its, its + 1, 2, layer.rope,
                                        again.data() + token * hidden) == 0, "no latent attention");
     }
@@ -330,20 +376,30 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     layer.epsilon = layer.out_epsilon = 1e-6f;
     layer.norm_offset = static_cast<float>(coin(random));
     const int64_t hidden = layer.hidden, heads = layer.value_heads, values = heads * layer.value_dim;
-    const int64_t channels = 2 * layer.key_heads * layer.key_dim + values;
-    const bool together = coin(random) != 0;
-    const OwnMatrix mixed(pool, random, together ? channels + values : channels, hidden, format, SWITCHYARD_PLAIN);
+    const int32_t kind = static_cast<int32_t>(draw(random, 0, 2));  // 2: decays of each key, matrices of each part
+    const bool together = kind == 0;
+    if (kind == 2) layer.key_heads = layer.value_heads, layer.decays_keys = layer.gates_once = 1;
+    const int64_t keys = int64_t{layer.key_heads} * layer.key_dim, channels = 2 * keys + values, inner = draw(random, 1, 50);
+    const OwnMatrix mixed(pool, random, together ? channels + values : kind == 1 ? channels : keys, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix k(pool, random, keys, hidden, format, SWITCHYARD_PLAIN), v(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix first(pool, random, inner, hidden, format, SWITCHYARD_PLAIN);
+    const OwnMatrix later_z(pool, random, values, inner, format, SWITCHYARD_PLAIN);
+    const OwnMatrix later_a(pool, random, keys, inner, format, SWITCHYARD_PLAIN);
     const OwnMatrix z(pool, random, values, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix b(pool, random, together ? 2 * heads : heads, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix a(pool, random, heads, hidden, format, SWITCHYARD_PLAIN);
     const OwnMatrix o(pool, random, hidden, values, format, SWITCHYARD_PLAIN);
     layer.mixed = mixed.matrix, layer.b = b.matrix, layer.o = o.matrix;
-    if (!together) layer.z = z.matrix, layer.a = a.matrix;
+    if (kind == 1) layer.z = z.matrix, layer.a = a.matrix;
+    if (kind == 2) {
+        layer.k = k.matrix, layer.v = v.matrix, layer.z_first = layer.a_first = first.matrix;
+        layer.z = later_z.matrix, layer.a = later_a.matrix;
+    }
     const auto norm = draw_row(random, hidden);
     const auto taps = draw_floats(random, channels * layer.kernel);
     const auto out_norm = draw_row(random, layer.value_dim);
     auto rate = draw_floats(random, heads);
-    const auto rate_bias = draw_floats(random, heads);
+    const auto rate_bias = draw_floats(random, std::max(heads, keys));
     for (float &each : rate) each = -std::fabs(each);
     layer.norm = norm.data(), layer.taps = taps.data(), layer.out_norm = out_norm.data();
     layer.rate = rate.data(), layer.rate_bias = rate_bias.data();
@@ -360,6 +416,27 @@ void try_delta(SwitchyardPool *pool, Random &random, int32_t format) {
     require(same(out, again) && same(states, states_again) && same(recent, recent_again),
             "a delta net depends on the number of threads, or on what is computed together");
     record("delta", in_bf16(out));
+
+    // A prompt's, whose projections are done.
+    const int64_t rows = draw(random, 1, draw(random, 0, 3) ? 40 : 300);
+    const auto of_mixed = draw_floats(random, rows * layer.mixed.rows), of_z = draw_floats(random, rows * layer.z.rows);
+    const auto of_k = draw_floats(random, rows * layer.k.rows), of_v = draw_floats(random, rows * layer.v.rows);
+    const auto of_b = draw_floats(random, rows * layer.b.rows), of_a = draw_floats(random, rows * layer.a.rows);
+    std::vector<float> answers(static_cast<size_t>(rows * values)), one_by_one(answers);
+    const auto some = [&](SwitchyardPool *by, int64_t begin, int64_t count, std::vector<float> &last, std::vector<float> &sums,
+                          std::vector<float> &to) {
+        const float *given[6] = {};
+        const std::pair<const std::vector<float> *, const SwitchyardMatrix *> parts[6] = {
+            {&of_mixed, &layer.mixed}, {&of_k, &layer.k}, {&of_v, &layer.v}, {&of_z, &layer.z}, {&of_b, &layer.b}, {&of_a, &layer.a}};
+        for (int i = 0; i < 6; ++i)
+            if (parts[i].second->rows) given[i] = parts[i].first->data() + begin * parts[i].second->rows;
+        require(switchyard_delta_rows(by, &layer, count, given, last.data(), sums.data(), to.data() + begin * values) == 0,
+                "no prompt of a delta net");
+    };
+    some(pool, 0, rows, recent, states, answers);
+    for (int64_t row = 0; row < rows; ++row) some(alone.pool, row, 1, recent_again, states_again, one_by_one);
+    require(same(answers, one_by_one) && same(states, states_again) && same(recent, recent_again),
+            "a delta net's prompt depends on the number of threads, or on what is computed together");
 }
 
 // Two sequences whose tokens come in one call and in several; pages in any order.

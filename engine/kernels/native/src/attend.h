@@ -46,20 +46,48 @@ struct Queries {
 // Tokens [begin, end); begin is a multiple of kPageTokens.
 using Attend = void (*)(const HeldRows &rows, int64_t begin, int64_t end, const Queries &queries);
 
-// One token of one head through the gated delta rule: delta_rule.h.
+// Some tokens of one head, one after the other, through the gated delta rule: delta_rule.h.  Each token's numbers lie `step`
+// floats after those of the one before.
 struct DeltaHead {
-    float *state;              // [key_dim, value_dim]: what the keys so far are to give, less what has decayed
-    const float *key, *query;  // [key_dim]
-    const float *value;        // [value_dim]
-    const float *decay;        // [key_dim]: what is left of each row of the state
-    float beta;                // how far the key's value is replaced
-    int64_t key_dim, value_dim;
-    float *out;  // [value_dim]: what the new state gives for the query
+    float *state;  // [key_dim, value_dim]: what the keys so far are to give, less what has decayed
+    int64_t tokens, key_dim, value_dim;
+    const float *key, *query, *value;  // [key_dim] and [value_dim]
+    int64_t step;                      // of these three
+    const float *decay;                // [tokens, key_dim]: what is left of each row of the state
+    const float *beta;                 // [tokens]: how far the key's value is replaced
+    float *out;                        // [value_dim]: what the new state gives for the query
+    int64_t out_step;
+};
+
+// Some tokens through short causal convolutions of `count` channels, each with weights of its own, and silu.
+struct Convolution {
+    float *recent;         // [count, kernel]: what went in last, the newest last
+    const float *taps;     // [kernel], each `taps_step` floats after the one before: the channels' weights, the newest last
+    int64_t count, kernel, taps_step, tokens;
+    const float *x;        // [tokens, count]
+    int64_t x_step;
+    float *out;            // [tokens, count]
+    int64_t out_step;
+};
+
+// Queries of an index, which meet the keys alone.
+struct IndexQueries {
+    int64_t count;
+    const float *q;        // [count, key_dim], bf16 numbers
+    const float *weights;  // [count]: scores are the weighted sum of what products are above 0; null: the products, [count]
 };
 
 struct AttendKernels {
     Attend of_type[4];  // of keys and values, SWITCHYARD_KV_*
     void (*delta)(const DeltaHead &head);
+    void (*convolve)(const Convolution &convolution);
+    // out = x * sigmoid(gate), or x * gate * sigmoid(gate) if `twice`; [n].
+    void (*gate)(const float *x, const float *gate, int64_t n, bool twice, float *out);
+    // out = exp(rate * softplus(x + bias)), [n]: rate is below 0.
+    void (*decay)(const float *x, const float *bias, float rate, int64_t n, float *out);
+    // Scores of tokens [begin, end), of keys in bf16: [tokens], or [count] of these; each a whole number of kPageTokens, of
+    // which those beyond `end` mean nothing.
+    void (*index)(const HeldRows &rows, int64_t begin, int64_t end, const IndexQueries &queries, float *scores);
 };
 
 extern const AttendKernels kPortableAttend;

@@ -10,14 +10,6 @@ namespace {
 constexpr int kQueriesTogether = 4;  // that meet a key at once
 constexpr int kScoreLines = 5, kWeighLines = 6;  // that are asked for at each of these steps; the others while mixing
 
-inline void prefetch(const char *line) {
-#if defined(__GNUC__)
-    __builtin_prefetch(line);
-#else
-    (void)line;
-#endif
-}
-
 // Keeps what was loaded in a register: GCC loads it again for each of its uses, where 256 bits are too few for that.
 template <class T> ALWAYS_INLINE inline void hold(T &value) {
 #if defined(__GNUC__) && defined(__AVX2__) && !defined(__AVX512F__)
@@ -267,9 +259,45 @@ template <class T> void attend(const HeldRows &rows, int64_t begin, int64_t end,
     if (!attend_as<T, typename Keys<T>::Kind>(rows, begin, end, queries)) attend_as<T, AsFloats<T>>(rows, begin, end, queries);
 }
 
+template <class T, class Kind>
+bool index_as(const HeldRows &rows, int64_t begin, int64_t end, const IndexQueries &index, float *scores) {
+    const int64_t room = (end - begin + kPageTokens - 1) / kPageTokens * kPageTokens;
+    for (int64_t first = 0; first < index.count; first += kMostTogether) {
+        Queries queries = {};
+        queries.count = static_cast<int>(std::min<int64_t>(kMostTogether, index.count - first));
+        queries.scale = 1.0f;
+        const Packed<Kind> packed(index.q + first * rows.key_dim, queries.count, rows.key_dim, rows.key_dim);
+        if (!packed.is_whole) return false;
+        Ahead ahead;
+        for (int64_t page = begin; page < end; page += kPageTokens) {
+            float dots[kMostTogether][kPageTokens];
+            score_page<Kind>(rows.keys, nullptr, rows.row_of(page), rows.key_dim, std::min(kPageTokens, end - page), packed,
+                             queries, ahead, dots);
+            for (int64_t t = 0; t < kPageTokens; t += kWidth) {
+                float *to = scores + page - begin + t;
+                if (!index.weights) {
+                    for (int i = 0; i < queries.count; ++i) store(to + (first + i) * room, load(dots[i] + t));
+                    continue;
+                }
+                V sum = first ? load(to) : all(0.0f);
+                for (int i = 0; i < queries.count; ++i)
+                    sum = fma(larger(load(dots[i] + t), all(0.0f)), all(index.weights[first + i]), sum);
+                store(to, sum);
+            }
+        }
+    }
+    return true;
+}
+
+void index_scores(const HeldRows &rows, int64_t begin, int64_t end, const IndexQueries &queries, float *scores) {
+    if (!index_as<Bf16, typename Keys<Bf16>::Kind>(rows, begin, end, queries, scores))
+        index_as<Bf16, AsFloats<Bf16>>(rows, begin, end, queries, scores);
+}
+
 }  // namespace
 
-#define ATTEND_KERNELS                                                        \
-    {                                                                         \
-        {attend<Bf16>, attend<Fp16>, attend<Int8>, attend<Fp32>}, delta_rule \
+#define ATTEND_KERNELS                                                         \
+    {                                                                          \
+        {attend<Bf16>, attend<Fp16>, attend<Int8>, attend<Fp32>}, delta_rule, \
+            convolve_all, gate_all, decay_all, index_scores                   \
     }

@@ -23,6 +23,14 @@ template <int count, class Body> ALWAYS_INLINE inline void repeat(Body body) {
     repeat_all(body, std::make_integer_sequence<int, count>());
 }
 
+inline void prefetch(const void *line) {
+#if defined(__GNUC__)
+    __builtin_prefetch(line);
+#else
+    (void)line;
+#endif
+}
+
 #if defined(__AVX512F__)
 typedef __m512 V;
 constexpr int kWidth = 16, kRowsTogether = 4, kAccumulators = 16, kMixedTogether = 8;
@@ -41,6 +49,7 @@ inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
 inline V add(V a, V b) { return _mm512_add_ps(a, b); }
 inline V subtract(V a, V b) { return _mm512_sub_ps(a, b); }
 inline V multiply(V a, V b) { return _mm512_mul_ps(a, b); }
+inline V divide(V a, V b) { return _mm512_div_ps(a, b); }
 inline V larger(V a, V b) { return _mm512_max_ps(a, b); }  // b if one is NaN
 // x, or 0 where y < limit.
 inline V unless_below(V x, V y, float limit) {
@@ -83,6 +92,7 @@ inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
 inline V add(V a, V b) { return _mm256_add_ps(a, b); }
 inline V subtract(V a, V b) { return _mm256_sub_ps(a, b); }
 inline V multiply(V a, V b) { return _mm256_mul_ps(a, b); }
+inline V divide(V a, V b) { return _mm256_div_ps(a, b); }
 inline V larger(V a, V b) { return _mm256_max_ps(a, b); }  // b if one is NaN
 inline V unless_below(V x, V y, float limit) { return _mm256_and_ps(_mm256_cmp_ps(y, all(limit), _CMP_NLT_UQ), x); }
 inline V times_power(V x, V shifted) {
@@ -129,6 +139,7 @@ inline V fma(V a, V b, V c) { return vfmaq_f32(c, a, b); }
 inline V add(V a, V b) { return vaddq_f32(a, b); }
 inline V subtract(V a, V b) { return vsubq_f32(a, b); }
 inline V multiply(V a, V b) { return vmulq_f32(a, b); }
+inline V divide(V a, V b) { return vdivq_f32(a, b); }
 inline V larger(V a, V b) { return vmaxq_f32(a, b); }
 inline V unless_below(V x, V y, float limit) {
     return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(x), vcltq_f32(y, all(limit))));
@@ -153,6 +164,7 @@ inline V fma(const V &a, const V &b, const V &c) { return each([&](int i) { retu
 inline V add(const V &a, const V &b) { return each([&](int i) { return a.x[i] + b.x[i]; }); }
 inline V subtract(const V &a, const V &b) { return each([&](int i) { return a.x[i] - b.x[i]; }); }
 inline V multiply(const V &a, const V &b) { return each([&](int i) { return a.x[i] * b.x[i]; }); }
+inline V divide(const V &a, const V &b) { return each([&](int i) { return a.x[i] / b.x[i]; }); }
 inline V larger(const V &a, const V &b) { return each([&](int i) { return a.x[i] > b.x[i] ? a.x[i] : b.x[i]; }); }
 inline V unless_below(const V &x, const V &y, float limit) {
     return each([&](int i) { return y.x[i] < limit ? 0.0f : x.x[i]; });
@@ -200,6 +212,13 @@ inline V exponential(V at) {
     y = fma(y, f, all(5.0000001201e-1f));
     y = fma(multiply(y, f), f, add(f, all(1.0f)));
     return unless_below(times_power(y, shifted), at, -87.0f);
+}
+
+// 1 / (1 + e to the power of -x), without overflow.
+inline V sigmoid(V x) {
+    const V less = exponential(subtract(all(0.0f), larger(x, subtract(all(0.0f), x))));
+    const V above = add(unless_below(all(1.0f), x, 0.0f), subtract(less, unless_below(less, x, 0.0f)));
+    return divide(above, add(all(1.0f), less));
 }
 
 // Types of keys and values.

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "block_index.h"
 #include "cached_attention.h"
 #include "dispatch.h"
 #include "held_rows.h"
@@ -31,6 +32,7 @@ struct AttentionStep {
     Vectors x;                     // the same, for the projections
     std::vector<float> projected;  // q, k and v: [tokens, (heads + 2 kv_heads) * head_dim]
     PieceAttention attention;
+    BlockIndex index;
     std::vector<float> attended;   // [tokens, heads * head_dim]
     Vectors attended_x;            // the same, for the output
     std::vector<float> joined;     // [tokens, hidden]: what a norm after it takes
@@ -47,14 +49,17 @@ struct AttentionStep {
 
 struct AttentionRun {
     AttentionStep &step;
-    Phase norm, projections, long_norms, heads, attention, joining, spreading, output, after;
+    Phase norm, projections, long_norms, heads, scoring, choosing, attention, joining, spreading, output, after;
 
     AttentionRun(AttentionStep &step, int threads)
         : step(step),
           norm(step.tokens, threads, 1),
-          projections(blocks_of(step.layer->q) + blocks_of(step.layer->k) + blocks_of(step.layer->v), threads, 1),
+          projections(blocks_of(step.layer->q) + blocks_of(step.layer->k) + blocks_of(step.layer->v) + step.index.blocks(),
+                      threads, 1),
           long_norms(step.layer->norms_span_heads ? 2 * step.tokens : 0, threads, 1),
-          heads(step.tokens * step.heads(), threads, 1),
+          heads(step.tokens * (step.heads() + step.index.heads()), threads, 1),
+          scoring(step.index.scoring(), threads, 1),
+          choosing(step.index.choosing(), threads, 1),
           attention(step.attention.items(), threads, 1),
           joining(int64_t{step.tokens} * step.layer->heads, threads, 4),
           spreading(step.tokens, threads, 1),
@@ -65,8 +70,12 @@ struct AttentionRun {
 // Blocks of q, k and v, one after the other.
 void projection_blocks(AttentionStep &step, int64_t begin, int64_t end) {
     const auto &layer = *step.layer;
-    const int64_t width = step.width();
+    const int64_t width = step.width(), of_all = blocks_of(layer.q) + blocks_of(layer.k) + blocks_of(layer.v);
     for (int64_t item = begin; item < end; ++item) {
+        if (item >= of_all) {
+            step.index.project(step.kernels, item - of_all, step.x, step.all.data());
+            continue;
+        }
         int64_t block = item, place = 0;
         const SwitchyardMatrix *weight = &layer.q;
         const uint16_t *bias = layer.q_bias;
@@ -99,6 +108,13 @@ void norm_all(AttentionStep &step, int64_t token, int64_t which) {
 // One projected head: a query is kept, keys and values go to their rows.
 void prepare_head(AttentionStep &step, int64_t token, int64_t head) {
     const auto &layer = *step.layer;
+    if (head >= step.heads()) {
+        const int64_t angles = token * step.token_step;
+        step.index.prepare(token, head - step.heads(), [&](float *x) {
+            rotate_head(x, layer.rotated, layer.rotation, step.cos + angles, step.sin + angles, step.angle_step);
+        });
+        return;
+    }
     const int64_t dim = layer.head_dim, after = std::max<int64_t>(head - layer.heads, 0);
     float *x = &step.projected[token * step.width() + (head - after) * step.query_step() + after * dim];
     const auto keep = [&](int64_t kv_head, void *rows, float *scales) {
@@ -127,8 +143,7 @@ void join_head(AttentionStep &step, int64_t token, int64_t head) {
     float *out = &step.attended[(token * step.layer->heads + head) * dim];
     step.attention[token].finish(head, out);
     if (!step.layer->is_gated) return;
-    const float *gates = &step.projected[token * step.width() + (2 * head + 1) * dim];
-    for (int64_t i = 0; i < dim; ++i) out[i] *= 1.0f / (1.0f + std::exp(-gates[i]));
+    step.kernels.attention->gate(out, &step.projected[token * step.width() + (2 * head + 1) * dim], dim, false, out);
 }
 
 void output_blocks(AttentionStep &step, int64_t begin, int64_t end) {
@@ -157,7 +172,7 @@ void attention_work(void *argument) {
     auto &run = *static_cast<AttentionRun *>(argument);
     auto &step = run.step;
     const auto &layer = *step.layer;
-    const int64_t heads = step.heads(), dim = layer.head_dim, tokens = step.tokens;
+    const int64_t heads = step.heads() + step.index.heads(), dim = layer.head_dim;
     run.norm.run([&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) {
             float *normed = &step.normed[token * layer.hidden];
@@ -172,8 +187,16 @@ void attention_work(void *argument) {
     run.heads.run([&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end; ++at) prepare_head(step, at / heads, at % heads);
     });
+    const auto all_rows = [&](int64_t token, int64_t group) { return step.rows_of(step.attention.piece_of(token), group); };
+    run.scoring.run([&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item) step.index.score(step.kernels, item);
+    });
+    run.choosing.run([&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item)
+            step.index.choose(item, all_rows(item / layer.kv_heads, item % layer.kv_heads));
+    });
     run.attention.run([&](int64_t begin, int64_t end) {
-        const auto rows = [&](const SwitchyardPiece &piece, int64_t group) { return step.rows_of(piece, group); };
+        const auto rows = [&](int64_t token, int64_t group) { return step.index.chosen(token, group, all_rows(token, group)); };
         for (int64_t item = begin; item < end; ++item) step.attention.run(item, step.held->type, rows);
     });
     run.joining.run([&](int64_t begin, int64_t end) {
@@ -206,7 +229,8 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.layer = attention;
     step.kernels = kernels_in_use();
     step.held = held;
-    step.attention.resize(*held, pieces, count, heads, kv_heads, attention->scale, step.rows_of(*pieces, 0), attention->sinks);
+    step.attention.resize(*held, pieces, count, heads, kv_heads, attention->scale, step.rows_of(*pieces, 0), attention->sinks,
+                          attention->index ? Few{attention->index->most, attention->index->block_tokens} : Few{});
     const int32_t tokens = step.tokens = step.attention.tokens();
     step.hidden = hidden;
     step.cos = cos;
@@ -217,7 +241,12 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
     step.normed.resize(static_cast<size_t>(tokens * int64_t{attention->hidden}));
-    step.x.resize({&attention->q, &attention->k, &attention->v}, tokens, attention->hidden);
+    step.index.resize(*attention, *held, step.attention, tokens);
+    if (attention->index)
+        step.x.resize({&attention->q, &attention->k, &attention->v, &attention->index->q, &attention->index->k}, tokens,
+                      attention->hidden);
+    else
+        step.x.resize({&attention->q, &attention->k, &attention->v}, tokens, attention->hidden);
     step.attended_x.resize({&attention->o}, tokens, heads * dim);
     step.projected.resize(static_cast<size_t>(tokens * step.width()));
     step.attended.resize(static_cast<size_t>(tokens * heads * dim));
@@ -226,6 +255,7 @@ SWITCHYARD_API int32_t switchyard_attention_step(SwitchyardPool *pool, const Swi
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&attention->q, &attention->k, &attention->v, &attention->o})
         weights += bytes_of(*matrix);
+    if (attention->index) weights += bytes_of(attention->index->q) + bytes_of(attention->index->k);
     // A step of several tokens takes longer for what it reads: not to be compared with a step of one.
     const int64_t read = 2 * size_of_number(held->type) * kv_heads * dim * step.attention.held();
     pool->run(attention_work, &run, tokens * weights + read);

@@ -72,7 +72,7 @@ void CachedAttention::finish(int64_t head, float *out) {
 }
 
 void PieceAttention::resize(const SwitchyardPages &held, const SwitchyardPiece *pieces, int32_t count, int64_t heads,
-                            int64_t groups, float scale, const HeldRows &rows, const uint16_t *sinks) {
+                            int64_t groups, float scale, const HeldRows &rows, const uint16_t *sinks, const Few &few) {
     pieces_ = pieces;
     held_ = 0;
     piece_of_.clear();
@@ -85,7 +85,7 @@ void PieceAttention::resize(const SwitchyardPages &held, const SwitchyardPiece *
         int64_t most = 0;  // items of a token: the last one's, but for a window
         for (int64_t token = piece.first; token < tokens(); ++token) {
             CachedAttention &own = (*this)[token];
-            own.resize(heads, groups, Seen::by(held, position_of(token)), scale, rows, sinks);
+            own.resize(heads, groups, few.of(Seen::by(held, position_of(token))), scale, rows, sinks);
             most = std::max(most, own.items());
         }
         begins_.push_back(begins_.back() + piece.tokens * most);

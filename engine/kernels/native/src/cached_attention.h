@@ -20,6 +20,16 @@ struct Seen {
     }
 };
 
+// How many blocks of tokens one sees at most, its own among them, which then lie in rows of their own; 0: any number.
+struct Few {
+    int64_t most = 0, block_tokens = 1;
+
+    Seen of(const Seen &seen) const {
+        const int64_t own = (seen.to - 1) / block_tokens;
+        return most == 0 || own < most ? seen : Seen{0, (most - 1) * block_tokens + (seen.to - 1) % block_tokens + 1, 0};
+    }
+};
+
 // The attention of one token: `heads` queries, of which `heads / groups` in a row share a group's rows.
 class CachedAttention {
   public:
@@ -50,7 +60,7 @@ class CachedAttention {
 class PieceAttention {
   public:
     void resize(const SwitchyardPages &held, const SwitchyardPiece *pieces, int32_t count, int64_t heads, int64_t groups,
-                float scale, const HeldRows &rows, const uint16_t *sinks);
+                float scale, const HeldRows &rows, const uint16_t *sinks, const Few &few = {});
     int32_t tokens() const { return static_cast<int32_t>(piece_of_.size()); }
     CachedAttention &operator[](int64_t token) { return of_token_[static_cast<size_t>(token)]; }
     const SwitchyardPiece &piece_of(int64_t token) const { return *piece_of_[static_cast<size_t>(token)]; }
@@ -59,15 +69,16 @@ class PieceAttention {
     int64_t held() const { return held_; }
     // What threads share.
     int64_t items() const { return begins_.back(); }
-    // rows(piece, group): those that an item goes over.
+    // rows(token, group): those that an item goes over.
     template <class Rows> void run(int64_t item, int32_t type, Rows rows) {
         size_t at = 0;
         while (item >= begins_[at + 1]) ++at;
         // A piece's tokens next to each other: they go over the same rows, which are still in the cache.
         const SwitchyardPiece &piece = pieces_[at];
         const int64_t local = item - begins_[at], its = local / piece.tokens;
-        CachedAttention &own = (*this)[piece.first + local % piece.tokens];
-        if (its < own.items()) own.run(its, type, rows(piece, own.group_of(its)));
+        const int64_t token = piece.first + local % piece.tokens;
+        CachedAttention &own = (*this)[token];
+        if (its < own.items()) own.run(its, type, rows(token, own.group_of(its)));
     }
 
   private:

@@ -1,4 +1,4 @@
-// A few tokens of one sequence through a gated delta net: norm, projections, short convolutions, the delta rule, output and residual.
+// A few tokens of one sequence through a gated delta net, and prompts as far as no matrix is: norm, projections, short convolutions, the delta rule, output and residual.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -16,134 +16,201 @@
 
 namespace {
 
+constexpr int64_t kPieceTokens = 256;  // of a prompt: what they are convolved to stays in a cache
+constexpr int64_t kDecayTokens = 64;   // of which a head's decays are
+
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 inline float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-struct DeltaStep {
+// What a matrix has given, [tokens], each `step` floats after the one before.
+struct Projected {
+    const float *x = nullptr;
+    int64_t step = 0;
+};
+
+// What projections have given of some tokens, and what becomes of it: short convolutions, the delta rule, norm and gate.
+struct DeltaTokens {
     const SwitchyardDelta *layer;
     Kernels kernels;
-    int32_t tokens;
-    const float *hidden;
-    float *recent, *states, *out;
-    std::vector<int32_t> all;      // 0, 1, ..., tokens - 1
-    std::vector<float> normed;     // [tokens, hidden]
-    Vectors wide, narrow;          // the same, for mixed and z, and for b and a
-    std::vector<float> projected;  // [tokens, width]: of mixed, z, b and a, one after the other
+    int64_t tokens;
+    Projected mixed, k, v, z, b, a;
+    float *recent, *states;
     std::vector<float> convolved;  // [tokens, channels]
-    std::vector<float> answers;    // [tokens, value_heads * value_dim]
-    Vectors answers_x;             // the same, for the output
+    float *answers;                // [tokens, value_heads * value_dim]
 
     int64_t per_key() const { return layer->value_heads / layer->key_heads; }
     int64_t keys() const { return int64_t{layer->key_heads} * layer->key_dim; }
     int64_t values() const { return int64_t{layer->value_heads} * layer->value_dim; }
     int64_t channels() const { return 2 * keys() + values(); }
-    int64_t width() const { return channels() + values() + 2 * layer->value_heads; }
 
-    // Where what was projected begins: a key head's queries (0), keys (1), values (2) and z (3).
-    int64_t place(int64_t key_head, int which) const {
+    // A key head's queries (0), keys (1), values (2) and z (3).
+    Projected of(int64_t key_head, int which) const {
         const int64_t dim = layer->key_dim, many = per_key() * layer->value_dim;
         if (layer->z.rows == 0) {
             const int64_t begins[] = {0, dim, 2 * dim, 2 * dim + many};
-            return key_head * (2 * dim + 2 * many) + begins[which];
+            return {mixed.x + key_head * (2 * dim + 2 * many) + begins[which], mixed.step};
         }
-        const int64_t begins[] = {0, keys(), 2 * keys(), channels()};
-        return begins[which] + key_head * (which < 2 ? dim : many);
+        if (which == 3) return {z.x + key_head * many, z.step};
+        if (which && layer->k.rows) return which == 1 ? Projected{k.x + key_head * dim, k.step} : Projected{v.x + key_head * many, v.step};
+        const int64_t begins[] = {0, keys(), 2 * keys()};
+        return {mixed.x + begins[which] + key_head * (which < 2 ? dim : many), mixed.step};
     }
     // The b (0) and a (1) of a value head.
     float rate(int64_t token, int64_t head, int which) const {
-        const int64_t many = per_key(), begin = token * width() + channels() + values();
-        const int64_t at = layer->a.rows == 0 ? head / many * 2 * many + which * many + head % many : which * layer->value_heads + head;
-        return projected[static_cast<size_t>(begin + at)];
+        const int64_t many = per_key();
+        if (layer->a.rows == 0) return b.x[token * b.step + head / many * 2 * many + which * many + head % many];
+        return which ? a.x[token * a.step + head] : b.x[token * b.step + head];
     }
 };
 
+// To the length `length`, as far as what is nearly 0 can have one.
+void scale_to_length(float *x, int64_t n, float length) {
+    float sums[16] = {};  // side by side, which the compiler keeps in vectors
+    int64_t at = 0;
+    for (; at + 16 <= n; at += 16)
+        for (int64_t i = 0; i < 16; ++i) sums[i] += x[at + i] * x[at + i];
+    float squares = 0;
+    for (; at < n; ++at) squares += x[at] * x[at];
+    for (float sum : sums) squares += sum;
+    const float scale = length / std::sqrt(squares + 1e-6f);
+    for (int64_t i = 0; i < n; ++i) x[i] *= scale;
+}
+
+void convolve_key_head(DeltaTokens &now, int64_t head) {
+    const auto &layer = *now.layer;
+    const int64_t dim = layer.key_dim, many = now.per_key() * layer.value_dim, keys = now.keys(), channels = now.channels();
+    const int64_t begins[] = {head * dim, keys + head * dim, 2 * keys + head * many};
+    for (int which = 0; which < 3; ++which) {
+        const int64_t at = begins[which];
+        const Projected from = now.of(head, which);
+        now.kernels.attention->convolve({now.recent + at * layer.kernel, layer.taps + at, which < 2 ? dim : many, layer.kernel,
+                                         channels, now.tokens, from.x, from.step, &now.convolved[at], channels});
+    }
+    for (int64_t token = 0; token < now.tokens; ++token) {
+        float *of = &now.convolved[token * channels];
+        scale_to_length(of + begins[0], dim, 1.0f / std::sqrt(static_cast<float>(dim)));
+        scale_to_length(of + begins[1], dim, 1.0f);
+    }
+}
+
+void answer_value_head(DeltaTokens &now, int64_t head) {
+    const auto &layer = *now.layer;
+    const AttendKernels &kernels = *now.kernels.attention;
+    const int64_t dim = layer.key_dim, value_dim = layer.value_dim, key_head = head / now.per_key(), channels = now.channels();
+    static thread_local std::vector<float> decays;
+    float betas[kDecayTokens];
+    for (int64_t begin = 0; begin < now.tokens; begin += kDecayTokens) {
+        const int64_t tokens = std::min(kDecayTokens, now.tokens - begin);
+        decays.resize(static_cast<size_t>(tokens * dim));
+        for (int64_t i = 0; i < tokens; ++i) {
+            if (layer.decays_keys) {
+                kernels.decay(now.a.x + (begin + i) * now.a.step + head * dim, layer.rate_bias + head * dim, layer.rate[head],
+                              dim, &decays[i * dim]);
+            } else {
+                const float rate = layer.rate[head] * softplus(now.rate(begin + i, head, 1) + layer.rate_bias[head]);
+                std::fill_n(&decays[i * dim], dim, std::exp(rate));
+            }
+            betas[i] = sigmoid(now.rate(begin + i, head, 0));
+        }
+        const float *of = &now.convolved[begin * channels];
+        float *out = now.answers + begin * now.values() + head * value_dim;
+        kernels.delta({now.states + head * dim * value_dim, tokens, dim, value_dim, of + now.keys() + key_head * dim,
+                       of + key_head * dim, of + 2 * now.keys() + head * value_dim, channels, decays.data(), betas, out,
+                       now.values()});
+        const Projected z = now.of(key_head, 3);
+        for (int64_t i = 0; i < tokens; ++i, out += now.values()) {
+            rms_norm(out, layer.out_norm, layer.out_epsilon, value_dim, out);
+            kernels.gate(out, z.x + (begin + i) * z.step + head % now.per_key() * value_dim, value_dim, !layer.gates_once, out);
+        }
+    }
+}
+
+// A matrix, what it is multiplied with, and where that goes among what was projected.
+struct Product {
+    const SwitchyardMatrix *weight;
+    const Vectors *x;
+    int64_t place;
+};
+
+struct DeltaStep : DeltaTokens {
+    const float *hidden;
+    float *out;
+    std::vector<int32_t> all;      // 0, 1, ..., tokens - 1
+    std::vector<float> normed;     // [tokens, hidden]
+    Vectors wide, narrow;          // the same, for queries, keys, values and z, and for the others
+    Vectors z_x, a_x;              // what z and a are of, where that is something else
+    std::vector<Product> first, second;  // those of hidden states, and those of what these give
+    int64_t width;                 // of what all of them give
+    std::vector<float> projected;  // [tokens, width]
+    std::vector<float> answered;   // what `answers` points to
+    Vectors answers_x;             // the same, for the output
+
+    // Lays out what is projected.
+    void arrange() {
+        first.clear(), second.clear();
+        width = 0;
+        for (Projected *part : {&mixed, &k, &v, &z, &b, &a}) *part = {};
+        const auto add = [&](std::vector<Product> &to, const SwitchyardMatrix &weight, const Vectors &x, Projected *part) {
+            if (weight.rows == 0) return;
+            to.push_back({&weight, &x, width});
+            if (part) part->x = nullptr, part->step = width;
+            width += weight.rows;
+        };
+        const bool z_later = layer->z_first.rows > 0, a_later = layer->a_first.rows > 0;
+        add(first, layer->mixed, wide, &mixed), add(first, layer->k, wide, &k), add(first, layer->v, wide, &v);
+        add(first, z_later ? layer->z_first : layer->z, wide, z_later ? nullptr : &z);
+        add(first, layer->b, narrow, &b);
+        add(first, a_later ? layer->a_first : layer->a, narrow, a_later ? nullptr : &a);
+        if (z_later) add(second, layer->z, z_x, &z);
+        if (a_later) add(second, layer->a, a_x, &a);
+        projected.resize(static_cast<size_t>(tokens * width));
+        for (Projected *part : {&mixed, &k, &v, &z, &b, &a}) *part = {projected.data() + part->step, width};
+    }
+};
+
+int64_t blocks_of(const std::vector<Product> &products) {
+    int64_t blocks = 0;
+    for (const Product &product : products) blocks += blocks_of(*product.weight);
+    return blocks;
+}
+
 struct DeltaRun {
     DeltaStep &step;
-    Phase norm, projections, convolutions, heads, spreading, output;
+    Phase norm, projections, between, later, convolutions, heads, spreading, output;
 
     DeltaRun(DeltaStep &step, int threads)
         : step(step),
           norm(step.tokens, threads, 1),
-          projections(blocks_of(step.layer->mixed) + blocks_of(step.layer->z) + blocks_of(step.layer->b) + blocks_of(step.layer->a),
-                      threads, 1),
+          projections(blocks_of(step.first), threads, 1),
+          between(step.second.empty() ? 0 : step.tokens, threads, 1),
+          later(blocks_of(step.second), threads, 1),
           convolutions(step.layer->key_heads, threads, 1),
           heads(step.layer->value_heads, threads, 1),
           spreading(step.tokens, threads, 1),
           output(blocks_of(step.layer->o), threads, 1) {}
 };
 
-// Blocks of mixed, z, b and a, one after the other.
-void project(DeltaStep &step, int64_t begin, int64_t end) {
-    const auto &layer = *step.layer;
-    const SwitchyardMatrix *const weights[] = {&layer.mixed, &layer.z, &layer.b, &layer.a};
+// Blocks of these products, one after the other.
+void project(DeltaStep &step, const std::vector<Product> &products, int64_t begin, int64_t end) {
     for (int64_t item = begin; item < end; ++item) {
-        int64_t block = item, place = 0;
-        int which = 0;
-        for (; block >= blocks_of(*weights[which]); ++which) {
-            block -= blocks_of(*weights[which]);
-            place += weights[which]->rows;
-        }
-        const SwitchyardMatrix &weight = *weights[which];
+        int64_t block = item;
+        const Product *product = products.data();
+        for (; block >= blocks_of(*product->weight); ++product) block -= blocks_of(*product->weight);
+        const SwitchyardMatrix &weight = *product->weight;
         float dots[kDecodeTokens * kTileRows];
-        block_dot(step.kernels, weight, block, which < 2 ? step.wide : step.narrow, step.all.data(), step.tokens, dots);
+        block_dot(step.kernels, weight, block, *product->x, step.all.data(), step.tokens, dots);
         const int64_t row = block * kTileRows, rows = std::min(kTileRows, weight.rows - row);
         for (int64_t token = 0; token < step.tokens; ++token)
-            std::copy_n(dots + token * kTileRows, rows, &step.projected[token * step.width() + place + row]);
+            std::copy_n(dots + token * kTileRows, rows, &step.projected[token * step.width + product->place + row]);
     }
 }
 
-// Channels [at, at + n) of all tokens, whose inputs begin at `from` in what was projected.
-void convolve(DeltaStep &step, int64_t at, int64_t n, int64_t from) {
-    const int64_t kernel = step.layer->kernel, width = step.width(), channels = step.channels();
-    for (int64_t channel = at; channel < at + n; ++channel, ++from) {
-        float *recent = step.recent + channel * kernel;
-        const float *taps = step.layer->taps + channel * kernel;
-        for (int64_t token = 0; token < step.tokens; ++token) {
-            std::copy(recent + 1, recent + kernel, recent);
-            recent[kernel - 1] = step.projected[token * width + from];
-            float sum = 0;
-            for (int64_t i = 0; i < kernel; ++i) sum += taps[i] * recent[i];
-            step.convolved[token * channels + channel] = sum * sigmoid(sum);
-        }
-    }
-}
-
-// To the length `length`, as far as what is nearly 0 can have one.
-void scale_to_length(float *x, int64_t n, float length) {
-    float squares = 0;
-    for (int64_t i = 0; i < n; ++i) squares += x[i] * x[i];
-    const float scale = length / std::sqrt(squares + 1e-6f);
-    for (int64_t i = 0; i < n; ++i) x[i] *= scale;
-}
-
-void convolve_key_head(DeltaStep &step, int64_t head) {
-    const auto &layer = *step.layer;
-    const int64_t dim = layer.key_dim, many = step.per_key() * layer.value_dim, keys = step.keys();
-    convolve(step, head * dim, dim, step.place(head, 0));
-    convolve(step, keys + head * dim, dim, step.place(head, 1));
-    convolve(step, 2 * keys + head * many, many, step.place(head, 2));
-    for (int64_t token = 0; token < step.tokens; ++token) {
-        float *of = &step.convolved[token * step.channels()];
-        scale_to_length(of + head * dim, dim, 1.0f / std::sqrt(static_cast<float>(dim)));
-        scale_to_length(of + keys + head * dim, dim, 1.0f);
-    }
-}
-
-void answer_value_head(DeltaStep &step, int64_t head) {
-    const auto &layer = *step.layer;
-    const int64_t keys = step.keys(), value_dim = layer.value_dim, key_head = head / step.per_key();
-    static thread_local std::vector<float> decay;
-    for (int64_t token = 0; token < step.tokens; ++token) {
-        const float *of = &step.convolved[token * step.channels()];
-        const float rate = layer.rate[head] * softplus(step.rate(token, head, 1) + layer.rate_bias[head]);
-        decay.assign(static_cast<size_t>(layer.key_dim), std::exp(rate));
-        float *out = &step.answers[token * step.values() + head * value_dim];
-        step.kernels.attention->delta({step.states + head * layer.key_dim * value_dim, of + keys + key_head * layer.key_dim,
-                                       of + key_head * layer.key_dim, of + 2 * keys + head * value_dim, decay.data(),
-                                       sigmoid(step.rate(token, head, 0)), layer.key_dim, value_dim, out});
-        rms_norm(out, layer.out_norm, layer.out_epsilon, value_dim, out);
-        const float *z = &step.projected[token * step.width() + step.place(key_head, 3) + head % step.per_key() * value_dim];
-        for (int64_t i = 0; i < value_dim; ++i) out[i] *= z[i] * sigmoid(z[i]);
+// What z and a are of, where that is not the hidden state.
+void prepare_later(DeltaStep &step, int64_t token) {
+    const float *from = &step.projected[token * step.width];
+    for (const Product &product : step.first) {
+        if (product.weight == &step.layer->z_first) step.z_x.set(step.kernels, token, from + product.place);
+        if (product.weight == &step.layer->a_first) step.a_x.set(step.kernels, token, from + product.place);
     }
 }
 
@@ -173,7 +240,11 @@ void delta_work(void *argument) {
             step.narrow.set(step.kernels, token, normed);
         }
     });
-    run.projections.run([&](int64_t begin, int64_t end) { project(step, begin, end); });
+    run.projections.run([&](int64_t begin, int64_t end) { project(step, step.first, begin, end); });
+    run.between.run([&](int64_t begin, int64_t end) {
+        for (int64_t token = begin; token < end; ++token) prepare_later(step, token);
+    });
+    run.later.run([&](int64_t begin, int64_t end) { project(step, step.second, begin, end); });
     run.convolutions.run([&](int64_t begin, int64_t end) {
         for (int64_t head = begin; head < end; ++head) convolve_key_head(step, head);
     });
@@ -185,6 +256,21 @@ void delta_work(void *argument) {
             step.answers_x.set(step.kernels, token, &step.answers[token * step.values()]);
     });
     run.output.run([&](int64_t begin, int64_t end) { put_out(step, begin, end); });
+}
+
+struct PieceRun {
+    DeltaTokens &now;
+    Phase convolutions, heads;
+};
+
+void piece_work(void *argument) {
+    auto &run = *static_cast<PieceRun *>(argument);
+    run.convolutions.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) convolve_key_head(run.now, head);
+    });
+    run.heads.run([&](int64_t begin, int64_t end) {
+        for (int64_t head = begin; head < end; ++head) answer_value_head(run.now, head);
+    });
 }
 
 }  // namespace
@@ -203,16 +289,45 @@ SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const Switchy
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
     step.normed.resize(static_cast<size_t>(tokens * int64_t{delta->hidden}));
-    step.wide.resize({&delta->mixed, &delta->z}, tokens, delta->hidden);
-    step.narrow.resize({&delta->b, &delta->a}, tokens, delta->hidden);
-    step.projected.resize(static_cast<size_t>(tokens * step.width()));
+    step.wide.resize({&delta->mixed, &delta->k, &delta->v, delta->z_first.rows ? &delta->z_first : &delta->z}, tokens, delta->hidden);
+    step.narrow.resize({&delta->b, delta->a_first.rows ? &delta->a_first : &delta->a}, tokens, delta->hidden);
+    if (delta->z_first.rows) step.z_x.resize({&delta->z}, tokens, delta->z.columns);
+    if (delta->a_first.rows) step.a_x.resize({&delta->a}, tokens, delta->a.columns);
+    step.arrange();
     step.convolved.resize(static_cast<size_t>(tokens * step.channels()));
-    step.answers.resize(static_cast<size_t>(tokens * step.values()));
+    step.answered.resize(static_cast<size_t>(tokens * step.values()));
+    step.answers = step.answered.data();
     step.answers_x.resize({&delta->o}, tokens, step.values());
     DeltaRun run(step, pool->threads());
     int64_t bytes = 2 * step.values() * delta->key_dim * int64_t{sizeof(float)};
-    for (const SwitchyardMatrix *matrix : {&delta->mixed, &delta->z, &delta->b, &delta->a, &delta->o}) bytes += bytes_of(*matrix);
+    for (const auto *products : {&step.first, &step.second})
+        for (const Product &product : *products) bytes += bytes_of(*product.weight);
+    bytes += bytes_of(delta->o);
     pool->run(delta_work, &run, tokens * bytes);
+    return 0;
+} catch (const std::bad_alloc &) {
+    return 1;
+}
+
+SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const SwitchyardDelta *delta, int64_t tokens,
+                                             const float *const *given, float *recent, float *states, float *out) try {
+    static thread_local DeltaTokens now;
+    now.layer = delta;
+    now.kernels = kernels_in_use();
+    now.recent = recent;
+    now.states = states;
+    const int64_t states_bytes = now.values() * delta->key_dim * int64_t{sizeof(float)};
+    for (int64_t begin = 0; begin < tokens; begin += kPieceTokens) {
+        now.tokens = std::min(kPieceTokens, tokens - begin);
+        const SwitchyardMatrix *const of[] = {&delta->mixed, &delta->k, &delta->v, &delta->z, &delta->b, &delta->a};
+        Projected *const parts[] = {&now.mixed, &now.k, &now.v, &now.z, &now.b, &now.a};
+        for (int i = 0; i < 6; ++i)
+            *parts[i] = {given[i] ? given[i] + begin * of[i]->rows : nullptr, of[i]->rows};
+        now.convolved.resize(static_cast<size_t>(now.tokens * now.channels()));
+        now.answers = out + begin * now.values();
+        PieceRun run = {now, Phase(delta->key_heads, pool->threads(), 1), Phase(delta->value_heads, pool->threads(), 1)};
+        pool->run_long(piece_work, &run, now.tokens * states_bytes);
+    }
     return 0;
 } catch (const std::bad_alloc &) {
     return 1;

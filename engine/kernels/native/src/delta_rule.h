@@ -1,56 +1,135 @@
-// The gated delta rule for one token (Yang et al. 2024, "Gated Delta Networks", equation 10), in the target's registers.
+// The gated delta rule (Yang et al. 2024, "Gated Delta Networks", equation 10), and the short convolutions and gates around
+// it, in the target's registers.
+//
+// Token by token, in prompts too: with as many columns of the state as the first cache holds, that takes fewer operations
+// than the rule's form for chunks of tokens, which is made for units that multiply matrices.
 #pragma once
+#include <cmath>
+
 #include "attend.h"
 #include "attend_lanes.h"
 
 namespace {
 
-// The columns [at, at + count * kWidth) of the state, which stay in the cache between both passes.
-template <int count> void delta_columns(const DeltaHead &head, int64_t at) {
-    const int64_t step = head.value_dim;
+constexpr int64_t kRowsAhead = 16;  // of a state, which memory delivers while others are computed
+
+// A token's columns [at, at + count * kWidth) of the state, which stay in the cache between both passes.
+template <int count> void delta_columns(const DeltaHead &head, int64_t token, int64_t at) {
+    const int64_t step = head.value_dim, place = token * head.step;
+    const float *keys = head.key + place, *queries = head.query + place, *decays = head.decay + token * head.key_dim;
     V found[count];
     repeat<count>([&](auto i) { found[i] = all(0.0f); });
     const float *row = head.state + at;
     for (int64_t k = 0; k < head.key_dim; ++k, row += step) {
-        const V key = all(head.key[k] * head.decay[k]);
+        if (token == 0) repeat<count>([&](auto i) { prefetch(row + kRowsAhead * step + i * kWidth); });
+        const V key = all(keys[k] * decays[k]);
         repeat<count>([&](auto i) { found[i] = fma(load(row + i * kWidth), key, found[i]); });
     }
     V change[count], out[count];
     repeat<count>([&](auto i) {
-        change[i] = multiply(subtract(load(head.value + at + i * kWidth), found[i]), all(head.beta));
+        change[i] = multiply(subtract(load(head.value + place + at + i * kWidth), found[i]), all(head.beta[token]));
         out[i] = all(0.0f);
     });
     float *state = head.state + at;
     for (int64_t k = 0; k < head.key_dim; ++k, state += step) {
-        const V key = all(head.key[k]), query = all(head.query[k]), decay = all(head.decay[k]);
+        const V key = all(keys[k]), query = all(queries[k]), decay = all(decays[k]);
         repeat<count>([&](auto i) {
             const V now = fma(change[i], key, multiply(load(state + i * kWidth), decay));
             store(state + i * kWidth, now);
             out[i] = fma(now, query, out[i]);
         });
     }
-    repeat<count>([&](auto i) { store(head.out + at + i * kWidth, out[i]); });
+    repeat<count>([&](auto i) { store(head.out + token * head.out_step + at + i * kWidth, out[i]); });
 }
 
-void delta_column(const DeltaHead &head, int64_t at) {
-    const int64_t step = head.value_dim;
+void delta_column(const DeltaHead &head, int64_t token, int64_t at) {
+    const int64_t step = head.value_dim, place = token * head.step;
+    const float *key = head.key + place, *query = head.query + place, *decay = head.decay + token * head.key_dim;
     float found = 0, out = 0;
-    for (int64_t k = 0; k < head.key_dim; ++k) found += head.state[k * step + at] * (head.key[k] * head.decay[k]);
-    const float change = (head.value[at] - found) * head.beta;
+    for (int64_t k = 0; k < head.key_dim; ++k) found += head.state[k * step + at] * (key[k] * decay[k]);
+    const float change = (head.value[place + at] - found) * head.beta[token];
     for (int64_t k = 0; k < head.key_dim; ++k) {
         float &state = head.state[k * step + at];
-        state = state * head.decay[k] + change * head.key[k];
-        out += state * head.query[k];
+        state = state * decay[k] + change * key[k];
+        out += state * query[k];
     }
-    head.out[at] = out;
+    head.out[token * head.out_step + at] = out;
 }
 
 void delta_rule(const DeltaHead &head) {
     constexpr int together = 4;
     int64_t at = 0;
-    for (; at + together * kWidth <= head.value_dim; at += together * kWidth) delta_columns<together>(head, at);
-    for (; at + kWidth <= head.value_dim; at += kWidth) delta_columns<1>(head, at);
-    for (; at < head.value_dim; ++at) delta_column(head, at);
+    for (; at + together * kWidth <= head.value_dim; at += together * kWidth)
+        for (int64_t token = 0; token < head.tokens; ++token) delta_columns<together>(head, token, at);
+    for (; at + kWidth <= head.value_dim; at += kWidth)
+        for (int64_t token = 0; token < head.tokens; ++token) delta_columns<1>(head, token, at);
+    for (; at < head.value_dim; ++at)
+        for (int64_t token = 0; token < head.tokens; ++token) delta_column(head, token, at);
+}
+
+constexpr int64_t kMostTaps = 8;
+
+// Up to kWidth channels from `at` on.  kernel: 0 if it is not known when this is compiled.
+template <int known> void convolve_channels(const Convolution &c, int64_t at) {
+    const int64_t kernel = known ? known : c.kernel, width = c.count - at < kWidth ? c.count - at : kWidth;
+    float lines[kMostTaps][kWidth] = {}, weights[kMostTaps][kWidth] = {};
+    for (int64_t i = 0; i < kernel; ++i)
+        for (int64_t lane = 0; lane < width; ++lane) {
+            lines[i][lane] = c.recent[(at + lane) * kernel + i];
+            weights[i][lane] = c.taps[i * c.taps_step + at + lane];
+        }
+    V line[kMostTaps], tap[kMostTaps];
+    for (int64_t i = 0; i < kernel; ++i) line[i] = load(lines[i]), tap[i] = load(weights[i]);
+    for (int64_t token = 0; token < c.tokens; ++token) {
+        for (int64_t i = 1; i < kernel; ++i) line[i - 1] = line[i];
+        const float *x = c.x + token * c.x_step + at;
+        float *out = c.out + token * c.out_step + at, few[kWidth] = {};
+        if (width < kWidth) std::memcpy(few, x, static_cast<size_t>(width) * sizeof(float));
+        line[kernel - 1] = load(width < kWidth ? few : x);
+        V sum = all(0.0f);
+        for (int64_t i = 0; i < kernel; ++i) sum = fma(tap[i], line[i], sum);
+        store(few, multiply(sum, sigmoid(sum)));
+        std::memcpy(out, few, static_cast<size_t>(width) * sizeof(float));
+    }
+    for (int64_t i = 0; i < kernel; ++i) {
+        store(lines[i], line[i]);
+        for (int64_t lane = 0; lane < width; ++lane) c.recent[(at + lane) * kernel + i] = lines[i][lane];
+    }
+}
+
+void convolve_all(const Convolution &c) {
+    for (int64_t at = 0; at < c.count; at += kWidth) c.kernel == 4 ? convolve_channels<4>(c, at) : convolve_channels<0>(c, at);
+}
+
+// A row of vectors, whatever is left over of it: change(values of x, values of y).
+template <class Change> void change_rows(const float *x, const float *y, int64_t n, float *out, Change change) {
+    for (int64_t at = 0; at < n; at += kWidth) {
+        float some[2][kWidth] = {};
+        const auto bytes = static_cast<size_t>(n - at < kWidth ? n - at : kWidth) * sizeof(float);
+        std::memcpy(some[0], x + at, bytes);
+        std::memcpy(some[1], y + at, bytes);
+        store(some[0], change(load(some[0]), load(some[1])));
+        std::memcpy(out + at, some[0], bytes);
+    }
+}
+
+void gate_all(const float *x, const float *gate, int64_t n, bool twice, float *out) {
+    change_rows(x, gate, n, out, [twice](V value, V by) {
+        const V open = sigmoid(by);
+        return multiply(value, twice ? multiply(by, open) : open);
+    });
+}
+
+void decay_all(const float *x, const float *bias, float rate, int64_t n, float *out) {
+    change_rows(x, bias, n, out, [rate](V value, V more) {
+        // softplus(v) = max(v, 0) + log(1 + e to the power of -|v|), whose logarithm is 2 atanh(e / (2 + e)).
+        const V v = add(value, more), less = subtract(all(0.0f), v), e = exponential(subtract(all(0.0f), larger(v, less)));
+        const V s = divide(e, add(e, all(2.0f))), t = multiply(s, s);
+        V sum = all(1.0f / 13);
+        for (const float part : {1.0f / 11, 1.0f / 9, 1.0f / 7, 1.0f / 5, 1.0f / 3, 1.0f}) sum = fma(sum, t, all(part));
+        const V soft = fma(multiply(s, all(2.0f)), sum, unless_below(v, v, 0.0f));
+        return exponential(multiply(soft, all(rate)));
+    });
 }
 
 }  // namespace

@@ -16,8 +16,11 @@
 #include "stamps.h"
 #include "switchyard_kernels.h"
 #include "thread_pool.h"
+#include "token_index.h"
 
 namespace {
+
+constexpr int64_t kGathered = 64;  // rows that a thread copies at once
 
 struct LatentStep {
     const SwitchyardLatentAttention *layer;
@@ -36,6 +39,8 @@ struct LatentStep {
     std::vector<float> queries;     // [tokens, heads, nope + rope]
     std::vector<float> compressed;  // [tokens, rank + rope]
     PieceAttention attention;
+    TokenIndex index;
+    std::vector<uint16_t> gathered;  // of each token that has chosen some: latents [room, rank] and then rotary keys [room, rope]
     Vectors absorbed_x;             // [tokens, heads], [nope]
     Vectors mixed;                  // [tokens, heads], [rank]
     std::vector<float> attended;    // [tokens, heads * value_dim]
@@ -52,21 +57,36 @@ struct LatentStep {
         rows.further_dim = layer->rope;
         return rows;
     }
+    // Rows of what a token chooses.
+    int64_t room() const { return layer->index ? (layer->index->most + kPageTokens - 1) / kPageTokens * kPageTokens : 0; }
+    uint16_t *gathered_of(int64_t token) { return &gathered[token * room() * (layer->rank + layer->rope)]; }
+    HeldRows rows_of_token(int64_t token) {
+        HeldRows rows = rows_of(attention.piece_of(token));
+        if (!index.chosen(token)) return rows;
+        rows.keys = rows.values = gathered_of(token);
+        rows.further_keys = gathered_of(token) + room() * layer->rank;
+        rows.pages = nullptr;
+        return rows;
+    }
+    int64_t gathering() const { return layer->index ? tokens * ((layer->index->most + kGathered - 1) / kGathered) : 0; }
     // The matrix that the hidden state goes through first on its way to queries.
     const SwitchyardMatrix &q_first() const { return has_q_latent() ? layer->q_a : layer->q; }
 };
 
 struct LatentRun {
     LatentStep &step;
-    Phase norm, first, between, queries, absorbing, attention, joining, spreading, output;
+    Phase norm, first, between, queries, asking, scoring, absorbing, gathering, attention, joining, spreading, output;
 
     LatentRun(LatentStep &step, int threads)
         : step(step),
           norm(step.tokens, threads, 1),
-          first(blocks_of(step.q_first()) + blocks_of(step.layer->kv_a), threads, 1),
+          first(blocks_of(step.q_first()) + blocks_of(step.layer->kv_a) + step.index.blocks(), threads, 1),
           between(step.tokens, threads, 1),
-          queries(step.has_q_latent() ? blocks_of(step.layer->q) : 0, threads, 1),
-          absorbing(int64_t{step.tokens} * step.layer->heads, threads, 1),
+          queries((step.has_q_latent() ? blocks_of(step.layer->q) : 0) + step.index.query_blocks(), threads, 1),
+          asking(step.index.asking(), threads, 4),
+          scoring(step.index.scoring(), threads, 1),
+          absorbing(step.index.choosing() + int64_t{step.tokens} * step.layer->heads, threads, 1),
+          gathering(step.gathering(), threads, 1),
           attention(step.attention.items(), threads, 1),
           joining(int64_t{step.tokens} * step.layer->heads, threads, 1),
           spreading(step.tokens, threads, 1),
@@ -87,10 +107,10 @@ void product_block(const LatentStep &step, const SwitchyardMatrix &weight, int64
 }
 
 // Rotates [rope] numbers.
-void rotate(const LatentStep &step, int64_t token, float *x) {
+void rotate(const LatentStep &step, int64_t token, int32_t kind, float *x) {
+    if (kind == 3) return;
     const int64_t half = step.layer->rope / 2, angles = token * step.token_step;
     const float *cos = step.cos + angles, *sin = step.sin + angles;
-    const auto kind = step.layer->rotation;
     if (kind != 1) return rotate_head(x, 2 * half, kind, cos, sin, step.angle_step);
     static thread_local std::vector<float> turned;
     turned.resize(static_cast<size_t>(2 * half));
@@ -113,8 +133,25 @@ void between_projections(LatentStep &step, int64_t token) {
     }
     float *compressed = &step.compressed[token * layer.kv_a.rows], *key = compressed + layer.rank;
     rms_norm(compressed, layer.kv_norm, layer.kv_epsilon, layer.rank, step.latents() + row * layer.rank);
-    rotate(step, token, key);
+    rotate(step, token, layer.rotation, key);
     for (int64_t i = 0; i < layer.rope; ++i) step.rotary_keys()[row * layer.rope + i] = to_bf16(key[i]);
+    if (step.index.is_own())
+        step.index.keep(token, [&](float *x) { rotate(step, token, layer.index->rotation, x); });
+}
+
+// The rows of some of the tokens that one has chosen, side by side.
+void gather(LatentStep &step, int64_t item) {
+    const auto &layer = *step.layer;
+    const int64_t token = item % step.tokens, begin = item / step.tokens * kGathered;
+    const int32_t *chosen = step.index.chosen(token);
+    if (!chosen) return;
+    const SwitchyardPiece &piece = step.attention.piece_of(token);
+    uint16_t *latents = step.gathered_of(token), *keys = latents + step.room() * layer.rank;
+    for (int64_t i = begin; i < std::min<int64_t>(begin + kGathered, layer.index->most); ++i) {
+        const int64_t row = step.head().row_of(piece.pages, chosen[i]);
+        std::copy_n(step.latents() + row * layer.rank, layer.rank, latents + i * layer.rank);
+        std::copy_n(step.rotary_keys() + row * layer.rope, layer.rope, keys + i * layer.rope);
+    }
 }
 
 // out = sum over i < count of x[i] * row begin + i of the matrix: its transpose times x.
@@ -182,7 +219,7 @@ void absorb(LatentStep &step, int64_t token, int64_t head) {
     } else {
         transposed_product(step.kernels, layer.kv_b, head * (nope + layer.value_dim), nope, query, absorbed);
     }
-    rotate(step, token, query + nope);
+    rotate(step, token, layer.rotation, query + nope);
     std::copy_n(query + nope, rope, absorbed + rank);
 }
 
@@ -228,26 +265,51 @@ void latent_work(void *argument) {
     run.first.run([&](int64_t begin, int64_t end) {
         const int64_t of_queries = blocks_of(step.q_first());
         float *queries = step.has_q_latent() ? step.q_latent.data() : step.queries.data();
+        const int64_t of_both = of_queries + blocks_of(layer.kv_a);
         for (int64_t block = begin; block < end; ++block) {
             if (block < of_queries)
                 product_block(step, step.q_first(), block, step.x, layer.q_a_bias, queries);
-            else
+            else if (block < of_both)
                 product_block(step, layer.kv_a, block - of_queries, step.x, layer.kv_a_bias, step.compressed.data());
+            else
+                step.index.project(step.kernels, block - of_both, step.x, step.all.data());
         }
     });
     run.between.run([&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token) between_projections(step, token);
     });
     run.queries.run([&](int64_t begin, int64_t end) {
-        for (int64_t block = begin; block < end; ++block)
-            product_block(step, layer.q, block, step.q_x, nullptr, step.queries.data());
+        const int64_t of_queries = step.has_q_latent() ? blocks_of(layer.q) : 0;
+        for (int64_t block = begin; block < end; ++block) {
+            if (block < of_queries)
+                product_block(step, layer.q, block, step.q_x, nullptr, step.queries.data());
+            else
+                step.index.project_queries(step.kernels, block - of_queries, step.q_x, step.all.data());
+        }
+    });
+    run.asking.run([&](int64_t begin, int64_t end) {
+        for (int64_t at = begin; at < end; ++at)
+            step.index.ask(at, [&](float *x) { rotate(step, at / layer.index->heads, layer.index->rotation, x); });
+    });
+    run.scoring.run([&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item) step.index.score(step.kernels, item);
     });
     run.absorbing.run([&](int64_t begin, int64_t end) {
-        // Tokens next to each other need the same weights, which are still in the cache.
-        for (int64_t at = begin; at < end; ++at) absorb(step, at % tokens, at / tokens);
+        // Tokens next to each other need the same weights, which are still in the cache.  While one thread chooses a token's
+        // tokens the others go on.
+        const int64_t choosing = step.index.choosing();
+        for (int64_t at = begin; at < end; ++at) {
+            if (at < choosing)
+                step.index.choose(at);
+            else
+                absorb(step, (at - choosing) % tokens, (at - choosing) / tokens);
+        }
+    });
+    run.gathering.run([&](int64_t begin, int64_t end) {
+        for (int64_t item = begin; item < end; ++item) gather(step, item);
     });
     run.attention.run([&](int64_t begin, int64_t end) {
-        const auto rows = [&](const SwitchyardPiece &piece, int64_t) { return step.rows_of(piece); };
+        const auto rows = [&](int64_t token, int64_t) { return step.rows_of_token(token); };
         for (int64_t item = begin; item < end; ++item) step.attention.run(item, SWITCHYARD_KV_BF16, rows);
     });
     run.joining.run([&](int64_t begin, int64_t end) {
@@ -275,7 +337,8 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.layer = attention;
     step.kernels = kernels_in_use();
     step.held = held;
-    step.attention.resize(*held, pieces, count, heads, 1, layer.scale, step.rows_of(*pieces), nullptr);
+    step.attention.resize(*held, pieces, count, heads, 1, layer.scale, step.rows_of(*pieces), nullptr,
+                          {layer.index ? layer.index->most : 0, 1});
     const int32_t tokens = step.tokens = step.attention.tokens();
     step.hidden = hidden;
     step.all.resize(static_cast<size_t>(tokens));
@@ -286,9 +349,18 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     step.token_step = token_step;
     step.out = out;
     step.normed.resize(static_cast<size_t>(tokens * int64_t{layer.hidden}));
-    step.x.resize({&layer.kv_a, layer.q_a.rows ? &layer.q_a : &layer.q}, tokens, layer.hidden);
+    const SwitchyardMatrix *const first = layer.q_a.rows ? &layer.q_a : &layer.q;
+    step.index.resize(layer.index, *held, step.attention, tokens);
+    if (step.index.is_own()) {
+        step.x.resize({&layer.kv_a, first, &layer.index->k, &layer.index->weights}, tokens, layer.hidden);
+        step.q_x.resize({&layer.q, &layer.index->q}, tokens, layer.q.columns);
+    } else {
+        step.x.resize({&layer.kv_a, first}, tokens, layer.hidden);
+        step.q_x.resize({&layer.q}, tokens, layer.q.columns);
+    }
     step.q_latent.resize(static_cast<size_t>(tokens * layer.q_a.rows));
-    step.q_x.resize({&layer.q}, tokens, layer.q.columns);
+    if (const auto width = static_cast<size_t>(tokens * step.room() * (layer.rank + layer.rope)); step.gathered.size() < width)
+        step.gathered.resize(width);
     step.queries.resize(static_cast<size_t>(tokens * layer.q.rows));
     step.compressed.resize(static_cast<size_t>(tokens * layer.kv_a.rows));
     step.mixed.resize({layer.v_b.rows ? &layer.v_b : &layer.kv_b}, tokens * heads, layer.rank);
@@ -299,6 +371,7 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
     int64_t weights = 0;
     for (const SwitchyardMatrix *matrix : {&layer.q_a, &layer.q, &layer.kv_a, &layer.kv_b, &layer.k_b, &layer.v_b, &layer.o})
         weights += matrix->rows ? bytes_of(*matrix) : 0;
+    if (step.index.is_own()) weights += bytes_of(layer.index->q) + bytes_of(layer.index->k) + bytes_of(layer.index->weights);
     // As in switchyard_attention_step.
     const int64_t read = 2 * heads * (2 * layer.rank + layer.rope) * step.attention.held();
     pool->run(latent_work, &run, tokens * weights + read);

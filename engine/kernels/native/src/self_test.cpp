@@ -239,7 +239,8 @@ int32_t test_delta(const AttendKernels &kernels) {
         }
         for (int64_t i = 0; i < values; ++i) value[i] = 0.25f * static_cast<float>(i % 9) - 1.0f;
         std::vector<double> wanted(state.begin(), state.end());
-        kernels.delta({state.data(), key.data(), query.data(), value.data(), decay.data(), 0.75f, keys, values, out.data()});
+        const float beta = 0.75f;
+        kernels.delta({state.data(), 1, keys, values, key.data(), query.data(), value.data(), 0, decay.data(), &beta, out.data(), 0});
         for (int64_t i = 0; i < values; ++i) {
             double found = 0, answer = 0;
             for (int64_t k = 0; k < keys; ++k) found += (wanted[k * values + i] *= decay[k]) * key[k];
@@ -250,6 +251,69 @@ int32_t test_delta(const AttendKernels &kernels) {
                 if (!near(state[k * values + i], now, 1e-5)) return 14;
             }
             if (!near(out[i], answer, 1e-5)) return 15;
+        }
+    }
+    return 0;
+}
+
+double silu(double x) { return x / (1.0 + std::exp(-x)); }
+
+int32_t test_convolve(const AttendKernels &kernels) {
+    for (int64_t kernel : {1, 4, 5}) {
+        const int64_t count = 37, tokens = 6;
+        std::vector<float> recent(count * kernel), taps(recent.size()), x(tokens * count), out(x.size());
+        for (size_t i = 0; i < recent.size(); ++i) {
+            recent[i] = 0.1f * static_cast<float>(i * 7 % 23) - 1.0f;
+            taps[i] = 0.2f * static_cast<float>(i * 5 % 17) - 1.5f;
+        }
+        for (size_t i = 0; i < x.size(); ++i) x[i] = 0.3f * static_cast<float>(i * 11 % 29) - 4.0f;
+        const std::vector<float> before(recent);
+        kernels.convolve({recent.data(), taps.data(), count, kernel, count, tokens, x.data(), count, out.data(), count});
+        const auto at = [&](int64_t token, int64_t channel) {
+            return token < 0 ? before[channel * kernel + kernel + token] : x[token * count + channel];
+        };
+        for (int64_t channel = 0; channel < count; ++channel)
+            for (int64_t token = 0; token < tokens; ++token) {
+                double sum = 0;
+                for (int64_t i = 0; i < kernel; ++i) sum += taps[i * count + channel] * at(token - kernel + 1 + i, channel);
+                if (!near(out[token * count + channel], silu(sum), 1e-4)) return 16;
+                if (token < kernel && recent[channel * kernel + kernel - 1 - token] != at(tokens - 1 - token, channel)) return 17;
+            }
+        for (const bool twice : {false, true}) {
+            kernels.gate(x.data(), taps.data(), count, twice, out.data());
+            for (int64_t i = 0; i < count; ++i)
+                if (!near(out[i], x[i] * (twice ? silu(taps[i]) : 1.0 / (1.0 + std::exp(-taps[i]))), 1e-4)) return 18;
+        }
+    }
+    const std::vector<float> x = {-95.0f, -20.0f, -3.0f, -0.5f, 0.0f, 0.25f, 1.0f, 4.0f, 30.0f, 100.0f, 0.1f};
+    const std::vector<float> bias(x.size(), 0.125f);
+    std::vector<float> out(x.size());
+    kernels.decay(x.data(), bias.data(), -0.75f, static_cast<int64_t>(x.size()), out.data());
+    for (size_t i = 0; i < x.size(); ++i)
+        if (!near(out[i], std::exp(-0.75 * std::log1p(std::exp(x[i] + 0.125))), 1e-5)) return 21;
+    return 0;
+}
+
+int32_t test_index(const AttendKernels &kernels) {
+    for (int64_t dim : {6, 40}) {
+        const int64_t count = 11, tokens = 71, room = 3 * kPageTokens;
+        std::vector<uint16_t> keys(room * dim);
+        std::vector<float> q(count * dim), weights(count), scores(room), products(count * room);
+        for (size_t i = 0; i < keys.size(); ++i) keys[i] = to_bf16(0.125f * static_cast<float>(i * 7 % 23) - 1.0f);
+        for (size_t i = 0; i < q.size(); ++i) q[i] = round_bf16(0.05f * static_cast<float>(i * 3 % 29) - 0.7f);
+        for (int64_t i = 0; i < count; ++i) weights[i] = 0.5f - 0.1f * static_cast<float>(i);
+        const HeldRows rows = {keys.data(), nullptr, dim, 0};
+        kernels.index(rows, 0, tokens, {count, q.data(), weights.data()}, scores.data());
+        kernels.index(rows, 0, tokens, {count, q.data(), nullptr}, products.data());
+        for (int64_t token = 0; token < tokens; ++token) {
+            double score = 0;
+            for (int64_t i = 0; i < count; ++i) {
+                double product = 0;
+                for (int64_t d = 0; d < dim; ++d) product += q[i * dim + d] * from_bf16(keys[token * dim + d]);
+                if (!near(products[i * room + token], product, 1e-3)) return 19;
+                if (product > 0) score += weights[i] * product;
+            }
+            if (!near(scores[token], score, 1e-3)) return 20;
         }
     }
     return 0;
@@ -305,5 +369,7 @@ int32_t test_attend(const AttendKernels &kernels) {
                     if (!near(mixed[query * dim + i], sums[i], tolerance * total)) return 13;
             }
         }
-    return test_delta(kernels);
+    if (const int32_t wrong = test_delta(kernels)) return wrong;
+    if (const int32_t wrong = test_convolve(kernels)) return wrong;
+    return test_index(kernels);
 }

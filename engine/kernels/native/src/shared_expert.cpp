@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 #include <numeric>
 
 #include "many_kernels.h"
@@ -41,7 +40,8 @@ void SharedExpertRun::work(const uint16_t *normed) {
     as_expert.first.format = SWITCHYARD_BF16;  // rounds as torch would
     as_expert.pairing = SWITCHYARD_HALVES;
     as_expert.activation = block.shared_activation;
-    as_expert.limit = std::numeric_limits<float>::infinity();
+    as_expert.limit = block.shared_limit;
+    as_expert.alpha = block.shared_alpha;
     const auto activate = expert.kernels.many[SWITCHYARD_BF16]->activate;
     const int64_t tokens = expert.tokens, inner = block.shared_gate_proj.rows, hidden = block.shared_down_proj.rows;
     first.run([&](int64_t begin, int64_t end) {

@@ -111,8 +111,19 @@ typedef struct {
     const uint16_t *after_norm;  // bf16 [hidden], or null
     float epsilon;
     float norm_offset;           // added to the weights of its norms
-    int32_t shared_activation;   // as of SwitchyardExperts, 0 to 4
+    int32_t shared_activation;   // as of SwitchyardExperts, and its limit and alpha
+    float shared_limit, shared_alpha;
 } SwitchyardSparseBlock;
+
+// Chooses the blocks of tokens that each key-value head of grouped attention sees, where a sequence has more of them: the last
+// ones, and those with the highest product of the head's query with one of the index's keys.
+typedef struct {
+    SwitchyardMatrix q;               // [kv_heads * dim, hidden]
+    SwitchyardMatrix k;               // [dim, hidden]
+    const uint16_t *q_norm, *k_norm;  // bf16 [dim], as the layer's norms
+    int32_t dim, block_tokens;        // a multiple of 32 tokens
+    int32_t most, local;              // blocks, and how many of them are the last ones: 1 or more
+} SwitchyardBlockIndex;
 
 // Grouped-query attention of the Llama kind: hidden + o(attention(rope(q, k), v)) of norm(hidden).  With `after_norm`, what is
 // added to hidden goes through that norm first.
@@ -132,7 +143,21 @@ typedef struct {
     int32_t rotation;          // 0 or 2, as of SwitchyardLatentAttention
     float norm_offset;         // added to the weights of its norms
     int32_t is_gated;          // whether what a head gives is multiplied by the sigmoid of its gates
+    const SwitchyardBlockIndex *index;  // or null
 } SwitchyardAttention;
+
+// Chooses the tokens that latent attention sees, where a sequence has more of them: those with the highest scores.  A key's score
+// is the sum over heads of what its product with the head's query is above 0, each times its weight and `scale`.
+typedef struct {
+    SwitchyardMatrix q;               // [heads * dim, q_a rows]
+    SwitchyardMatrix k;               // [dim, hidden], or no rows: it sees what the last layer before it that has some chose
+    SwitchyardMatrix weights;         // [heads, hidden]
+    const uint16_t *k_norm, *k_bias;  // bf16 [dim], of a layer norm
+    int32_t *chosen;                  // [8, most]: positions that each token of a step has chosen, the same for such layers
+    float epsilon, scale;
+    int32_t heads, dim, most;
+    int32_t rotation;                 // of the first `rope` dimensions, as of SwitchyardLatentAttention
+} SwitchyardIndex;
 
 // Multi-head latent attention of the DeepSeek kind, of norm(hidden), with the residual.  All matrices are plain, all norms
 // RMS norms; q_a, kv_a and q (if there is no q_a) are all in tiles, or none is.
@@ -148,26 +173,34 @@ typedef struct {
     float epsilon, q_a_epsilon, kv_epsilon, scale;
     int32_t hidden, heads, nope, rope, rank, value_dim;
     // Pairs of dimensions that are rotated together: 0 i and rope / 2 + i; 1 2i and 2i + 1, which come out as i and
-    // rope / 2 + i; 2 2i and 2i + 1, which stay there.
+    // rope / 2 + i; 2 2i and 2i + 1, which stay there.  3: none are.
     int32_t rotation;
+    const SwitchyardIndex *index;  // or null; needs q_a
 } SwitchyardLatentAttention;
 
-// A gated delta net of the Qwen3-Next kind: hidden + o(norm(delta rule of short convolutions) * silu(z)) of norm(hidden).  All
-// matrices are plain; mixed and z read alike, and so do b and a.  A key head serves `value_heads / key_heads` value heads in a row.
+// A gated delta net of the Qwen3-Next kind: hidden + o(norm(delta rule of short convolutions) * gate(z)) of norm(hidden).  All
+// matrices are plain; those of hidden states read alike, and so do z and a where they are of something else.  A key head serves
+// `value_heads / key_heads` value heads in a row.
 typedef struct {
     const uint16_t *norm;      // bf16 [hidden]
-    const float *taps;         // [channels, kernel], the newest last: channels are all queries, all keys and all values
+    const float *taps;         // [kernel, channels], the newest last: channels are all queries, all keys and all values
     const float *rate;         // [value_heads], below 0: a state decays by exp(rate * softplus(a + rate_bias))
-    const float *rate_bias;    // [value_heads]
+    const float *rate_bias;    // as a's rows
     const uint16_t *out_norm;  // bf16 [value_dim]
     SwitchyardMatrix mixed;    // rows as the channels; or, if z has no rows: of each key head queries, keys, values and z
+    SwitchyardMatrix k, v;     // or no rows: where they have some, mixed has queries alone
     SwitchyardMatrix z;        // [value_heads * value_dim, hidden], or no rows
     SwitchyardMatrix b;        // [value_heads, hidden]; or, if a has no rows: of each key head b and a of its value heads
     SwitchyardMatrix a;        // [value_heads, hidden], or no rows
     SwitchyardMatrix o;        // [hidden, value_heads * value_dim]
+    SwitchyardMatrix z_first, a_first;  // [any, hidden]: what z and a are of instead of hidden states; or no rows
     float epsilon, out_epsilon;
     float norm_offset;         // added to the weights of `norm`
-    int32_t hidden, key_heads, value_heads, key_dim, value_dim, kernel;
+    int32_t hidden, key_heads, value_heads, key_dim, value_dim;
+    int32_t kernel;            // at most 8
+    int32_t decays_keys;       // whether each of a state's rows decays by itself: a has [key_heads * key_dim], and as many heads
+                               // are of values (Kimi Team 2025, "Kimi Linear", section 3)
+    int32_t gates_once;        // whether gate(z) is sigmoid(z), and not z * sigmoid(z)
 } SwitchyardDelta;
 
 // Incremented whenever a signature or a struct above changes: a library with another number is not used.
@@ -224,6 +257,7 @@ typedef struct {
     int32_t type;
     int32_t window;       // how many of the last tokens a token sees, itself included; 0: all
     int32_t kept;         // and of the first, whatever the window (StreamingLLM's attention sinks)
+    void *index_keys;     // of a layer with an index: bf16 [pages, page_tokens, dim]; else null
 } SwitchyardPages;
 
 // The next tokens of one sequence.
@@ -253,6 +287,11 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
 // states: [value_heads, key_dim, value_dim].  Both are brought up to date.  hidden, out: [tokens, hidden], not the same.
 SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const SwitchyardDelta *delta, int32_t tokens,
                                              const float *hidden, float *recent, float *states, float *out);
+
+// Any number of tokens of a sequence, whose projections are done.  given: of mixed, k, v, z, b and a, [tokens, rows] each, null
+// for those without rows.  out: [tokens, value_heads * value_dim], what o is to be multiplied with.
+SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const SwitchyardDelta *delta, int64_t tokens,
+                                             const float *const *given, float *recent, float *states, float *out);
 
 // A decoder layer of attention and a sparse block, where its keys and values are, and the next tokens as it holds them.  A
 // delta net's are those of one sequence: what its convolutions read last, and its states; see the functions above.
