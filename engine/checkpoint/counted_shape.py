@@ -18,6 +18,7 @@ from engine.checkpoint.stored import (
     StoredWeights,
     beside,
     common_format,
+    in_columns,
     in_rows,
     is_in_gguf,
     linear_format,
@@ -225,6 +226,8 @@ def _in_place(
         stored = in_rows(entry) if len(entry.shape) == 2 else None
         if stored is not None and not (is_blocks(stored.dtype) or (_is_read(stored) and _is_large(entry))):
             stored = None
+        if (turned := in_columns(entry)) is not None:
+            stored, _ = turned
         nbytes = entry.nbytes if stored is not None else 2 * entry.numel
         if stored is not None:
             formats[stored.dtype] += entry.numel

@@ -153,6 +153,17 @@ def in_rows(entry: TensorEntry) -> TensorEntry | None:
     return entry if entry.dtype in BY_NAME else None
 
 
+def in_columns(entry: TensorEntry) -> tuple[TensorEntry, NDArray[np.int64]] | None:
+    """The stored matrix of blocks whose columns a matrix has in another order, and which of them come one after the
+    other; `None` if there is none."""
+    if not (isinstance(entry, PackedEntry) and len(entry.sources) == 1 and isinstance(entry.packing, Rows)):
+        return None
+    (stored,), packing = entry.sources, entry.packing
+    if packing.axis != -1 or packing.order is None or packing.transposed or len(stored.shape) != 2:
+        return None
+    return (stored, packing.order.astype(np.int64)) if is_blocks(stored.dtype) else None
+
+
 def heads_in_rows(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     """The stacks of each head's matrix of keys, transposed, and of values that a matrix is made of, if both are in
     ggml's types; see `LatentHeads`."""

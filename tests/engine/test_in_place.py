@@ -14,7 +14,7 @@ from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
 from engine.experts.bank import LayerInPlace
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear
+from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear, TurnedLinear
 from engine.kernels.native.rows import route_rows
 from engine.kernels.native.structs import ExpertsStruct, RouterStruct, SparseBlockStruct
 from engine.kernels.repack import Blocks
@@ -246,6 +246,31 @@ def test_keys_and_values_of_latents_are_made_by_what_the_file_has(
     assert ((found - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
     # A row alone may choose as the router in fp32 did not, too.
     assert ((torch.stack(rows) - wanted).norm(dim=-1) / wanted.norm(dim=-1)).median() < 0.04
+
+
+@pytest.mark.parametrize("name", ["qwen35moe", "qwen35"])
+def test_columns_lie_in_the_files_order(name: str, tmp_path: Path) -> None:
+    """llama.cpp has the value heads of a delta net in another order than the library: its output's columns, too."""
+    file = rewritten(unpacked(name, tmp_path)[0], kind="Q8_0")
+    with loaded(file, "auto") as ours, torch.no_grad():
+        nets = [layer.linear_attn for layer in ours.model.model.layers if hasattr(layer, "linear_attn")]
+        assert nets
+        assert all(isinstance(net.out_proj.__dict__["forward"], TurnedLinear) for net in nets)
+        assert nets[0].num_v_heads > nets[0].num_k_heads > 1 or name == "qwen35"
+        step = StepModel(ours.model, 64)
+        assert step._single is not None
+        assert step._single._whole is not None
+        ids = PROMPT_IDS
+        with routes_of(ours.model) as routes:
+            found = ours.model(input_ids=ids, cache=new_cache(ours.model), use_cache=True).logits[0].float()
+        cache, start = new_cache(ours.model), 3
+        step(ids[:, :start], cache, 0)
+        rows = [step(ids[:, at : at + 1], cache, at)[0][0].float() for at in range(start, ids.shape[1])]
+        batched = ours.model(input_ids=ids.expand(2, -1)).logits[1].float()  # by the library's own net
+    wanted = _reference(file, ids, routes)
+    for each in (found, batched):
+        assert ((each - wanted).norm(dim=-1) / wanted.norm(dim=-1)).max() < 0.06
+    assert (torch.stack(rows) - found[start:]).norm() < 0.04 * wanted.norm()
 
 
 def test_biases_and_alternating_rows(tmp_path: Path) -> None:

@@ -137,7 +137,9 @@ def test_a_delta_net_is_its_recurrence(
     turned = taps.t().contiguous()
     struct = DeltaStruct(
         *(norm.data_ptr(), turned.data_ptr(), rate.data_ptr(), bias.data_ptr(), out_norm.data_ptr()),
-        *(none if each is None else linear_struct(each) for each in matrices),
+        *(none if each is None else linear_struct(each) for each in matrices[:7]),
+        None,
+        *(none if each is None else linear_struct(each) for each in matrices[7:]),
         *(_EPSILON, _EPSILON, 0.0, hidden, key_heads, heads, key_dim, value_dim, kernel, of_keys, of_keys),
     )
 

@@ -279,6 +279,25 @@ class QuantisedLinear:
         return out if self._is_head else out.to(input.dtype)
 
 
+class TurnedLinear:
+    """The `forward` of a linear layer that is stored with its columns in another order.
+
+    Args:
+        stored: of the layer as it is stored.
+        order: which stored column each of the layer's is.
+
+    Attributes:
+        stored, order: as given.
+    """
+
+    def __init__(self, stored: QuantisedLinear, order: torch.Tensor) -> None:
+        self.stored, self.order = stored, order
+        self._places = order.argsort()
+
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return self.stored(input.index_select(-1, self._places))
+
+
 class LatentHeads:
     """The `forward` of what makes keys and values of latents (DeepSeek-V2, section 2.1); replaces its weight.
 

@@ -165,7 +165,9 @@ class DeltaStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("norm", "taps", "rate", "rate_bias", "out_norm")),
-        *((name, MatrixStruct) for name in ("mixed", "k", "v", "z", "b", "a", "o", "z_first", "a_first")),
+        *((name, MatrixStruct) for name in ("mixed", "k", "v", "z", "b", "a", "o")),
+        ("o_heads", ctypes.c_void_p),
+        *((name, MatrixStruct) for name in ("z_first", "a_first")),
         *((name, ctypes.c_float) for name in ("epsilon", "out_epsilon", "norm_offset")),
         *((name, ctypes.c_int32) for name in ("hidden", "key_heads", "value_heads", "key_dim", "value_dim", "kernel")),
         *((name, ctypes.c_int32) for name in ("decays_keys", "gates_once")),

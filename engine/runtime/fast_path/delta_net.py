@@ -7,13 +7,22 @@ Kimi Delta Attention (Kimi Team 2025, "Kimi Linear", section 3) is one whose sta
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from engine.families import fast_path_of
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import is_plain, is_readable, linear_struct, out_of_memory, reads_together
+from engine.kernels.native.linear import (
+    TurnedLinear,
+    address_of,
+    is_plain,
+    is_readable,
+    linear_struct,
+    out_of_memory,
+    reads_together,
+)
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.native.structs import DeltaStruct, MatrixStruct
 from engine.runtime.fast_path.angles import Angles
@@ -46,8 +55,9 @@ class _Parts(NamedTuple):
     decays_keys: bool
 
     @property
-    def linears(self) -> tuple[Any, ...]:
-        return self[:9]
+    def inputs(self) -> tuple[Any, ...]:
+        """All matrices but the output's."""
+        return (*self[:6], self.z_first, self.a_first)
 
     @property
     def given(self) -> tuple[Any, ...]:
@@ -79,6 +89,27 @@ def _net_of(layer: Any) -> Any:
     return next((net for name in ("linear_attn", "self_attn") if (net := getattr(layer, name, None)) is not None), None)
 
 
+def _struct_of(linear: Any) -> MatrixStruct | None:
+    return MatrixStruct() if linear is None else linear_struct(linear)
+
+
+def _turned(parts: _Parts) -> TurnedLinear | None:
+    """The output's matrix, if it is stored with its columns in another order."""
+    forward = parts.o.__dict__.get("forward")
+    return forward if isinstance(forward, TurnedLinear) else None
+
+
+def _heads_of(turned: TurnedLinear, parts: _Parts) -> torch.Tensor | None:
+    """int32: the place of each value head among the columns of the output's matrix; `None` if heads are not in one
+    piece."""
+    heads, width = parts.value_heads, parts.value_dim
+    order = turned.order.view(heads, width)
+    firsts = order[:, :1]
+    if not torch.equal(order, firsts + torch.arange(width)) or bool((firsts % width).any()):
+        return None
+    return (firsts[:, 0] // width).to(torch.int32)
+
+
 class DeltaNet:
     """The linear attention of one decoder layer.  It rotates nothing.
 
@@ -98,11 +129,20 @@ class DeltaNet:
             parts.rates.A_log.detach().float().exp().neg().contiguous(),
             parts.rates.dt_bias.detach().float().contiguous(),
         )
+        turned = _turned(parts)
+        self._output: Callable[[torch.Tensor], torch.Tensor] = parts.o if turned is None else turned.stored
+        self._o_heads = None if turned is None else _heads_of(turned, parts)
         self._struct = DeltaStruct(
             norm.weight.data_ptr(),
             *(tensor.data_ptr() for tensor in self._held),
             parts.norm.weight.data_ptr(),
-            *(linear_struct(linear) if linear is not None else MatrixStruct() for linear in parts.linears),
+            *map(_struct_of, parts.given),
+            linear_struct(parts.o) if turned is None else turned.stored.struct,
+            address_of(self._o_heads),
+            *(
+                linear_struct(linear) if linear is not None else MatrixStruct()
+                for linear in (parts.z_first, parts.a_first)
+            ),
             epsilon_of(norm),
             epsilon_of(parts.norm),
             offset_of(norm),
@@ -125,11 +165,14 @@ class DeltaNet:
         if fast_path_of(net, "delta") is None:
             return False
         parts = _Parts.of(net)
-        mixed, k, v, z, b, a, _o, z_first, a_first = (
-            None if linear is None else linear_struct(linear) for linear in parts.linears
+        turned = _turned(parts)
+        mixed, k, v, z, b, a, z_first, a_first = (
+            None if linear is None else linear_struct(linear) for linear in parts.inputs
         )
         return (
-            all(linear.bias is None and is_readable(linear) for linear in parts.linears if linear is not None)
+            all(linear.bias is None and is_readable(linear) for linear in parts.inputs if linear is not None)
+            and parts.o.bias is None
+            and (is_readable(parts.o) if turned is None else _heads_of(turned, parts) is not None)
             and reads_together((mixed, k, v, z_first or z))
             and reads_together((b, a_first or a))
             and all(map(is_plain, (net.conv1d.weight, parts.norm.weight, LayerNorms.of(layer).before_attention.weight)))
@@ -194,7 +237,7 @@ class DeltaNet:
         is_one = hidden_states.shape[0] == 1 and attention_mask is None and options.get("cu_seq_lens_q") is None
         answer: torch.Tensor
         if is_one and cache is not None and self._begin(cache):
-            answer = self._parts.o(self._answer(hidden_states, *self._states(cache)))
+            answer = self._output(self._answer(hidden_states, *self._states(cache)))
         else:
             answer = self._in_library(hidden_states, cache=cache, attention_mask=attention_mask, **options)
         return answer

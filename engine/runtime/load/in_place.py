@@ -17,7 +17,7 @@ import torch
 from engine.checkpoint.expert_index import ExpertSource, PartSources
 from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.stored import heads_in_rows, in_rows, is_in_gguf, pieces_of
+from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf, pieces_of
 from engine.experts.bank import ExpertBank, LayerInPlace
 from engine.experts.direct_file import bytes_of
 from engine.experts.quantised_layout import BlockLayout
@@ -36,6 +36,7 @@ from engine.kernels.native.linear import (
     BlockEmbedding,
     LatentHeads,
     QuantisedLinear,
+    TurnedLinear,
     looks_rows_up,
     scale_of_rows,
 )
@@ -261,6 +262,13 @@ def bind_matrices_in_place(
             keys, values = (_rows_of(stack, files.bytes_of(stack, reader)) for stack in stacks)
             own.forward = LatentHeads(own, keys, values, kernels)
             continue
+        turned = in_columns(entry)
+        if turned is not None:
+            stored_matrix, order = turned
+            own, kind = model.get_submodule(name.removesuffix(".weight")), BY_NAME[stored_matrix.dtype]
+            raw = files.bytes_of(stored_matrix, reader).view(stored_matrix.shape[0], -1)
+            own.forward = TurnedLinear(QuantisedLinear(own, Blocks(kind, raw), kernels), torch.from_numpy(order))
+            continue
         if id(entry) not in made:
             stored = blocks_of(entry)
             assert stored is not None
@@ -303,6 +311,9 @@ def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
     heads = heads_in_rows(entry)
     if heads is not None:
         return {stack.dtype for stack in heads} <= types
+    turned = in_columns(entry)
+    if turned is not None:
+        return turned[0].dtype in types
     stored = in_rows(entry)
     if stored is None or stored.dtype not in types or len(stored.shape) != 2:
         return False
@@ -369,7 +380,8 @@ class MatricesOnCards:
         self, opened: OpenedCheckpoint, reader: TensorReader | None = None, besides: Collection[str] = ()
     ) -> None:
         found = matrices_in_place(opened, BLOCKS).items()
-        self._found, self._reader = {name: entry for name, entry in found if name not in besides}, reader
+        mine = {name: entry for name, entry in found if name not in besides and in_columns(entry) is None}
+        self._found, self._reader = mine, reader
         self._tied = tied_to(opened.model)
         linears: dict[str, BlockFormat] = {}
         self.embeddings: dict[str, TensorEntry] = {}

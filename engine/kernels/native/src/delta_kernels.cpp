@@ -113,7 +113,7 @@ void answer_value_head(DeltaTokens &now, int64_t head) {
             betas[i] = sigmoid(now.rate(begin + i, head, 0));
         }
         const float *of = &now.convolved[begin * channels];
-        float *out = now.answers + begin * now.values() + head * value_dim;
+        float *out = now.answers + begin * now.values() + (layer.o_heads ? layer.o_heads[head] : head) * value_dim;
         kernels.delta({now.states + head * dim * value_dim, tokens, dim, value_dim, of + now.keys() + key_head * dim,
                        of + key_head * dim, of + 2 * now.keys() + head * value_dim, channels, decays.data(), betas, out,
                        now.values()});

@@ -193,6 +193,7 @@ typedef struct {
     SwitchyardMatrix b;        // [value_heads, hidden]; or, if a has no rows: of each key head b and a of its value heads
     SwitchyardMatrix a;        // [value_heads, hidden], or no rows
     SwitchyardMatrix o;        // [hidden, value_heads * value_dim]
+    const int32_t *o_heads;    // [value_heads]: the place of each among what o takes, or null: in their order
     SwitchyardMatrix z_first, a_first;  // [any, hidden]: what z and a are of instead of hidden states; or no rows
     float epsilon, out_epsilon;
     float norm_offset;         // added to the weights of `norm`
