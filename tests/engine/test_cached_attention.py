@@ -75,7 +75,7 @@ def assert_step_as_in_torch(
     still, turned = torch.ones(dim // 2), torch.zeros(dim // 2)
     out = torch.empty_like(x)
     page = ClaimedPage.apart()
-    place = (rows[0].data_ptr(), rows[1].data_ptr(), *layer.scales, rows[0].shape[2], int(kv_type))
+    place = (rows[0].data_ptr(), rows[1].data_ptr(), *layer.scales, rows[0].shape[2], int(kv_type), None)
     failed = kernels.attention_step(
         *(kernels.pool, ctypes.addressof(struct), *page.take((place, held), 1)),
         *(x.data_ptr(), still.data_ptr(), turned.data_ptr(), 1, 0, out.data_ptr()),
@@ -207,7 +207,7 @@ def _assert_pages_are_as_a_cache(
     begin = 0
     for row, new in enumerate(tokens):
         one, its = ClaimedPage.apart(), cache.struct(row, *window)
-        _, piece, count = one.take(((0, 0, None, None, 0, 0), lengths[row]), new)
+        _, piece, count = one.take(((0, 0, None, None, 0, 0, None), lengths[row]), new)
         wanted = call(its, piece, count, begin, begin + new)
         assert torch.equal(got[begin : begin + new], wanted)
         written = lengths[row], lengths[row] + new
