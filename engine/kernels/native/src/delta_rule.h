@@ -11,35 +11,60 @@
 
 namespace {
 
-constexpr int64_t kRowsAhead = 16;  // of a state, which memory delivers while others are computed
+constexpr int64_t kRowsAhead = 16;   // of a state, which memory delivers while others are computed
+constexpr int64_t kLocalKeys = 128;  // rows of a state that have a place of their own
 
-// A token's columns [at, at + count * kWidth) of the state, which stay in the cache between both passes.
-template <int count> void delta_columns(const DeltaHead &head, int64_t token, int64_t at) {
-    const int64_t step = head.value_dim, place = token * head.step;
-    const float *keys = head.key + place, *queries = head.query + place, *decays = head.decay + token * head.key_dim;
-    V found[count];
-    repeat<count>([&](auto i) { found[i] = all(0.0f); });
-    const float *row = head.state + at;
-    for (int64_t k = 0; k < head.key_dim; ++k, row += step) {
-        if (token == 0) repeat<count>([&](auto i) { prefetch(row + kRowsAhead * step + i * kWidth); });
-        const V key = all(keys[k] * decays[k]);
-        repeat<count>([&](auto i) { found[i] = fma(load(row + i * kWidth), key, found[i]); });
-    }
-    V change[count], out[count];
-    repeat<count>([&](auto i) {
-        change[i] = multiply(subtract(load(head.value + place + at + i * kWidth), found[i]), all(head.beta[token]));
-        out[i] = all(0.0f);
-    });
-    float *state = head.state + at;
-    for (int64_t k = 0; k < head.key_dim; ++k, state += step) {
-        const V key = all(keys[k]), query = all(queries[k]), decay = all(decays[k]);
+// What tokens [from the first to the last) make of the columns [at, at + count * kWidth) of the state.  Rows of a state lie a
+// power of two apart, so that few of them stay in the first cache: they are kept side by side meanwhile, in `local`, or
+// where they are if there is no room.
+template <int count> void delta_columns(const DeltaHead &head, int64_t at, float *local) {
+    const int64_t step = head.value_dim, local_step = local ? count * kWidth : step;
+    float *const state = head.state + at, *const kept = local ? local : state;
+    for (int64_t token = 0; token < head.tokens; ++token) {
+        const int64_t place = token * head.step;
+        const float *keys = head.key + place, *queries = head.query + place, *decays = head.decay + token * head.key_dim;
+        V found[count];
+        repeat<count>([&](auto i) { found[i] = all(0.0f); });
+        if (token == 0) {
+            const float *row = state;
+            float *to = kept;
+            for (int64_t k = 0; k < head.key_dim; ++k, row += step, to += local_step) {
+                repeat<count>([&](auto i) { prefetch(row + kRowsAhead * step + i * kWidth); });
+                const V key = all(keys[k] * decays[k]);
+                repeat<count>([&](auto i) {
+                    const V held = load(row + i * kWidth);
+                    found[i] = fma(held, key, found[i]);
+                    store(to + i * kWidth, held);
+                });
+            }
+        } else {
+            const float *row = kept;
+            for (int64_t k = 0; k < head.key_dim; ++k, row += local_step) {
+                const V key = all(keys[k] * decays[k]);
+                repeat<count>([&](auto i) { found[i] = fma(load(row + i * kWidth), key, found[i]); });
+            }
+        }
+        V change[count], out[count];
         repeat<count>([&](auto i) {
-            const V now = fma(change[i], key, multiply(load(state + i * kWidth), decay));
-            store(state + i * kWidth, now);
-            out[i] = fma(now, query, out[i]);
+            change[i] = multiply(subtract(load(head.value + place + at + i * kWidth), found[i]), all(head.beta[token]));
+            out[i] = all(0.0f);
         });
+        const bool is_last = token + 1 == head.tokens;
+        const float *next = keys + head.step, *asked = queries + head.step;
+        const float *row = kept;
+        float *to = is_last ? state : kept;
+        const int64_t to_step = is_last ? step : local_step;
+        for (int64_t k = 0; k < head.key_dim; ++k, row += local_step, to += to_step) {
+            if (!is_last && k % 16 == 0) prefetch(next + k), prefetch(asked + k);
+            const V key = all(keys[k]), query = all(queries[k]), decay = all(decays[k]);
+            repeat<count>([&](auto i) {
+                const V now = fma(change[i], key, multiply(load(row + i * kWidth), decay));
+                store(to + i * kWidth, now);
+                out[i] = fma(now, query, out[i]);
+            });
+        }
+        repeat<count>([&](auto i) { store(head.out + token * head.out_step + at + i * kWidth, out[i]); });
     }
-    repeat<count>([&](auto i) { store(head.out + token * head.out_step + at + i * kWidth, out[i]); });
 }
 
 void delta_column(const DeltaHead &head, int64_t token, int64_t at) {
@@ -58,47 +83,52 @@ void delta_column(const DeltaHead &head, int64_t token, int64_t at) {
 
 void delta_rule(const DeltaHead &head) {
     constexpr int together = 4;
+    alignas(64) float room[kLocalKeys * together * kWidth];
+    float *const local = head.key_dim <= kLocalKeys ? room : nullptr;
     int64_t at = 0;
-    for (; at + together * kWidth <= head.value_dim; at += together * kWidth)
-        for (int64_t token = 0; token < head.tokens; ++token) delta_columns<together>(head, token, at);
-    for (; at + kWidth <= head.value_dim; at += kWidth)
-        for (int64_t token = 0; token < head.tokens; ++token) delta_columns<1>(head, token, at);
+    for (; at + together * kWidth <= head.value_dim; at += together * kWidth) delta_columns<together>(head, at, local);
+    for (; at + kWidth <= head.value_dim; at += kWidth) delta_columns<1>(head, at, local);
     for (; at < head.value_dim; ++at)
         for (int64_t token = 0; token < head.tokens; ++token) delta_column(head, token, at);
 }
 
 constexpr int64_t kMostTaps = 8;
+constexpr int kChannels = 8;  // vectors of channels that go through tokens together: a token's lie side by side
 
-// Up to kWidth channels from `at` on.  kernel: 0 if it is not known when this is compiled.
+// Channels from `at` on, up to kChannels vectors.  kernel: 0 if it is not known when this is compiled.
 template <int known> void convolve_channels(const Convolution &c, int64_t at) {
-    const int64_t kernel = known ? known : c.kernel, width = c.count - at < kWidth ? c.count - at : kWidth;
-    float lines[kMostTaps][kWidth] = {}, weights[kMostTaps][kWidth] = {};
+    constexpr int64_t room = kChannels * kWidth;
+    const int64_t kernel = known ? known : c.kernel, width = c.count - at < room ? c.count - at : room;
+    alignas(64) float lines[kMostTaps][room] = {}, weights[kMostTaps][room] = {}, few[room] = {};
     for (int64_t i = 0; i < kernel; ++i)
         for (int64_t lane = 0; lane < width; ++lane) {
             lines[i][lane] = c.recent[(at + lane) * kernel + i];
             weights[i][lane] = c.taps[i * c.taps_step + at + lane];
         }
-    V line[kMostTaps], tap[kMostTaps];
-    for (int64_t i = 0; i < kernel; ++i) line[i] = load(lines[i]), tap[i] = load(weights[i]);
+    const auto bytes = static_cast<size_t>(width) * sizeof(float);
+    const int64_t vectors = (width + kWidth - 1) / kWidth;
     for (int64_t token = 0; token < c.tokens; ++token) {
-        for (int64_t i = 1; i < kernel; ++i) line[i - 1] = line[i];
-        const float *x = c.x + token * c.x_step + at;
-        float *out = c.out + token * c.out_step + at, few[kWidth] = {};
-        if (width < kWidth) std::memcpy(few, x, static_cast<size_t>(width) * sizeof(float));
-        line[kernel - 1] = load(width < kWidth ? few : x);
-        V sum = all(0.0f);
-        for (int64_t i = 0; i < kernel; ++i) sum = fma(tap[i], line[i], sum);
-        store(few, multiply(sum, sigmoid(sum)));
-        std::memcpy(out, few, static_cast<size_t>(width) * sizeof(float));
+        // The line that went in first gives its place to the newest.
+        float *const newest = lines[token % kernel];
+        std::memcpy(newest, c.x + token * c.x_step + at, bytes);
+        for (int64_t v = 0; v < vectors; ++v) {
+            V sum = all(0.0f);
+            for (int64_t i = 0; i < kernel; ++i) {
+                const int64_t line = token + 1 + i;
+                sum = fma(load(weights[i] + v * kWidth), load(lines[line % kernel] + v * kWidth), sum);
+            }
+            store(few + v * kWidth, multiply(sum, sigmoid(sum)));
+        }
+        std::memcpy(c.out + token * c.out_step + at, few, bytes);
     }
-    for (int64_t i = 0; i < kernel; ++i) {
-        store(lines[i], line[i]);
-        for (int64_t lane = 0; lane < width; ++lane) c.recent[(at + lane) * kernel + i] = lines[i][lane];
-    }
+    for (int64_t i = 0; i < kernel; ++i)
+        for (int64_t lane = 0; lane < width; ++lane)
+            c.recent[(at + lane) * kernel + i] = lines[(c.tokens + i) % kernel][lane];
 }
 
 void convolve_all(const Convolution &c) {
-    for (int64_t at = 0; at < c.count; at += kWidth) c.kernel == 4 ? convolve_channels<4>(c, at) : convolve_channels<0>(c, at);
+    for (int64_t at = 0; at < c.count; at += kChannels * kWidth)
+        c.kernel == 4 ? convolve_channels<4>(c, at) : convolve_channels<0>(c, at);
 }
 
 // A row of vectors, whatever is left over of it: change(values of x, values of y).
