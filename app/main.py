@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 from PySide6.QtCore import (
     QCoreApplication,
     QEvent,
-    QLibraryInfo,
-    QLocale,
     QObject,
     Qt,
     QTimer,
-    QTranslator,
     Signal,
     SignalInstance,
 )
@@ -27,6 +24,7 @@ from PySide6.QtGui import QFileOpenEvent, QGuiApplication
 from PySide6.QtWidgets import QApplication, QVBoxLayout, QWidget
 
 from app.icons import logo
+from app.languages import Languages, missing_words
 from app.services.crash_reports import CrashReports
 from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
@@ -41,7 +39,7 @@ from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, 
 from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.files import make_private
 from engine.common.installed import version
-from engine.common.paths import data_dir, log_dir, own_dirs, resources_dir
+from engine.common.paths import data_dir, log_dir, own_dirs
 
 if TYPE_CHECKING:
     from app.services.services import Services
@@ -62,26 +60,6 @@ MONITOR_REPORT_VARIABLE = "SWITCHYARD_MONITOR_REPORT"
 
 
 _EVERY_MS = 500
-
-
-def translations_dir() -> Path:
-    """The folder of `switchyard_<language>.qm` files; its README says how to make one."""
-    return resources_dir() / "translations"
-
-
-def install_translations(app: QCoreApplication, locale: QLocale, folder: Path) -> list[QTranslator]:
-    """Installs our translations from `folder` and Qt's own for `locale`, if any; returns them."""
-    installed = []
-    for name, place in (
-        ("switchyard", str(folder)),
-        ("qtbase", QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)),
-    ):
-        translator = QTranslator(app)
-        if translator.load(locale, name, "_", place) and app.installTranslator(translator):
-            installed.append(translator)
-        else:
-            translator.deleteLater()
-    return installed
 
 
 class GarbageCollection(QObject):
@@ -137,14 +115,15 @@ def _application(argv: list[str]) -> Application:
     app.setApplicationDisplayName("Switchyard")
     app.setOrganizationName("Switchyard")
     app.setDesktopFileName("switchyard")
+    app.languages = Languages(app)
     GarbageCollection(app)
-    install_translations(app, QLocale.system(), translations_dir())
     return app
 
 
 def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     reached("application")
     settings = Settings()
+    app.languages.set_choice(settings.language)
     theme = ThemeController(settings.theme, settings.font_px)
     app.setWindowIcon(logo())
     instance = _claim_data_folder(files)
@@ -159,6 +138,9 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     window = MainWindow(services, page_entries(), first_run_entry())
     if settings.notice:
         window.notice_banner.show_text(settings.notice)
+    elif (missing := app.languages.missing) and settings.language_told != missing:
+        settings.language_told = missing
+        window.notice_banner.show_text(missing_words(missing))
     report = reports.pending()
     if report:
         window.offer_crash_report(report, reports.dismiss)
@@ -168,6 +150,7 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     _report_if_asked(window)
     for ending in (signal.SIGINT, signal.SIGTERM):  # handled at the next sensor sample, within half a second
         signal.signal(ending, lambda *_: app.quit())
+    speak_as_set(app.languages, settings, window)
     reached("window")
     window.show()
     QTimer.singleShot(TRAY_AFTER_MS, window, lambda: _tray(window, services, app))
@@ -185,6 +168,17 @@ def _run(app: Application, reports: CrashReports, files: list[str]) -> int:
     instance.release()
     window.deleteLater()
     return code
+
+
+def speak_as_set(languages: Languages, settings: Settings, window: MainWindow) -> None:
+    """Has the window say everything in another language as soon as people choose one."""
+
+    def choose(key: str) -> None:
+        if key == "language":  # later: what it was chosen with is replaced, too
+            QTimer.singleShot(0, window, lambda: languages.set_choice(settings.language))
+
+    settings.changed.connect(choose)
+    languages.changed.connect(lambda: window.speak(page_entries(), first_run_entry()))
 
 
 def _tray(window: MainWindow, services: Services, app: Application) -> None:
@@ -205,6 +199,7 @@ def _tray(window: MainWindow, services: Services, app: Application) -> None:
     app.quitting.connect(lambda: window.close() if window.isHidden() else None)  # Qt closes what is shown alone
     window.closing.connect(tray.close)
     tray.watch()
+    app.languages.changed.connect(tray.speak)
 
 
 def _open_chat(window: MainWindow, chat_id: str) -> None:
@@ -230,6 +225,7 @@ class Application(QApplication):
 
     files_opened = Signal(list)
     quitting = Signal()
+    languages: Languages
 
     def event(self, event: QEvent) -> bool:
         if event.type() == QEvent.Type.Quit:

@@ -191,9 +191,14 @@ class ConversationListModel(QAbstractListModel):
         return self._conversations.get(conversation_id)
 
     @property
+    def known(self) -> tuple[Conversation, ...]:
+        """All of them, also those that are never stored."""
+        return tuple(self._conversations.values())
+
+    @property
     def kept(self) -> tuple[Conversation, ...]:
         """All that are stored, shown or not."""
-        return tuple(each for each in self._conversations.values() if not self.is_scratch(each.id))
+        return tuple(each for each in self.known if not self.is_scratch(each.id))
 
     def first(self) -> Conversation | None:
         """The topmost conversation shown."""

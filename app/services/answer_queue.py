@@ -215,6 +215,11 @@ class AnswerQueue(QObject):
         return self._phases.get(message_id)
 
     @property
+    def is_holding(self) -> bool:
+        """Whether any does."""
+        return bool(self._held)
+
+    @property
     def is_idle(self) -> bool:
         return not self._running and not self._waiting and not self._held
 

@@ -63,6 +63,10 @@ class Pictures(QObject):
         some, all_there = tuple(sources), sum(len(each.data) for each in beside) * 3 // 4
         self._doing.add(lambda: _prepared(some, all_there), done)
 
+    @property
+    def is_busy(self) -> bool:
+        return self._doing.is_busy
+
     def close(self) -> None:
         """Waits for what is being prepared."""
         self._doing.close()

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 
 from PySide6.QtCore import QCoreApplication, QObject, Signal
 
+from app.languages import LANGUAGES, SYSTEM
 from app.services.background import LatestTask
 from engine.common.config import CACHE_POLICIES, KV_PRECISIONS, CachePolicy, KvPrecision, SamplingParams
 from engine.common.files import write_private
@@ -107,6 +108,9 @@ class Settings(QObject):
     theme = Kept[ThemeChoice]("theme", "system", _one_of("system", "light", "dark"))
     font_px = Kept[int]("font_px", DEFAULT_FONT_PX, lambda px: max(11, min(24, px)))
     """Size of body text in device-independent pixels."""
+    language = Kept[str]("language", SYSTEM, _one_of(SYSTEM, *LANGUAGES))
+    language_told = Kept[str]("language_told", "")
+    """The system's language of which it was said that there is no translation."""
     default_model = Kept[str]("default_model", STARTER, lambda model: model or STARTER)
     """Loaded at start: `starter`, a library name or a checkpoint directory."""
     chat_model = Kept[str]("chat_model", "")

@@ -318,6 +318,15 @@ class Tray(QObject):
         menu.addAction(self.tr("Quit"), self._quit)
         return menu
 
+    def speak(self) -> None:
+        """The language has changed; a question that is being answered keeps its window until that is closed."""
+        if self._icon is not None:
+            self._icon.contextMenu().deleteLater()
+            self._icon.setContextMenu(self._menu())
+        if self._prompt is not None and not self._prompt.isVisible():
+            self._prompt.deleteLater()
+            self._prompt = None
+
     def _on_activated(self, reason: QSystemTrayIcon.ActivationReason) -> None:
         if reason in (QSystemTrayIcon.ActivationReason.Trigger, QSystemTrayIcon.ActivationReason.DoubleClick):
             self.ask()

@@ -75,7 +75,7 @@ def before_loading(jobs: BatchJobs, parent: QWidget, load: Answer) -> None:
         )
     else:
         question, words, choice = (
-            translate("Asking", "{0} batch jobs are running.").format(len(running)),
+            translate("Asking", "{0} batch jobs are running.", "", len(running)).format(len(running)),
             translate(
                 "Asking",
                 "Loading a model pauses them. No answered row is lost: you can resume them later, with the same model "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import QCoreApplication
 
-from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number
+from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number, percent
 from engine.checkpoint.downloads.queue import Download, DownloadState
 
 translate = QCoreApplication.translate
@@ -40,6 +40,6 @@ def download_words(download: Download) -> str:
 
 def download_text(download: Download) -> str:
     """A download for screen readers."""
-    percent = 100 * download.done_bytes // download.total_bytes if download.total_bytes else 0
+    share = download.done_bytes / download.total_bytes if download.total_bytes else 0.0
     problem = download.problem if download.state is DownloadState.FAILED else ""
-    return "\n".join(filter(None, (f"{download.title}, {percent}%", download_words(download), problem)))
+    return "\n".join(filter(None, (f"{download.title}, {percent(share)}", download_words(download), problem)))

@@ -25,7 +25,7 @@ from app.widgets.card import Card, set_message, warning_label
 from app.widgets.download_words import download_text, download_words, rate_words
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import file_size
+from app.widgets.quantities import file_size, percent
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState
@@ -248,11 +248,11 @@ class DownloadDelegate(QStyledItemDelegate):
         upper, lower = self._fonts()
         line = QFontMetricsF(upper).lineSpacing()
         share = download.done_bytes / download.total_bytes if download.total_bytes else 0.0
-        percent = f"{int(100 * share)}%"
-        wide = QFontMetricsF(upper).horizontalAdvance(percent) + 12
+        part = percent(share)
+        wide = QFontMetricsF(upper).horizontalAdvance(part) + 12
         head = QRectF(inner.left(), inner.top(), inner.width(), line)
         draw_elided(painter, head.adjusted(0, 0, -wide, 0), download.title, upper, "text")
-        draw_elided(painter, QRectF(head.right() - wide + 12, head.top(), wide - 12, line), percent, upper, "text")
+        draw_elided(painter, QRectF(head.right() - wide + 12, head.top(), wide - 12, line), part, upper, "text")
         bar = QRectF(inner.left(), head.bottom() + 3, inner.width(), _BAR_PX)
         painter.setPen(Qt.PenStyle.NoPen)
         painter.setBrush(themed("border"))

@@ -111,4 +111,4 @@ def files_words(candidate: Candidate) -> str:
     name = weights[0].path.rpartition("/")[2]
     if len(weights) == 1:
         return name
-    return translate("Fit", "{0} and {1} more").format(name, len(weights) - 1)
+    return translate("Fit", "{0} and {1} more", "", len(weights) - 1).format(name, len(weights) - 1)

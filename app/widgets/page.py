@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from PySide6.QtCore import QEvent, QObject, Qt, Signal
+from PySide6.QtCore import QEvent, QObject, Qt, QTimer, Signal
 from PySide6.QtGui import QKeyEvent
-from PySide6.QtWidgets import QApplication, QWidget
+from PySide6.QtWidgets import (
+    QAbstractButton,
+    QApplication,
+    QComboBox,
+    QDoubleSpinBox,
+    QLineEdit,
+    QPlainTextEdit,
+    QScrollBar,
+    QSpinBox,
+    QWidget,
+)
 from shiboken6 import isValid
 
 if TYPE_CHECKING:
@@ -85,6 +97,43 @@ class FocusKeeper(QObject):
         (at or lost).setFocus(Qt.FocusReason.BacktabFocusReason if back else Qt.FocusReason.TabFocusReason)
 
 
+def carry_over(before: QWidget, after: QWidget) -> None:
+    """Gives fields what was entered in their like, scroll bars their places, and one the focus."""
+    likes = dict(_by_place(before))
+    for place, mine in list(_by_place(after)):
+        its = likes.get(place)
+        if its is None:
+            continue
+        if isinstance(mine, QAbstractButton) and mine.isCheckable():
+            mine.setChecked(its.isChecked())
+        elif isinstance(mine, QComboBox):
+            if not mine.isEditable() and its.count() == mine.count():
+                mine.setCurrentIndex(its.currentIndex())
+        elif isinstance(mine, QSpinBox | QDoubleSpinBox):
+            mine.setValue(its.value())
+        elif isinstance(mine, QLineEdit) and not mine.isReadOnly():
+            mine.setText(its.text())
+        elif isinstance(mine, QPlainTextEdit) and not mine.isReadOnly():
+            mine.setPlainText(its.toPlainText())
+        elif isinstance(mine, QScrollBar):
+            # Later: there is nothing to scroll before the page is laid out.
+            QTimer.singleShot(0, mine, partial(mine.setValue, its.value()))
+        if its.hasFocus():
+            mine.setFocus()
+
+
+def _by_place(around: QWidget, place: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], Any]]:
+    """Every widget within, by its class and number among its like, and those of what it lies in."""
+    counted: Counter[str] = Counter()
+    for child in around.children():
+        if isinstance(child, QWidget) and not child.isWindow():
+            kind = type(child).__name__
+            here = (*place, kind, counted[kind])
+            counted[kind] += 1
+            yield here, child
+            yield from _by_place(child, here)
+
+
 @dataclass(frozen=True, slots=True)
 class BatchDraft:
     """What is to be asked of every row of a file: a chat's prompt, and how it is answered (None: as the model does)."""
@@ -121,6 +170,15 @@ class Page(QWidget):
 
     def close_down(self) -> None:
         """Stops the page's background work before the window closes."""
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether it holds what a page in its place could not go on with, such as an open editor."""
+        return False
+
+    def take_over(self, before: Page) -> None:
+        """Goes on where the same page was, in another language, which is removed then."""
+        carry_over(before, self)
 
 
 @dataclass(frozen=True, slots=True)

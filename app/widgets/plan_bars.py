@@ -15,7 +15,7 @@ from app.theme import themed, use_tabular_figures
 from app.widgets.chart import Chart
 from app.widgets.flow_layout import Flow
 from app.widgets.memory_bar import BarPart, MemoryBar, TierBar
-from app.widgets.quantities import number
+from app.widgets.quantities import number, translate
 
 _GIB = 2**30
 _BAR_PX, _SWATCH_PX = 14, 9
@@ -132,7 +132,10 @@ class PlanBars(QWidget):
             labels = self._labels(tier)
             said.append(
                 f"{tier.name} {self._amount(tier)}: "
-                + ", ".join(f"{part_name} {part_amount} GB" for part_name, part_amount, _part in labels)
+                + ", ".join(
+                    f"{part_name} {translate('Fit', '{0} GB').format(part_amount)}"
+                    for part_name, part_amount, _part in labels
+                )
             )
             name.setText(tier.name)
             amount.setText(self._amount(tier))

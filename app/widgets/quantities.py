@@ -15,25 +15,25 @@ _MIB = 2**20
 def memory(amount: int) -> str:
     """Bytes of memory, in the powers of 1024 that memory is sold in: `7.1 GB`, `340 MB`."""
     if amount >= _GIB:
-        return f"{number(amount / _GIB, 1)} GB"
-    return f"{number(amount / _MIB, 0)} MB"
+        return translate("Fit", "{0} GB").format(number(amount / _GIB, 1))
+    return translate("Fit", "{0} MB").format(number(amount / _MIB, 0))
 
 
 def file_size(amount: int) -> str:
     """Bytes on a disk or a line, in the powers of 1000 that those are sold in: `18.6 GB`, `93 MB`."""
     if amount >= 1e9:
-        return f"{figures(amount / 1e9)} GB"
-    return f"{number(amount / 1e6, 0 if amount >= 1e6 else 1)} MB"
+        return translate("Fit", "{0} GB").format(figures(amount / 1e9))
+    return translate("Fit", "{0} MB").format(number(amount / 1e6, 0 if amount >= 1e6 else 1))
 
 
 def used_of(used: int, total: int) -> str:
     """`7.1 of 8.0 GB`."""
-    return f"{number(used / _GIB, 1)} / {number(total / _GIB, 1)} GB"
+    return f"{number(used / _GIB, 1)} / {translate('Fit', '{0} GB').format(number(total / _GIB, 1))}"
 
 
 def rate(bytes_per_s: float) -> str:
     """Bytes per second, in the powers of 1000 of data sheets: `58 GB/s`, `3.2 GB/s`, `0.15 GB/s`."""
-    return f"{figures(bytes_per_s / 1e9)} GB/s"
+    return translate("Fit", "{0} GB/s").format(figures(bytes_per_s / 1e9))
 
 
 def arithmetic(flops: float) -> str:
@@ -69,7 +69,12 @@ def count(value: int) -> str:
 
 def percent(fraction: float) -> str:
     """A fraction of 1 in whole per cent, rounded down."""
-    return f"{int(fraction * 100)}%"
+    return translate("Fit", "{0}%").format(int(fraction * 100))
+
+
+def nearest_percent(fraction: float) -> str:
+    """The same, rounded."""
+    return translate("Fit", "{0}%").format(number(100 * fraction, 0))
 
 
 def duration(seconds: float) -> str:
@@ -82,4 +87,8 @@ def duration(seconds: float) -> str:
     hours, rest = divmod(minutes, 60)
     if hours < 10 and rest:
         return translate("Fit", "{0} h {1} min").format(hours, rest)
-    return translate("Fit", "{0} h").format(hours) if hours < 48 else translate("Fit", "{0} days").format(hours // 24)
+    return (
+        translate("Fit", "{0} h").format(hours)
+        if hours < 48
+        else translate("Fit", "{0} days", "", hours // 24).format(hours // 24)
+    )

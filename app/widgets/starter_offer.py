@@ -51,12 +51,12 @@ class StarterOffer(QWidget):
 
     def follow(self, library: Library) -> None:
         """Shows it as long as the models on this PC are known, and the starter is none of them."""
+        self._library = library
+        library.listed.connect(self._follow)
+        self._follow()
 
-        def show() -> None:
-            self.setVisible(library.was_listed and library.entry(STARTER) is None)
-
-        library.listed.connect(show)
-        show()
+    def _follow(self) -> None:
+        self.setVisible(self._library.was_listed and self._library.entry(STARTER) is None)
 
     def begin(self) -> None:
         """Gets it; no effect while it is on its way."""

@@ -20,6 +20,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", default="1280x800", help="of the window, in device-independent pixels")
     parser.add_argument("--scale", default="1", help="device pixels to one of those")
     parser.add_argument("--theme", choices=("light", "dark"), default="light")
+    parser.add_argument("--language", default="en", help="of the window: de, es, fr, ja, zh_CN")
     parser.add_argument("--text", type=int, default=14, help="size of body text")
     args = parser.parse_intermixed_args(argv)
     width, _, height = args.size.partition("x")
@@ -37,6 +38,7 @@ def _draw(args: argparse.Namespace, width: int, height: int, home: Path) -> None
     from PySide6.QtGui import QPainter
     from PySide6.QtWidgets import QApplication
 
+    from app.languages import Languages
     from app.main import GarbageCollection
     from app.services.settings import Settings
     from app.theme import ThemeController
@@ -44,6 +46,7 @@ def _draw(args: argparse.Namespace, width: int, height: int, home: Path) -> None
 
     app = QApplication([])
     GarbageCollection(app)  # as in the window: each scene leaves its services behind while the next one's threads work
+    Languages(app, args.language)
     theme = ThemeController(args.theme, args.text)
     for name, enter in SCENES.items():
         if args.scenes and not any(name.startswith(wanted) for wanted in args.scenes):

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QEvent, QObject, QSize, Qt
+from PySide6.QtCore import QEvent, QLocale, QObject, QSize, Qt
 from PySide6.QtWidgets import QAbstractButton, QApplication, QLabel
 
+from app.languages import LANGUAGES, Languages
 from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.main_window import SMALLEST
@@ -77,6 +78,43 @@ def test_everything_has_room_and_a_name_and_comes_to_rest(stage: Stage, theme: T
     assert _check(stage, theme, ((number % 2, 1), (2, 2))) == []
     for window in {stage.window, stage.dialog or stage.window}:
         assert without_name(window) == []
+
+
+@pytest.mark.parametrize("name", SCENES)
+def test_everything_has_room_in_the_longest_language(
+    qapp: QApplication, settings: Settings, theme: ThemeController, tmp_path: Path, name: str
+) -> None:
+    assert _problems_in("de", ((0, 1),), name, qapp, settings, theme, tmp_path) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", SCENES)
+def test_everything_has_room_in_every_language(
+    qapp: QApplication, settings: Settings, theme: ThemeController, tmp_path: Path, name: str, language: str
+) -> None:
+    assert _problems_in(language, ((0, 1), (1, 1), (2, 2)), name, qapp, settings, theme, tmp_path) == []
+
+
+def _problems_in(
+    language: str,
+    wanted: tuple[tuple[int, int], ...],
+    name: str,
+    qapp: QApplication,
+    settings: Settings,
+    theme: ThemeController,
+    folder: Path,
+) -> list[str]:
+    before, languages = QLocale(), Languages(qapp, language)
+    try:
+        with staged(settings, theme, folder) as stage:
+            stage.show(SIZES[1])
+            SCENES[name](stage)
+            return _check(stage, theme, wanted)
+    finally:
+        languages.uninstall()
+        languages.deleteLater()
+        QLocale.setDefault(before)
 
 
 @pytest.mark.parametrize("days", [1, 2, 3])

@@ -1,23 +1,34 @@
-"""Every text of the window can be translated: the tool finds it, and what was translated is shown."""
+"""Every text of the window can be translated, is translated whole into every language, and is shown so at once."""
 
 from __future__ import annotations
 
 import ast
 import re
-import subprocess
+import string
 import sys
-import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import get_args
 
-import PySide6
 import pytest
-from PySide6.QtCore import QLocale
-from PySide6.QtWidgets import QApplication, QPushButton
+from PySide6.QtCore import QLocale, Qt
+from PySide6.QtTest import QTest
+from PySide6.QtWidgets import QApplication, QLabel, QPushButton, QScrollArea
 from pytestqt.qtbot import QtBot
 
-from app.main import install_translations, translations_dir
+from app.languages import (
+    ENGLISH,
+    LANGUAGES,
+    SYSTEM,
+    Languages,
+    compile_translation,
+    language_for,
+    locale_for,
+    missing_words,
+    translations_dir,
+)
+from app.main import speak_as_set
 from app.services.api_server import ApiServer
 from app.services.endpoints import Endpoints
 from app.services.loading_pace import LoadingPace
@@ -25,13 +36,20 @@ from app.services.settings import Settings
 from app.theme import ThemeController
 from app.views.chat.model_picker import loading_words
 from app.views.settings import SettingsPage
-from app.widgets.quantities import SEPARATOR
+from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE
+from app.widgets.quantities import SEPARATOR, file_size, number, percent
 from engine.protocol import LoadPhase, Progress
 from tests.app.scripted_engine import ScriptedEngine
+from tests.app.stage import SCENES, Stage, staged
 
 ROOT = Path(__file__).resolve().parents[2]
-TOOLS = Path(PySide6.__file__).parent
-SUFFIX = ".exe" if sys.platform == "win32" else ""
+sys.path.insert(0, str(ROOT / "installers"))
+try:
+    import translations as maker
+finally:
+    sys.path.remove(str(ROOT / "installers"))
+
+TRANSLATED = tuple(language for language in LANGUAGES if language != ENGLISH)
 
 SHOWS_TEXT = frozenset(
     (
@@ -44,33 +62,37 @@ SHOWS_TEXT = frozenset(
 SAME_EVERYWHERE = frozenset(("Switchyard", "Esc", "https://huggingface.co"))
 
 
-def _tool(name: str) -> str:
-    """Qt's translation tools come with PySide6; on Linux and macOS in different folders."""
-    for place in (TOOLS / f"{name}{SUFFIX}", TOOLS / "Qt" / "libexec" / f"{name}{SUFFIX}"):
-        if place.is_file():
-            return str(place)
-    pytest.skip(f"this PySide6 has no {name}")
+TEXTS = maker.texts(ROOT)
+KNOWN = {language: maker.read(translations_dir() / f"switchyard_{language}.ts") for language in TRANSLATED}
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    """Every text that the tool finds."""
-    target = tmp_path / "switchyard_de.ts"
-    files = [str(path) for path in sorted((ROOT / "app").rglob("*.py"))]
-    subprocess.run([_tool("lupdate"), *files, "-ts", str(target)], check=True, capture_output=True)
-    return target
+def speak(qapp: QApplication) -> Iterator[Callable[..., Languages]]:
+    """Has the application speak a language; as before after the test."""
+    made: list[Languages] = []
+    before = QLocale()
+
+    def make(choice: str = SYSTEM, system: str = "C", folder: Path | None = None) -> Languages:
+        made.append(Languages(qapp, choice, system=QLocale(system), folder=folder))
+        return made[-1]
+
+    yield make
+    for languages in made:
+        languages.uninstall()
+        languages.deleteLater()
+    QLocale.setDefault(before)
 
 
-def test_every_text_has_a_context(source: Path) -> None:
-    contexts = ElementTree.parse(source).getroot().findall("context")
-    assert len(contexts) > 10
-    assert [m.findtext("source") for c in contexts if not c.findtext("name") for m in c.findall("message")] == []
+# --- what is found ----------------------------------------------------------------------------------
 
 
-def test_every_phase_of_loading_has_words_that_can_be_translated(source: Path) -> None:
-    contexts = ElementTree.parse(source).getroot().findall("context")
-    (loading,) = [context for context in contexts if context.findtext("name") == "Loading"]
-    found = {message.findtext("source") for message in loading.findall("message")}
+def test_every_text_has_a_context() -> None:
+    assert len({text.context for text in TEXTS}) > 100
+    assert [text for text in TEXTS if not text.context or not text.source.strip()] == []
+
+
+def test_every_phase_of_loading_has_words_that_can_be_translated() -> None:
+    found = {text.source for text in TEXTS if text.context == "Loading"}
     words = set()
     for phase in get_args(LoadPhase):
         pace = LoadingPace()
@@ -101,15 +123,15 @@ def _calls() -> Iterator[tuple[str, str, ast.Call]]:
                 yield f"{path.name}:{node.lineno}", name, node
 
 
-def test_the_tool_finds_every_text(source: Path) -> None:
+def test_every_text_is_found() -> None:
     """A text that is put together before it is translated is found by nobody."""
-    found = {message.findtext("source") for message in ElementTree.parse(source).getroot().iter("message")}
+    found = {text.source for text in TEXTS}
     missed = []
     for where, name, call in _calls():
-        takes_text = (name == "tr" and len(call.args) == 1) or (name == "translate" and len(call.args) == 2)
-        if takes_text and (name == "tr" or isinstance(getattr(call.args[0], "value", 0), str)):
-            text = call.args[-1]
-            if not isinstance(text, ast.Constant) or text.value not in found:
+        at = {"tr": 0, "translate": 1}.get(name, -1)
+        if 0 <= at < len(call.args) and (name == "tr" or isinstance(getattr(call.args[0], "value", 0), str)):
+            text = call.args[at]
+            if not isinstance(text, ast.Constant) or text.value not in found or call.keywords:
                 missed.append(f"{where} {ast.unparse(text)[:60]}")
     assert missed == []
 
@@ -126,34 +148,187 @@ def test_no_text_is_shown_without_its_translation() -> None:
     assert missed == []
 
 
+# --- what is translated -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_nothing_waits_to_be_translated(language: str) -> None:
+    """`python installers/translations.py` says what does."""
+    known = KNOWN[language]
+    forms = {text: maker.FORMS[language] if text.has_number else 1 for text in TEXTS}
+    assert [text for text in TEXTS if (text.context, text.source) not in known] == []
+    assert [text for text in TEXTS if not known[text.context, text.source].is_whole] == []
+    assert [text for text in TEXTS if len(known[text.context, text.source].forms) != forms[text]] == []
+    assert set(known) == {(text.context, text.source) for text in TEXTS}
+
+
+def _marks(text: str) -> Counter[str]:
+    """What code puts in, and what Qt reads: `{0}`, `{name}`, `%n`, `<b>`, tabs before keys, suffixes of file names."""
+    places = [name for _, name, _, _ in string.Formatter().parse(text) if name is not None]
+    return Counter(places + re.findall(r"%n|%\d|</?\w+>|\t|\n|\\n|\*\.\w+|\{\{|\}\}|“switchyard [^”]*”", text))
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_what_is_put_into_a_text_has_its_place_in_every_language(language: str) -> None:
+    wrong = []
+    for text in TEXTS:
+        for form in KNOWN[language][text.context, text.source].forms:
+            mine, its = _marks(form), _marks(text.source)
+            commands = {mark for mark in (*mine, *its) if mark.startswith("“")}
+            if any(mine[mark] != its[mark] for mark in {*mine, *its} - commands):
+                wrong.append((text.source, form))
+            if any(command[1:-1] not in form for command in commands):
+                wrong.append((text.source, form))
+            if text.source.endswith("…") != form.endswith("…"):
+                wrong.append((text.source, form))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("language", TRANSLATED)
+def test_one_word_of_the_interface_is_called_the_same_everywhere(language: str) -> None:
+    """A page is named as its heading is; an accelerator is named by nobody."""
+    said = {text.source: KNOWN[language][text.context, text.source].forms[0] for text in TEXTS}
+    for context, source in (("SettingsPage", "Settings"), ("TunePage", "Tune"), ("BatchPage", "Batch")):
+        assert KNOWN[language]["Pages", source] == KNOWN[language][context, source]
+    assert not [form for form in said.values() if re.search(r"&\w", form)]
+
+
+def test_plurals_are_right_in_number(speak: Callable[..., Languages], qapp: QApplication) -> None:
+    for language, expected in (
+        ("de", {1: "1 Thread", 2: "2 Threads", 0: "0 Threads"}),
+        ("fr", {1: "1 thread", 2: "2 threads", 0: "0 thread"}),
+    ):
+        speak(language)
+        for n, words in expected.items():
+            assert qapp.translate("Tune", "best with {0} threads", "", n).format(n).endswith(words)
+
+
+# --- what is shown ----------------------------------------------------------------------------------
+
+
 def test_a_translation_is_shown(
-    source: Path, qapp: QApplication, qtbot: QtBot, settings: Settings, theme: ThemeController
+    tmp_path: Path,
+    qapp: QApplication,
+    qtbot: QtBot,
+    settings: Settings,
+    theme: ThemeController,
+    speak: Callable[..., Languages],
 ) -> None:
-    tree = ElementTree.parse(source)
-    for message in tree.getroot().iter("message"):
-        translation = message.find("translation")
-        if translation is not None:
-            translation.text = f"«{message.findtext('source')}»"
-            translation.attrib.clear()
-    tree.write(source, encoding="utf-8", xml_declaration=True)
-    subprocess.run([_tool("lrelease"), str(source)], check=True, capture_output=True)
-    installed = install_translations(qapp, QLocale("de_CH"), source.parent)
-    try:
-        page = SettingsPage(settings, theme, ApiServer(ScriptedEngine(), settings), Endpoints(settings))  # type: ignore[arg-type]
-        qtbot.addWidget(page)
-        texts = {button.text() for button in page.findChildren(QPushButton)}
-        assert {"«System»", "«Light»", "«Dark»", "«Licences»"} <= texts
-        assert all(text.startswith("«") for text in texts if text)
-    finally:
-        for translator in installed:
-            qapp.removeTranslator(translator)
-            translator.deleteLater()
+    forms = {text: maker.FORMS["de"] if text.has_number else 1 for text in TEXTS}
+    made = {(text.context, text.source): maker.Translation((f"«{text.source}»",) * forms[text]) for text in TEXTS}
+    assert maker.write(tmp_path / "switchyard_de.ts", "de", TEXTS, made) == 0
+    assert speak(system="de_CH", folder=tmp_path).language == "de"
+    page = SettingsPage(settings, theme, ApiServer(ScriptedEngine(), settings), Endpoints(settings))  # type: ignore[arg-type]
+    qtbot.addWidget(page)
+    texts = {button.text() for button in page.findChildren(QPushButton)}
+    assert {"«System»", "«Light»", "«Dark»", "«Licences»"} <= texts
+    assert all(text.startswith("«") for text in texts if text)
+    page.close_down()
 
 
-def test_without_a_translation_the_text_is_english(qapp: QApplication, tmp_path: Path) -> None:
-    before = qapp.translate("AboutCard", "About")
-    installed = install_translations(qapp, QLocale("en_GB"), tmp_path)
-    assert qapp.translate("AboutCard", "About") == before == "About"
-    for translator in installed:
-        qapp.removeTranslator(translator)
-    assert translations_dir().is_dir()
+def test_without_a_translation_the_text_is_english(
+    qapp: QApplication, tmp_path: Path, speak: Callable[..., Languages]
+) -> None:
+    languages = speak(system="pl_PL", folder=tmp_path)
+    assert (languages.language, languages.missing) == (ENGLISH, "polski")
+    assert qapp.translate("AboutCard", "About") == "About"
+    assert "polski" in missing_words(languages.missing)
+    assert number(1.5, 1) == "1,5"  # as the system has it
+    assert speak(system="en_GB").missing == ""
+
+
+FOLLOWED = {
+    "de_AT": "de", "fr_CA": "fr", "es_MX": "es", "ja_JP": "ja", "zh_CN": "zh_CN", "zh_SG": "zh_CN",
+    "zh_TW": None, "pl_PL": None, "C": ENGLISH, "en_US": ENGLISH,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("system", "language"), FOLLOWED.items())
+def test_the_language_follows_the_systems(system: str, language: str | None) -> None:
+    assert language_for(QLocale(system)) == language
+
+
+def test_numbers_are_as_the_language_and_the_territory_have_them(speak: Callable[..., Languages]) -> None:
+    assert locale_for("de", QLocale("de_CH")).name() == "de_CH"
+    assert locale_for("fr", QLocale("en_CA")).name() == "fr_CA"
+    assert locale_for("ja", QLocale("en_US")).name() == "ja_JP"
+    speak("de", system="de_DE")
+    assert (file_size(12_345_000_000), percent(0.5)) == ("12,3\xa0GB", "50\xa0%")
+    speak("fr", system="fr_FR")
+    assert (file_size(12_345_000_000), percent(0.5)) == ("12,3\xa0Go", "50\xa0%")
+
+
+def test_a_language_that_nobody_knows_is_the_systems(speak: Callable[..., Languages], settings: Settings) -> None:
+    settings.set("language", "xx")
+    assert settings.language == SYSTEM
+    assert speak("xx", system="de_DE").language == "de"
+
+
+def test_a_translation_that_cannot_be_compiled_leaves_the_window_english(
+    qapp: QApplication, tmp_path: Path, speak: Callable[..., Languages]
+) -> None:
+    (tmp_path / "switchyard_de.ts").write_text("<TS", encoding="utf-8")
+    speak("de", folder=tmp_path)
+    assert qapp.translate("AboutCard", "About") == "About"
+    assert not compile_translation(tmp_path / "none.ts", tmp_path / "none.qm")
+    assert not [path for path in tmp_path.rglob("*") if ".qm" in path.name]
+
+
+@pytest.mark.qt_log_ignore("does not support", extend=True)  # the offscreen platform has no pop-up windows
+def test_the_language_is_chosen_by_mouse_and_nothing_is_lost(
+    settings: Settings, theme: ThemeController, tmp_path: Path, speak: Callable[..., Languages]
+) -> None:
+    languages = speak(ENGLISH)
+    with staged(settings, theme, tmp_path) as stage:
+        window = stage.window
+        stage.show(window.size())
+        speak_as_set(languages, settings, window)
+        stage.open_conversation()
+        stage.chat.presenter.regenerate(stage.chat.presenter.model.last.id)
+        stage.engine.write("Half of an ")
+        answering, chat = stage.chat.presenter.answering_id, stage.chat.presenter.conversation.id
+        QTest.keyClicks(stage.chat.composer.box, "a draft")
+        for name in (BATCH, MONITOR, TUNE, MODELS):
+            window.show_page(name)
+            stage.breathe(20)
+        SCENES["settings"](stage)
+        page = window.page(SETTINGS)
+        assert isinstance(page, SettingsPage)
+        choose(stage, page, "Deutsch")
+        stage.until(lambda: window.page(SETTINGS) is not page)
+        page = window.page(SETTINGS)
+        assert isinstance(page, SettingsPage)
+        assert (settings.language, languages.language) == ("de", "de")
+        stage.until(page.appearance.language.hasFocus)
+        assert window.sidebar.button(SETTINGS).accessibleName() == "Einstellungen"
+        assert "Darstellung" in {label.text() for label in page.findChildren(QLabel)}
+        stage.engine.write("answer.")
+        window.show_page(CHAT)
+        stage.breathe(60)
+        assert stage.chat.composer.text == "a draft"
+        assert stage.chat.presenter.conversation.id == chat
+        assert stage.chat.presenter.answering_id == answering
+        assert "Half of an answer." in stage.chat.presenter.model.last.content
+        stage.engine.finish()
+        stage.until(lambda: stage.chat.presenter.answering_id is None)
+        for name in (BATCH, MONITOR, TUNE, MODELS):
+            window.show_page(name)
+            stage.breathe(20)
+        heads = {label.text() for label in window.pages.currentWidget().findChildren(QLabel)}
+        assert "Modelle" in heads
+        window.show_page(SETTINGS)
+        choose(stage, page, "English")
+        stage.until(lambda: window.sidebar.button(SETTINGS).accessibleName() == "Settings")
+
+
+def choose(stage: Stage, page: SettingsPage, name: str) -> None:
+    """Chooses a language as people do."""
+    box = page.appearance.language
+    area = page.findChild(QScrollArea)
+    assert area is not None
+    area.ensureWidgetVisible(box)
+    QTest.mouseClick(box, Qt.MouseButton.LeftButton)
+    stage.breathe(QApplication.doubleClickInterval() + 50)  # until then the list takes a click for that which opened it
+    view = box.view()
+    row = view.visualRect(box.model().index(box.findText(name), 0))
+    QTest.mouseClick(view.viewport(), Qt.MouseButton.LeftButton, pos=row.center())

@@ -33,5 +33,5 @@ def clock_text(moment_s: float, now: datetime | None = None) -> str:
         return translate("Batch", "tomorrow {0}").format(time)
     if days < 7:
         return f"{locale.dayName(moment.isoweekday())} {time}"
-    year = "" if moment.year == now.year else " yyyy"
-    return locale.toString(QDate(moment.year, moment.month, moment.day), f"d MMM{year}")
+    wanted = translate("Batch", "d MMM") if moment.year == now.year else translate("Batch", "d MMM yyyy")
+    return locale.toString(QDate(moment.year, moment.month, moment.day), wanted)

@@ -156,9 +156,13 @@ class InputCard(Card):
         if preview is None:
             return
         columns = len(preview.columns)
-        parts = [self.tr("1 column") if columns == 1 else self.tr("{0} columns").format(count(columns))]
+        parts = [self.tr("1 column") if columns == 1 else self.tr("{0} columns", "", columns).format(count(columns))]
         if self._total is not None:
-            rows = self.tr("1 row") if self._total == 1 else self.tr("{0} rows").format(count(self._total))
+            rows = (
+                self.tr("1 row")
+                if self._total == 1
+                else self.tr("{0} rows", "", self._total).format(count(self._total))
+            )
             parts.insert(0, rows)
         self.caption.setText(SEPARATOR.join(parts))
 

@@ -64,7 +64,9 @@ class PlaceRows(QWidget):
             name.setToolTip(place.host)
             state.set_full_text(place_text(place))
             set_look(state, "tone", "warning" if place.state == "out" else "")
-            rows.setText(self.tr("1 row") if place.rows == 1 else self.tr("{0} rows").format(count(place.rows)))
+            rows.setText(
+                self.tr("1 row") if place.rows == 1 else self.tr("{0} rows", "", place.rows).format(count(place.rows))
+            )
             cost.setText(cost_text(place))
         costs = any(place.cost is not None for place in places)  # else its column would leave a gap at the right
         for number, line in enumerate(self._lines):

@@ -398,7 +398,7 @@ class NewJob(QWidget):
         self.foot.start_wanted.connect(self._start)
         self.foot.cancelled.connect(self.cancelled)
         self._forecasts.answered.connect(self._on_forecast)
-        self._client.state_changed.connect(lambda _state: self._show_state())
+        self._client.state_changed.connect(self._show_state)
         self._client.model_loaded.connect(self._on_model)
         self.answers.popover.set_model(self._client.model)
         self._show_state()

@@ -157,7 +157,7 @@ class RunningJobGuard(QObject):
             )
             if running > 1:
                 question, words, choice = (
-                    self.tr("{0} batch jobs are running.").format(running),
+                    self.tr("{0} batch jobs are running.", "", running).format(running),
                     self.tr(
                         "They stop with the window. No answered row is lost: you can resume them at the next start."
                     ),
@@ -274,6 +274,14 @@ class BatchPage(Page):
             event.acceptProposedAction()
             self.open_files(paths)
 
+    @property
+    def is_in_use(self) -> bool:
+        return self.pages.currentWidget() is self.form
+
+    def take_over(self, before: Page) -> None:
+        if isinstance(before, BatchPage) and before._shown:
+            self.show_job(before._shown)
+
     def close_down(self) -> None:
         """Stops background work."""
         self.form.close_down()
@@ -323,7 +331,7 @@ class BatchPage(Page):
         waiting = sum(one.state is JobState.QUEUED for one in self._jobs.entries)
         empty = entry is None and not on_form
         self.head.show_job(entry if not on_form else None, on_form=on_form, empty=empty, waiting=waiting)
-        self.head.show_more(self.tr("{0} more after this one").format(more) if on_form and more else "")
+        self.head.show_more(self.tr("{0} more after this one", "", more).format(more) if on_form and more else "")
 
     # --- jobs -----------------------------------------------------------------------------------------
 
@@ -417,7 +425,11 @@ class BatchPage(Page):
 
         begun = f"{Path(entry.begun_model).name} {entry.begun_precision}"
         now = f"{Path(model.path).name} {model.precision}"
-        rows = self.tr("1 row was") if entry.done == 1 else self.tr("{0} rows were").format(count(entry.done))
+        rows = (
+            self.tr("1 row was")
+            if entry.done == 1
+            else self.tr("{0} rows were", "", entry.done).format(count(entry.done))
+        )
         ask(
             self,
             self.tr("This job began with {0}; now {1} is loaded.").format(begun, now),

@@ -44,9 +44,9 @@ def job_text(job: JobEntry) -> str:
 def rows_text(job: JobEntry) -> str:
     """How many rows are finished, and how they ended."""
     if job.total is None:
-        text = translate("Batch", "1 row done") if job.done == 1 else translate("Batch", "{0} rows done")
+        text = translate("Batch", "1 row done") if job.done == 1 else translate("Batch", "{0} rows done", "", job.done)
     else:
-        text = translate("Batch", "{0} of {1} rows")
+        text = translate("Batch", "{0} of {1} rows", "", job.total)
     parts = [text.format(count(job.done), count(job.total or 0))]
     if job.failed:
         parts.append(translate("Batch", "{0} failed").format(count(job.failed)))
@@ -213,7 +213,11 @@ def place_text(place: PlacePace) -> str:
     if place.state == "resting":
         return translate("Batch", "Rests, and is asked again: {0}").format(place.why)
     rate = translate("Batch", "{0} tokens/s").format(rate_figure(place.tokens_per_s)) if place.tokens_per_s else ""
-    asked = translate("Batch", "{0} rows at once").format(count(place.under_way)) if place.under_way else ""
+    asked = (
+        translate("Batch", "{0} rows at once", "", place.under_way).format(count(place.under_way))
+        if place.under_way
+        else ""
+    )
     if place.under_way == 1:
         asked = translate("Batch", "1 row at once")
     return SEPARATOR.join(filter(None, (rate, asked, place.why)))
@@ -232,7 +236,9 @@ def sampled_text(sampled: BatchSampled, rows: int | None) -> str:
     Args:
         rows: all of them; None while unknown.
     """
-    words = translate("Batch", "Measured there on {0} rows: {1} s for a row, {2} tokens read and {3} written.").format(
+    words = translate(
+        "Batch", "Measured there on {0} rows: {1} s for a row, {2} tokens read and {3} written.", "", sampled.rows
+    ).format(
         sampled.rows,
         number(sampled.row_s, 1 if sampled.row_s < 10 else 0),
         count(round(sampled.prompt_tokens)),
@@ -257,7 +263,7 @@ def sample_text(rate: SampleRate) -> str:
     """What a sample measured."""
     one, more = (
         translate("Batch", "{0} row took {1} s, at {2} tokens/s."),
-        translate("Batch", "{0} rows took {1} s, at {2} tokens/s."),
+        translate("Batch", "{0} rows took {1} s, at {2} tokens/s.", "", rate.rows),
     )
     return (one if rate.rows == 1 else more).format(
         rate.rows,

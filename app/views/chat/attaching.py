@@ -46,25 +46,29 @@ class Attaching(QObject):
         composer.given.connect(self.give)
         composer.picture_removed.connect(self._remove)
         composer.attachment_removed.connect(self._remove_document)
-        documents.advanced.connect(lambda id_, _share: composer.attachments.update_one(id_))
+        documents.advanced.connect(self._on_advanced)
         presenter.attached.connect(self.show)
 
     def count_with(self, counter: TokenCounter, client: EngineClient) -> None:
         """Counts a sample of each document by the model's own tokenizer, as far as one is loaded."""
 
-        def count(one: Attachment) -> None:
-            if one.tokens or not one.characters or client.model is None:
-                return
-            path = client.model.path
+        self._counter, self._client = counter, client
+        self._documents.changed.connect(self._count)
 
-            def measure(texts: tuple[str, ...]) -> None:
-                characters = sum(map(len, texts))
-                if characters:
-                    counter.measure(path, texts, lambda tokens: self._documents.set_tokens(one.id, tokens / characters))
+    def _count(self, one: Attachment) -> None:
+        if one.tokens or not one.characters or self._client.model is None:
+            return
+        path, counter = self._client.model.path, self._counter
 
-            self._documents.sample(one, measure)
+        def measure(texts: tuple[str, ...]) -> None:
+            characters = sum(map(len, texts))
+            if characters:
+                counter.measure(path, texts, lambda tokens: self._documents.set_tokens(one.id, tokens / characters))
 
-        self._documents.changed.connect(count)
+        self._documents.sample(one, measure)
+
+    def _on_advanced(self, document_id: str) -> None:
+        self._composer.attachments.update_one(document_id)
 
     def show(self) -> None:
         """Shows what goes with the next message, and goes on with what is in this chat."""
@@ -92,6 +96,10 @@ class Attaching(QObject):
             here = self._presenter.conversation.id
             beside = (*self._presenter.model.pictures, *self._presenter.pictures)
             self._pictures.prepare(pictures, beside, lambda prepared: self._on_prepared(here, prepared))
+
+    @property
+    def is_busy(self) -> bool:
+        return self._pictures.is_busy
 
     def close(self) -> None:
         """Waits for what is being prepared."""

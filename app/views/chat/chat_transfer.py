@@ -68,7 +68,7 @@ class ChatTransfer(QObject):
 
     def import_files(self, paths: Sequence[Path]) -> None:
         """Reads chats from files."""
-        names = paths[0].name if len(paths) == 1 else self.tr("{0} files").format(count(len(paths)))
+        names = paths[0].name if len(paths) == 1 else self.tr("{0} files", "", len(paths)).format(count(len(paths)))
         self._begin(self.tr("Importing {0}…").format(names))
         self.files.import_files(paths)
 
@@ -158,13 +158,15 @@ def import_words(report: ImportReport) -> str:
     if report.is_cancelled:
         parts.append(translate("Chat", "The import was cancelled; what was imported until then stays."))
     if report.added or report.grown or report.known:
-        parts.append(_chats_of(report.added, translate("Chat", "1 chat"), translate("Chat", "{0} chats")))
+        parts.append(
+            _chats_of(report.added, translate("Chat", "1 chat"), translate("Chat", "{0} chats", "", report.added))
+        )
         if report.grown:
             parts.append(
                 _chats_of(
                     report.grown,
                     translate("Chat", "1 that was here has new messages."),
-                    translate("Chat", "{0} that were here have new messages."),
+                    translate("Chat", "{0} that were here have new messages.", "", report.grown),
                     bare=True,
                 )
             )
@@ -173,7 +175,7 @@ def import_words(report: ImportReport) -> str:
                 _chats_of(
                     report.known,
                     translate("Chat", "1 was here already and is as it was."),
-                    translate("Chat", "{0} were here already and are as they were."),
+                    translate("Chat", "{0} were here already and are as they were.", "", report.known),
                     bare=True,
                 )
             )
@@ -183,7 +185,7 @@ def import_words(report: ImportReport) -> str:
             _chats_of(
                 unread.damaged,
                 translate("Chat", "1 chat is damaged and could not be read."),
-                translate("Chat", "{0} chats are damaged and could not be read."),
+                translate("Chat", "{0} chats are damaged and could not be read.", "", unread.damaged),
                 bare=True,
             )
         )
@@ -196,7 +198,7 @@ def import_words(report: ImportReport) -> str:
         parts.append(translate("Chat", "{0} was not imported: {1}.").format(name, why))
     if len(unread.problems) > _MOST_PROBLEMS:
         more = len(unread.problems) - _MOST_PROBLEMS
-        parts.append(translate("Chat", "Neither were {0} other files.").format(count(more)))
+        parts.append(translate("Chat", "Neither were {0} other files.", "", more).format(count(more)))
     return " ".join(parts)
 
 

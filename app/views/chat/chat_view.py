@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Qt, QUrl, Signal
+from PySide6.QtCore import QEvent, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -401,6 +401,25 @@ class ChatView(Page):
     def dropEvent(self, event: QDropEvent) -> None:
         event.acceptProposedAction()
         self.attaching.give(sources_in(event.mimeData()))
+
+    @property
+    def is_in_use(self) -> bool:
+        is_edited = any(turn.editor is not None for turn in self.transcript.turns)
+        transfers = "transfer" in vars(self) and self.transfer.files.is_busy
+        return is_edited or transfers or self.presenter.queue.is_holding or self.attaching.is_busy
+
+    def take_over(self, before: Page) -> None:
+        if isinstance(before, ChatView):
+            self.presenter.take_over(before.presenter)
+            self._show_chats(before._shows_chats)
+            if before.panel.search.text():
+                self.panel.search.setText(before.panel.search.text())
+            if not before.transcript.is_at_end:
+                self.transcript.build_all()
+                place = partial(
+                    self.transcript.verticalScrollBar().setValue, before.transcript.verticalScrollBar().value()
+                )
+                QTimer.singleShot(0, self, place)
 
     def close_down(self) -> None:
         """Save everything that is only in memory; called before the window closes."""

@@ -141,9 +141,12 @@ class FoldCard(QFrame):
 
     def _heading(self, card: Card) -> str:
         if card.fold.summary:
-            one, more = self.tr("Summary of one earlier turn"), self.tr("Summary of {0} earlier turns")
+            one, more = self.tr("Summary of one earlier turn"), self.tr("Summary of {0} earlier turns", "", card.turns)
         else:
-            one, more = self.tr("One earlier turn is left out"), self.tr("{0} earlier turns are left out")
+            one, more = (
+                self.tr("One earlier turn is left out"),
+                self.tr("{0} earlier turns are left out", "", card.turns),
+            )
         return one if card.turns == 1 else more.format(count(card.turns))
 
     def _note(self, card: Card) -> str:

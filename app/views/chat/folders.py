@@ -70,7 +70,10 @@ class Folders(QObject):
         if not inside:
             self._delete(folder, ())
             return
-        one, more = translate("Chat", "Delete its chat, too"), translate("Chat", "Delete its {0} chats, too")
+        one, more = (
+            translate("Chat", "Delete its chat, too"),
+            translate("Chat", "Delete its {0} chats, too", "", len(inside)),
+        )
         both = one if len(inside) == 1 else more.format(count(len(inside)))
         self.question = ask(
             self._page.window(),

@@ -62,7 +62,9 @@ def stats_text(message: Message) -> str:
         if stats.generated_tokens:
             tokens = stats.generated_tokens
             parts.append(
-                translate("Chat", "1 token") if tokens == 1 else translate("Chat", "{0} tokens").format(count(tokens))
+                translate("Chat", "1 token")
+                if tokens == 1
+                else translate("Chat", "{0} tokens", "", tokens).format(count(tokens))
             )
         if stats.accepted_tokens:
             drafted = translate("Chat", "{0} of {1} drafted tokens accepted")
@@ -265,13 +267,21 @@ def attachment_text(attachment: Attachment, share: float | None, where: str) -> 
         return translate("Chat", "Not read yet")
     parts = []
     if attachment.kind == "folder":
-        words = translate("Chat", "1 file") if attachment.files == 1 else translate("Chat", "{0} files")
+        words = (
+            translate("Chat", "1 file")
+            if attachment.files == 1
+            else translate("Chat", "{0} files", "", attachment.files)
+        )
         parts.append(words.format(count(attachment.files)))
     if attachment.pages:
-        words = translate("Chat", "1 page") if attachment.pages == 1 else translate("Chat", "{0} pages")
+        words = (
+            translate("Chat", "1 page")
+            if attachment.pages == 1
+            else translate("Chat", "{0} pages", "", attachment.pages)
+        )
         parts.append(words.format(count(attachment.pages)))
     if attachment.tokens:
-        parts.append(translate("Chat", "{0} tokens").format(count(attachment.tokens)))
+        parts.append(translate("Chat", "{0} tokens", "", attachment.tokens).format(count(attachment.tokens)))
     elif attachment.characters:
         parts.append(translate("Chat", "about {0} tokens").format(count(-(-attachment.characters // 4))))
     if where:
@@ -328,7 +338,9 @@ def gone_text(model: str) -> str:
 def device_text(model: ModelInfo) -> str:
     """Where the model runs."""
     threads = (
-        translate("Chat", "1 thread") if model.threads == 1 else translate("Chat", "{0} threads").format(model.threads)
+        translate("Chat", "1 thread")
+        if model.threads == 1
+        else translate("Chat", "{0} threads", "", model.threads).format(model.threads)
     )
     if model.device == "cpu":
         return f"{translate('Chat', 'CPU')} · {threads}"

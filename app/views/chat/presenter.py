@@ -96,6 +96,8 @@ class ChatPresenter(QObject):
         self._wanted = ""
         self._wanted_message = ""
         self._opens_last = False
+        self._goes_on = False
+        """Whether what another one showed is shown."""
         self._conversation = self._new_conversation()
         self._is_stored = False
         self._draft_timer = QTimer(self, singleShot=True, interval=DRAFT_MS)
@@ -126,6 +128,15 @@ class ChatPresenter(QObject):
             empty, self._began_elsewhere = replace(empty, model=last), last
         self._show(empty, MessageTree(), stored=False)
         self._store.list_conversations()
+
+    def take_over(self, before: ChatPresenter) -> None:
+        """Shows what another one showed, and knows the chats and what goes with their messages that it knew."""
+        before.flush()
+        self._trees, self._attached, self._unsent = before._trees, before._attached, before._unsent
+        self._wanted, self._opens_last, self._goes_on = "", False, True
+        self.list_model.set_folders(before.list_model.folders)
+        self.list_model.set_conversations(before.list_model.known)
+        self._show(before.conversation, before.model.tree, stored=before._is_stored)
 
     def tree_of(self, conversation_id: str) -> MessageTree | None:
         """The messages of a chat that was opened before."""
@@ -623,12 +634,14 @@ class ChatPresenter(QObject):
         self.attached.emit()
 
     def _on_listed(self, conversations: tuple[Conversation, ...]) -> None:
-        # Chats made before the list was read are newer than the list.
-        own = [self._conversation] if self._is_stored else []
-        read = [conversation for conversation in conversations if conversation.id not in {c.id for c in own}]
-        self.list_model.set_conversations([*read, *own])
+        # Chats made before the list was read are newer than the list, which has none that are never stored.
+        own = {each.id: each for each in self.list_model.known if self._store.leaves_out(each.id)}
+        if self._is_stored:
+            own[self._conversation.id] = self._conversation
+        self.list_model.set_conversations([*(each for each in conversations if each.id not in own), *own.values()])
         last = self.list_model.conversation(self._settings.get(LAST_CHAT, ""))
-        if self._is_untouched and last is not None and self._began_elsewhere in ("", last.model):
+        opens_last = self._is_untouched and not self._goes_on
+        if opens_last and last is not None and self._began_elsewhere in ("", last.model):
             self._opens_last = True
             self.open(last.id)
 

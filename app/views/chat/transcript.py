@@ -93,6 +93,10 @@ class Transcript(QScrollArea):
     # --- for the page ---
 
     @property
+    def is_at_end(self) -> bool:
+        return self._at_end
+
+    @property
     def turns(self) -> tuple[Turn, ...]:
         """The widgets created so far, top to bottom."""
         return tuple(self._turns)

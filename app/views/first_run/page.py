@@ -83,7 +83,10 @@ class HereCard(Card):
             for at, row in enumerate(self._rows):
                 self.body.insertWidget(1 + at, row)
             rest = len(usable) - len(self._rows)
-            one, more = self.tr("One more is on the Models page."), self.tr("{0} more are on the Models page.")
+            one, more = (
+                self.tr("One more is on the Models page."),
+                self.tr("{0} more are on the Models page.", "", rest),
+            )
             self._more.setText(one if rest == 1 else more.format(rest))
             self._more.setVisible(rest > 0)
         self.setVisible(bool(usable))

@@ -24,7 +24,11 @@ def parts_words(look: MachineLook) -> str:
         has = translate("FirstRun", "{0} with {1}")
         lines.append(has.format(gpu.name, memory(gpu.total_bytes)) if gpu.total_bytes else gpu.name)
     cores = probe.physical_cores or probe.usable_cpus
-    counted = translate("FirstRun", "1 core") if cores == 1 else translate("FirstRun", "{0} cores").format(count(cores))
+    counted = (
+        translate("FirstRun", "1 core")
+        if cores == 1
+        else translate("FirstRun", "{0} cores", "", cores).format(count(cores))
+    )
     lines.append(translate("FirstRun", "{0} of RAM, {1}").format(memory(probe.ram_bytes), counted))
     if look.free_for_files:
         free = file_size(look.free_for_files)

@@ -27,6 +27,7 @@ class MachineFooter(QWidget):
         self._sample: SensorSample | None = None
         self._held = _NOTHING
         self._gpu: GpuInfo | None = None
+        self._profile: Probe | None = None
         self._is_narrow = False
         self._ram_bar = MemoryGauge(self.tr("RAM"), self)
         self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
@@ -92,6 +93,13 @@ class MachineFooter(QWidget):
         """Puts into the tooltip what does not fit."""
         hidden = [label.text() for label in (self._where, self._hardware, self._no_gpu) if label.isHidden()]
         self.setToolTip("\n".join(filter(None, hidden)))
+
+    def take_over(self, before: MachineFooter) -> None:
+        """Shows what another has heard of."""
+        self._sample, self._held = before._sample, before._held
+        if before._profile is not None:
+            self._on_hardware(before._profile)
+        self._show_memory()
 
     # --- memory -----------------------------------------------------------------------------------
 
@@ -159,9 +167,10 @@ class MachineFooter(QWidget):
     # --- the machine and the model ----------------------------------------------------------------
 
     def _on_hardware(self, profile: Probe) -> None:
+        self._profile = profile
         cores = profile.physical_cores or profile.logical_cores or profile.usable_cpus
         name = _short_cpu_name(profile.cpu) if profile.cpu else profile.architecture
-        counted = self.tr("1 core") if cores == 1 else self.tr("{0} cores").format(cores)
+        counted = self.tr("1 core") if cores == 1 else self.tr("{0} cores", "", cores).format(cores)
         self._hardware.setText(f"{name} · {counted}")
         self._gpu = profile.gpus[0] if profile.gpus else None
         self._no_gpu.setText(self._gpu_line())
@@ -188,7 +197,11 @@ class MachineFooter(QWidget):
             device = model.device
             for name, said in (("cpu", "CPU"), *((card, "GPU") for card in CARD_NAMES)):
                 device = device.replace(name, said)
-            threads = self.tr("1 thread") if model.threads == 1 else self.tr("{0} threads").format(model.threads)
+            threads = (
+                self.tr("1 thread")
+                if model.threads == 1
+                else self.tr("{0} threads", "", model.threads).format(model.threads)
+            )
             tuned = " · " + self.tr("tuned") if model.is_tuned else ""
             text = f"{model.name}\n{device}, {threads} · {model.precision}{tuned}"
             self._where.setToolTip(model.device_note or self.tr("Where the model runs, as reported by the engine."))

@@ -52,7 +52,7 @@ class DownloadsMark(QPushButton):
             self._words = (
                 self.tr("1 download, {0}%").format(percent)
                 if count == 1
-                else self.tr("{0} downloads, {1}%").format(count, percent)
+                else self.tr("{0} downloads, {1}%", "", count).format(count, percent)
             )
         elif failed:
             self._words = self.tr("A download stopped")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QByteArray, QEvent, QSize, Qt, QTimer, Signal
+from PySide6.QtCore import QByteArray, QCoreApplication, QEvent, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QCloseEvent, QDragEnterEvent, QDropEvent, QGuiApplication, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import (
     QDialog,
@@ -16,7 +16,6 @@ from PySide6.QtWidgets import (
     QHBoxLayout,
     QLabel,
     QMainWindow,
-    QPushButton,
     QScrollArea,
     QStackedWidget,
     QVBoxLayout,
@@ -32,7 +31,7 @@ from app.services.settings import STARTER
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.sidebar import Sidebar
-from app.widgets.banner import Banner, BannerStack
+from app.widgets.banner import Banner, BannerStack, Kind
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
 from app.widgets.dropped_model import dropped_model, model_at
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
@@ -45,6 +44,8 @@ from engine.remote.endpoint import is_remote
 if TYPE_CHECKING:
     from app.services.services import Services
     from engine.tuning.result import TuningResult
+
+translate = QCoreApplication.translate
 
 SIZE = QSize(1280, 800)
 _LATER_MS = 500
@@ -127,32 +128,21 @@ class MainWindow(QMainWindow):
         self._placed = False
         self.setAcceptDrops(True)
 
-        footer = MachineFooter(client, services.devices)
-        self.sidebar = Sidebar(pages, footer, self)
-        self.engine_banner = Banner("danger", self)
-        self.engine_banner.add_action(self.tr("Restart engine"), self.restart_engine)
-        self.problem_banner = self._passing_banner("warning")
-        self.notice_banner = self._passing_banner("info")
-        self.tune_banner = Banner("info", self)
-        self.tune_banner.add_action(self.tr("Tune"), self._tune)
-        self.tune_banner.add_action(self.tr("Dismiss"), self.tune_banner.hide, kind="quiet")
-        self.card_banner = Banner("info", self)
-        self.card_banner.add_action(self.tr("Reload model"), self._reload_model)
-        self.card_banner.add_action(self.tr("Dismiss"), self.card_banner.hide, kind="quiet")
-        self.crash_banner = Banner("info", self)
-        self.pages = QStackedWidget(self)
-        self._entries = {entry.name: entry for entry in (*pages, first_run)}
         self._needs_model = False
         last = settings.last_model
         self._begins_elsewhere = is_remote(last) and services.endpoints.find(last) is not None
         """Whether another server was to answer when the window was last closed."""
         self._shown = pages[0].name
         self._built: dict[str, Page] = {}
+        self._outdated: set[str] = set()
+        """Pages in another language than the window's."""
+        self._carried: QWidget | None = None
+        """What had the focus in the page that was replaced last."""
+        self._crash_report: tuple[str, Callable[[], None]] | None = None
         self._loading_charts = LatestTask(self)
         self.closing.connect(self._loading_charts.close)
-        self._lay_out()
+        self.setCentralWidget(self._build(pages, first_run))
 
-        self.sidebar.page_chosen.connect(self.show_page)
         services.model_start.starter_missing.connect(self._on_no_model)
         services.model_start.problem.connect(self._on_model_problem)
         services.download.ended.connect(self._on_starter)
@@ -163,10 +153,36 @@ class MainWindow(QMainWindow):
         client.state_changed.connect(self._on_engine_state)
         client.model_loaded.connect(self._on_model_loaded)
         client.responding_changed.connect(self._on_responding)
-        add_shortcut(self, "F1", self.tr("Show these shortcuts"), self.show_shortcuts)
-        add_shortcut(self, "Ctrl+/", "", self.show_shortcuts)
-        add_shortcut(self, "Ctrl+Q", self.tr("Quit"), self.quit_by_hand)
         self.show_page(self._shown)
+
+    def speak(self, pages: Sequence[PageEntry], first_run: PageEntry) -> None:
+        """Says everything in the language that is installed by now.
+
+        A page is replaced when it is next shown, and goes on where it was; one that holds what another could not go on
+        with stays as it is until then.
+        """
+        passing, footer = self._passing_texts(), self._footer
+        centre = self._build(pages, first_run)
+        self._footer.take_over(footer)
+        for banner, text in passing:
+            getattr(self, banner).show_text(text)
+        if self._crash_report is not None:
+            self.offer_crash_report(*self._crash_report)
+        self._on_engine_state(self.services.client.state)
+        self._show_downloads()
+        self.sidebar.follow_window(self.width())
+        self._outdated, self._carried = set(self._built), None
+        self.show_page(self._shown)  # while the page before it still has the focus
+        for page in self._built.values():
+            if self.pages.indexOf(page) < 0:
+                self.pages.addWidget(page)
+        self.setCentralWidget(centre)
+        (self._carried or self).setFocus()
+
+    def _passing_texts(self) -> list[tuple[str, str]]:
+        """What banners say that only hear of it once; in the language in which they heard it."""
+        names = ("problem_banner", "notice_banner", "tune_banner", "card_banner")
+        return [(name, getattr(self, name).text) for name in names if not getattr(self, name).isHidden()]
 
     def show_page(self, name: str) -> None:
         """Shows the page of this name."""
@@ -180,7 +196,10 @@ class MainWindow(QMainWindow):
         if wanted not in self._built and self._entries[wanted].has_charts and not are_ready():
             self._show_frame(wanted)
             return
-        self.pages.setCurrentWidget(self.page(wanted))
+        page = self.page(wanted)
+        if self.pages.indexOf(page) < 0:
+            self.pages.addWidget(page)
+        self.pages.setCurrentWidget(page)
         if not self.sidebar.has_focus():  # keep the focus during keyboard navigation of the sidebar
             self._focus_page()
 
@@ -203,12 +222,21 @@ class MainWindow(QMainWindow):
 
     def page(self, name: str) -> Page:
         """The page of this name; created when first shown, so that the window opens sooner."""
-        if name not in self._built:
+        before = self._built.get(name)
+        if before is None or (name in self._outdated and not before.is_in_use):
+            self._outdated.discard(name)
+            if before is not None:
+                before.close_down()
             self._built[name] = page = self._entries[name].make(self.services)
             page.page_wanted.connect(self._leave_first_run if name == FIRST_RUN else self.show_page)
             page.batch_wanted.connect(self._to_batch)
             self.closing.connect(page.close_down)
             self.pages.addWidget(page)
+            if before is not None:
+                page.take_over(before)
+                self._carried = page.focusWidget()
+                self.pages.removeWidget(before)
+                before.deleteLater()
         return self._built[name]
 
     def _to_batch(self, draft: BatchDraft) -> None:
@@ -241,12 +269,16 @@ class MainWindow(QMainWindow):
         self.services.telemetry.start()
         self._loading_charts.ask(load_charts)
         downloads = self.services.downloads
-        downloads.changed.connect(lambda: self.sidebar.downloads.show_downloads(downloads.entries))
+        downloads.changed.connect(self._show_downloads)
         downloads.begin()
         if can_update():
             updates = self.services.updates
             updates.offered.connect(self._on_update)
             updates.begin()
+
+    def _show_downloads(self) -> None:
+        if "downloads" in vars(self.services):
+            self.sidebar.downloads.show_downloads(self.services.downloads.entries)
 
     def _on_update(self, version: str) -> None:
         self.notice_banner.show_text(self.tr("Switchyard {0} is there: get it in Settings.").format(version))
@@ -292,6 +324,7 @@ class MainWindow(QMainWindow):
 
         def forget() -> None:
             dismiss()
+            self._crash_report = None
             self.crash_banner.hide()
 
         def save(path: Path) -> None:
@@ -303,6 +336,7 @@ class MainWindow(QMainWindow):
             )
             diagnosis.write(path)
 
+        self._crash_report = (report, dismiss)
         copied = self.crash_banner.add_action(self.tr("Copy report"), copy)
         self.crash_banner.add_action(self.tr("Save report…"), lambda: ask_where(self, save))
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
@@ -373,17 +407,12 @@ class MainWindow(QMainWindow):
         before_loading(self.services.jobs, self, self.services.model_start.restart)
 
     def _show_problem(self, sentence: str) -> None:
-        if self._to_models is not None:
-            self._to_models.hide()
+        self._to_models.hide()
         self.problem_banner.show_text(sentence)
 
     def _on_model_problem(self, sentence: str) -> None:
         self._show_problem(sentence)
-        if self._to_models is None:
-            self._to_models = self.problem_banner.add_action(self.tr("Models"), lambda: self.show_page(MODELS))
         self._to_models.show()
-
-    _to_models: QPushButton | None = None
 
     def _on_starter(self, is_there: bool) -> None:
         """Loads the starter that was got anywhere but on the page of the first run, which loads it itself."""
@@ -407,20 +436,37 @@ class MainWindow(QMainWindow):
 
     # --- building ---------------------------------------------------------------------------------
 
-    def _passing_banner(self, kind: str) -> Banner:
-        banner = Banner("warning" if kind == "warning" else "info", self)
-        banner.add_action(self.tr("Dismiss"), banner.hide, kind="quiet")
-        return banner
+    def _build(self, pages: Sequence[PageEntry], first_run: PageEntry) -> QWidget:
+        """Everything in the window but its pages."""
+        self._entries = {entry.name: entry for entry in (*pages, first_run)}
+        centre = QWidget(self)
+        self._footer = MachineFooter(self.services.client, self.services.devices)
+        self.sidebar = Sidebar(pages, self._footer, centre)
+        self.sidebar.page_chosen.connect(self.show_page)
+        self.engine_banner = Banner("danger", centre)
+        self.engine_banner.add_action(self.tr("Restart engine"), self.restart_engine)
+        self.problem_banner = _passing_banner("warning", centre)
+        self._to_models = self.problem_banner.add_action(self.tr("Models"), lambda: self.show_page(MODELS))
+        self._to_models.hide()
+        self.notice_banner = _passing_banner("info", centre)
+        self.tune_banner = _passing_banner("info", centre, (self.tr("Tune"), self._tune))
+        self.card_banner = _passing_banner("info", centre, (self.tr("Reload model"), self._reload_model))
+        self.crash_banner = Banner("info", centre)
+        self.pages = QStackedWidget(centre)
+        add_shortcut(centre, "F1", self.tr("Show these shortcuts"), self.show_shortcuts)
+        add_shortcut(centre, "Ctrl+/", "", self.show_shortcuts)
+        add_shortcut(centre, "Ctrl+Q", self.tr("Quit"), self.quit_by_hand)
+        self._lay_out(centre)
+        return centre
 
-    def _lay_out(self) -> None:
-        line = QFrame(self)
+    def _lay_out(self, centre: QWidget) -> None:
+        line = QFrame(centre)
         line.setProperty("line", "vertical")
         right = QVBoxLayout()
         right.setSpacing(0)
         passing = (self.problem_banner, self.notice_banner, self.card_banner)
-        right.addWidget(BannerStack((self.engine_banner, *passing, self.tune_banner, self.crash_banner), self))
+        right.addWidget(BannerStack((self.engine_banner, *passing, self.tune_banner, self.crash_banner), centre))
         right.addWidget(self.pages, 1)
-        centre = QWidget(self)
         centre.setProperty("pane", "background")
         centre.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         row = QHBoxLayout(centre)
@@ -429,7 +475,6 @@ class MainWindow(QMainWindow):
         row.addWidget(self.sidebar)
         row.addWidget(line)
         row.addLayout(right, 1)
-        self.setCentralWidget(centre)
 
     def dragEnterEvent(self, event: QDragEnterEvent) -> None:
         if dropped_model(event.mimeData()) is not None:
@@ -486,3 +531,11 @@ class MainWindow(QMainWindow):
         self.services.settings.save()
         self.services.close()
         super().closeEvent(event)
+
+
+def _passing_banner(kind: Kind, parent: QWidget, action: tuple[str, Callable[[], None]] | None = None) -> Banner:
+    banner = Banner(kind, parent)
+    if action is not None:
+        banner.add_action(*action)
+    banner.add_action(translate("MainWindow", "Dismiss"), banner.hide, kind="quiet")
+    return banner

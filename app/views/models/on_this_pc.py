@@ -120,7 +120,9 @@ class OnThisPcCard(Card):
         set_message(self.nothing, "" if entries else self.tr("No model is here yet: take one that suits this PC."))
         set_message(self.trouble, " ".join(problems))
         total = file_size(sum(entry.bytes_on_disk for entry in entries))
-        amount = self.tr("1 model") if len(entries) == 1 else self.tr("{0} models").format(len(entries))
+        amount = (
+            self.tr("1 model") if len(entries) == 1 else self.tr("{0} models", "", len(entries)).format(len(entries))
+        )
         self.caption.setText(f"{amount}{SEPARATOR}{total}" if entries else "")
         self._show_row()
 

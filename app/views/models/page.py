@@ -359,11 +359,11 @@ class ModelsPage(Page):
     def _connect(self) -> None:
         library, downloads, hub, here = self._library, self._downloads, self._hub, self.here
         library.listed.connect(self._on_listed)
-        library.work_changed.connect(lambda: here.work.show_work(library.work))
+        library.work_changed.connect(self._show_work)
         library.ended.connect(self._on_work_ended)
         self._speeds.found.connect(self._on_speed)
-        self._client.model_loaded.connect(lambda _model: self._show_models())
-        self._client.state_changed.connect(lambda _state: self._show_models())
+        self._client.model_loaded.connect(self._show_models)
+        self._client.state_changed.connect(self._show_models)
         self._settings.changed.connect(self._on_setting)
         here.load_wanted.connect(lambda model: self.load_wanted.emit(str(model.path)))
         here.unload_wanted.connect(self.unload_wanted)
@@ -405,6 +405,9 @@ class ModelsPage(Page):
         self.folders_button.clicked.connect(self.open_folders)
         add_shortcut(self, QKeySequence.StandardKey.Find, self.tr("Search the hub"), self._focus_search)
         add_shortcut(self, QKeySequence.StandardKey.Open, self.tr("Import a model"), self.import_button.click)
+
+    def _show_work(self) -> None:
+        self.here.work.show_work(self._library.work)
 
     def _scroll_to_search(self) -> None:
         """As soon as there is something to show: the card then needs the whole page."""

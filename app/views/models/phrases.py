@@ -9,7 +9,7 @@ from PySide6.QtCore import QCoreApplication, QDateTime, QLocale
 from app.models.library import Column, ModelRow
 from app.services.library import Work
 from app.widgets.fit_words import speed_words, verdict_words
-from app.widgets.quantities import SEPARATOR, count, figures, file_size, number, rough
+from app.widgets.quantities import SEPARATOR, count, figures, file_size, number, percent, rough
 from app.widgets.recommendations import role_words
 from engine.checkpoint.hub import Found
 from engine.checkpoint.library import LibraryEntry, Verification
@@ -83,7 +83,7 @@ def used_words(last_used: float | None, now: float | None = None) -> str:
     if days == 1:
         return translate("Models", "yesterday")
     if days < 31:
-        return translate("Models", "{0} days ago").format(days)
+        return translate("Models", "{0} days ago", "", days).format(days)
     return QLocale().toString(date, QLocale.FormatType.ShortFormat)
 
 
@@ -139,7 +139,7 @@ def work_words(work: Work) -> str:
         "remove": translate("Models", "Removing {0}"),
         "converted": translate("Models", "Deleting the converted weights of {0}"),
     }[work.kind].format(work.name)
-    return f"{words}, {100 * work.done // work.total}%" if work.total else f"{words}…"
+    return f"{words}, {percent(work.done / work.total)}" if work.total else f"{words}…"
 
 
 def ended_words(work: Work) -> str:

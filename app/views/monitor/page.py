@@ -396,6 +396,10 @@ class MonitorPage(Page):
         self._is_second = False
         self._refresh()
 
+    @property
+    def is_in_use(self) -> bool:
+        return self._session is not None or self.second.isVisibleTo(self)
+
     def close_down(self) -> None:
         """Waits for file reads and writes; called before the window closes."""
         self.sessions.wait()

@@ -133,7 +133,9 @@ def _pace_words(waiting: Waiting) -> str:
         return words.format(number(waiting.tokens, 0), each, rate)
     if waiting.tokens == 1:
         return translate("SummaryCard", "The last token took {0} ms.").format(number(1000 * waiting.seconds, 0))
-    return translate("SummaryCard", "Last {0} tokens, {1}/s.").format(number(waiting.tokens, 0), rate)
+    return translate("SummaryCard", "Last {0} tokens, {1}/s.", "", waiting.tokens).format(
+        number(waiting.tokens, 0), rate
+    )
 
 
 def advice_sentence(advice: Advice | None) -> str:

@@ -9,7 +9,7 @@ from app.models.token_figures import TokenFigures
 from app.theme import use_tabular_figures
 from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import BarPart, MemoryBar
-from app.widgets.quantities import number
+from app.widgets.quantities import number, translate
 
 _NOTHING = "–"
 _SWATCH = QSize(10, 10)
@@ -128,4 +128,5 @@ def _count(value: float) -> str:
 
 def _moved(nbytes: float) -> str:
     mib = nbytes / 2**20
-    return f"{number(mib, 0 if mib >= 100 or not mib else 1 if mib >= 1 else 2)} MB"
+    amount = number(mib, 0 if mib >= 100 or not mib else 1 if mib >= 1 else 2)
+    return translate("Fit", "{0} MB").format(amount)

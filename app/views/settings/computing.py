@@ -237,7 +237,11 @@ class ComputingCard(SettingsCard):
         self.planning.planned.connect(self._on_planned)
         self.time.clicked.connect(self.timing_wanted)
         self.apply.clicked.connect(self._reload)
-        self._settings.changed.connect(lambda key: self._plan() if key in ("default_model", "kv_precision") else None)
+        self._settings.changed.connect(self._on_setting)
+
+    def _on_setting(self, key: str) -> None:
+        if key in ("default_model", "kv_precision"):
+            self._plan()
 
     def _reload(self) -> None:
         self.apply.setEnabled(False)

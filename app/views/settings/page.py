@@ -21,6 +21,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.languages import LANGUAGES, SYSTEM
 from app.services.api_server import ApiServer
 from app.services.data_folder import (
     FolderChange,
@@ -35,7 +36,7 @@ from app.services.telemetry_hub import RECORD_SETTING
 from app.services.updates import Updates
 from app.theme import ThemeController, use_tabular_figures
 from app.views.settings.about import AboutCard
-from app.views.settings.card import SettingsCard
+from app.views.settings.card import COMBO_WIDTH_PX, SettingsCard
 from app.views.settings.computing import ComputingCard
 from app.views.settings.hub import HubCard
 from app.views.settings.kept import KeptCard
@@ -44,7 +45,7 @@ from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.card import muted_label
-from app.widgets.fields import Slider
+from app.widgets.fields import ComboBox, Slider
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
 from engine.common.errors import EngineError
@@ -195,6 +196,14 @@ class AppearanceCard(SettingsCard):
         self._settings = settings
         self._theme = theme
         self.add_row(self.tr("Theme"), self.tr("System follows the desktop's setting."), self._themes())
+        self.language = ComboBox(self)
+        self.language.setFixedWidth(COMBO_WIDTH_PX)
+        self.language.addItem(self.tr("System"), SYSTEM)
+        for language, name in LANGUAGES.items():
+            self.language.addItem(name, language)
+        self.language.setCurrentIndex(self.language.findData(settings.language))
+        self.language.activated.connect(self._choose_language)
+        self.add_row(self.tr("Language"), self.tr("System is the language of this PC, or English."), self.language)
         self._size = Slider(self)
         self._size.setRange(SMALLEST_PX, LARGEST_PX)
         self._size.setPageStep(1)
@@ -231,6 +240,9 @@ class AppearanceCard(SettingsCard):
             self.theme_buttons.addButton(button, index)
             row.addWidget(button)
         return holder
+
+    def _choose_language(self) -> None:
+        self._settings.language = self.language.currentData()
 
     def _choose_theme(self, choice: ThemeChoice) -> None:
         self._settings.theme = choice

@@ -136,7 +136,11 @@ def _slot(card: GpuInfo | None, source: str) -> list[BoxLine]:
 def _cpu(look: MachineLook, found: Found) -> Box:
     probe, cpu, numbers = look.probe, look.profile.cpu, _Numbers(look, found)
     source = origin_words(Origin.DRIVER)
-    cores = translate("Tune", "1 core") if cpu.cores == 1 else translate("Tune", "{0} cores").format(cpu.cores)
+    cores = (
+        translate("Tune", "1 core")
+        if cpu.cores == 1
+        else translate("Tune", "{0} cores", "", cpu.cores).format(cpu.cores)
+    )
     vector = next((name for flag, name in _SETS if flag in probe.instructions), "")
     lines = [BoxLine(_plain_name(cpu.name), source), BoxLine(f"{cores} · {vector}" if vector else cores, source)]
     lines.append(numbers.line("cpu.flops", cpu.flops, "cpu_flops", flops=True))
@@ -145,7 +149,7 @@ def _cpu(look: MachineLook, found: Found) -> Box:
         words = (
             translate("Tune", "best with 1 thread")
             if best == 1
-            else translate("Tune", "best with {0} threads").format(best)
+            else translate("Tune", "best with {0} threads", "", best).format(best)
         )
         lines.append(BoxLine(words, origin_words(Origin.MEASURED)))
     return Box("cpu", translate("Tune", "CPU"), tuple(lines))

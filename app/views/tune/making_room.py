@@ -36,7 +36,7 @@ class MakingRoom(QObject):
             )
         elif running:
             self._ask(
-                self.tr("{0} batch jobs are running.").format(running),
+                self.tr("{0} batch jobs are running.", "", running).format(running),
                 self.tr(
                     "Tuning needs the engine to itself, so the jobs are paused and resume when tuning ends. "
                     "No answered row is lost."

@@ -131,6 +131,15 @@ class TunePage(Page):
         self._list_models()
         self._ask_for_plan()
 
+    @property
+    def is_in_use(self) -> bool:
+        return self.tuning.is_running or self.following.has_unsaved
+
+    def take_over(self, before: Page) -> None:
+        if isinstance(before, TunePage):
+            super().take_over(before)
+            self.show_step(before.step)
+
     def close_down(self) -> None:
         """Waits for background work."""
         self.planning.close()

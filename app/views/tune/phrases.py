@@ -101,7 +101,9 @@ def plan_summary(plan: Plan) -> str:
     """Precision, policy, threads and cache in one line."""
     parts = [plan.words(plan.precision), plan.policy]
     parts.append(
-        translate("Tune", "1 thread") if plan.threads == 1 else translate("Tune", "{0} threads").format(plan.threads)
+        translate("Tune", "1 thread")
+        if plan.threads == 1
+        else translate("Tune", "{0} threads", "", plan.threads).format(plan.threads)
     )
     if plan.card is not None and plan.cache.all_experts:
         parts.append(translate("Tune", "all experts on the card"))

@@ -65,12 +65,15 @@ class RunFollowing(QObject):
         tuning.recalled.connect(self._on_recalled)
         tuning.chosen.connect(self._on_chosen)
         client.model_loaded.connect(self._on_model_loaded)
-        tuning.problem.connect(lambda sentence: cards.run.show_notes(sentence))
+        tuning.problem.connect(self._on_problem)
         cards.run.run_wanted.connect(lambda: self.ask_to_run(only_measure=False))
         cards.run.measuring_wanted.connect(lambda: self.ask_to_run(only_measure=True))
         cards.run.cancel_wanted.connect(self.cancel)
         cards.run.keep_wanted.connect(self._keep_anyway)
         cards.race.use_wanted.connect(self._use)
+
+    def _on_problem(self, sentence: str) -> None:
+        self._cards.run.show_notes(sentence)
 
     def ask_to_run(self, *, only_measure: bool) -> None:
         """Starts a run, asking first if the engine is busy."""

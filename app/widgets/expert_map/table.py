@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from PySide6.QtCore import QAbstractTableModel, QModelIndex, QObject, QPersistentModelIndex, Qt
 
 from app.widgets.expert_map.data import MapData, place_text
-from app.widgets.quantities import memory, number
+from app.widgets.quantities import memory, nearest_percent, number
 
 Index = QModelIndex | QPersistentModelIndex
 LAYER, EXPERT, USES, HITS, LAST, BYTES, PLACE = range(7)
@@ -82,7 +82,7 @@ class ExpertTable(QAbstractTableModel):
         if column == USES:
             return number(uses, 0)
         if column == HITS:
-            return f"{number(100 * int(data.hits[row, expert]) / uses, 0)}%" if uses else "–"
+            return nearest_percent(int(data.hits[row, expert]) / uses) if uses else "–"
         if column == LAST:
             return number(max(0, data.step - last), 0) if last else "–"
         if column == BYTES:

@@ -10,7 +10,7 @@ from PySide6.QtCore import QCoreApplication
 
 from app.services.history.buckets import Floats
 from app.services.history.history import History
-from app.widgets.quantities import number
+from app.widgets.quantities import nearest_percent, number
 from app.widgets.timeline.viewport import Viewport
 from engine.telemetry import lanes as engine_lanes
 
@@ -201,7 +201,7 @@ def amount_text(lane: Lane, value: float) -> str:
     if not np.isfinite(value):
         return "–"
     if lane.kind in ("share", "experts"):
-        return f"{number(100 * value, 0)}%"
+        return nearest_percent(value)
     if lane.kind in ("rate", "requests"):
         return number(value, 1)
     if lane.kind == "sweeps":
@@ -215,16 +215,19 @@ def amount_text(lane: Lane, value: float) -> str:
     if lane.key == "faults":
         return f"{number(value, 0)}/s"
     if lane.key in ("ram", "vram"):
-        return f"{number(value / 2**30, 1)} GB"
-    return f"{number(value / 1e9, 2)} GB/s" if value >= 1e7 or value == 0 else f"{number(value / 1e6, 2)} MB/s"
+        return translate("Fit", "{0} GB").format(number(value / 2**30, 1))
+    if value >= 1e7 or value == 0:
+        return translate("Fit", "{0} GB/s").format(number(value / 1e9, 2))
+    return translate("Fit", "{0} MB/s").format(number(value / 1e6, 2))
 
 
 def _both_ways(into: float, out: float) -> str:
     """`↓ 12.4 ↑ 0.2 GB/s`."""
     most = max((value for value in (into, out) if np.isfinite(value)), default=0.0)
-    unit, name = (1e9, "GB/s") if most >= 1e9 else (1e6, "MB/s")
+    unit = 1e9 if most >= 1e9 else 1e6
     down, up = (number(value / unit, 1) if np.isfinite(value) else "–" for value in (into, out))
-    return f"↓ {down} ↑ {up} {name}"
+    both = translate("Fit", "{0} GB/s") if most >= 1e9 else translate("Fit", "{0} MB/s")
+    return both.format(f"↓ {down} ↑ {up}")
 
 
 def reading(lane: Lane, data: LaneData, column: int) -> str:
@@ -234,7 +237,7 @@ def reading(lane: Lane, data: LaneData, column: int) -> str:
         return ""
     if lane.kind == "experts":
         shares = zip(data.names, data.values[:, column].tolist(), strict=True)
-        return ", ".join(f"{name} {number(100 * share, 0)}%" for name, share in shares if share > 0.004)
+        return ", ".join(f"{name} {nearest_percent(share)}" for name, share in shares if share > 0.004)
     if lane.kind == "requests":
         counts = zip(data.names, data.values[:, column].tolist(), strict=True)
         return ", ".join(f"{number(count, 0 if count >= 1 else 1)} {name}" for name, count in counts if count > 0.04)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from PySide6.QtCore import QCoreApplication
 
 from app.services.history.history import History
-from app.widgets.quantities import number
+from app.widgets.quantities import nearest_percent, number
 from app.widgets.timeline.viewport import duration
 from engine.planner.simulator.timeline import LANES
 from engine.telemetry.analysis import OTHER, critical_path, range_averages
@@ -105,9 +105,9 @@ def averages_text(history: History, start_ns: float, end_ns: float) -> str:
         rate = translate("Timeline", "{0} tokens at {1}/s")
         parts.append(rate.format(averages.tokens, number(averages.tokens_per_s, 1)))
     for lane, share in sorted(averages.busy.items(), key=lambda item: -item[1]):
-        parts.append(f"{lane_name(lane)} {number(100 * share, 0)}%")
+        parts.append(f"{lane_name(lane)} {nearest_percent(share)}")
     for lane, rate_gb in averages.gigabytes_per_s.items():
-        parts.append(f"{lane_name(lane)} {number(rate_gb, 2)} GB/s")
+        parts.append(f"{lane_name(lane)} {translate('Fit', '{0} GB/s').format(number(rate_gb, 2))}")
     for counter, words in (
         ("hits", translate("Timeline", "{0} hits per token")),
         ("fetched", translate("Timeline", "{0} fetched")),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+from PySide6.QtCore import QLocale
 
 from app.services.history.buckets import Floats
 
@@ -73,9 +74,14 @@ def duration(nanoseconds: float) -> str:
     if value >= 120e9:
         return f"{sign}{value // 60e9:.0f}:{value % 60e9 // 1e9:02.0f} min"
     if value >= 1e9:
-        return f"{sign}{value / 1e9:.3g} s"
+        return f"{sign}{_three(value / 1e9)} s"
     if value >= 1e6:
-        return f"{sign}{value / 1e6:.3g} ms"
+        return f"{sign}{_three(value / 1e6)} ms"
     if value >= 1e3:
-        return f"{sign}{value / 1e3:.3g} µs"
+        return f"{sign}{_three(value / 1e3)} µs"
     return f"{sign}{value:.0f} ns" if value else "0"
+
+
+def _three(value: float) -> str:
+    """At most three digits: `2.5`, `340`."""
+    return QLocale().toString(value, "g", 3)

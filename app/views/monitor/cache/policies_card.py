@@ -49,7 +49,7 @@ class PoliciesCard(Card):
         row = 0
         for tier in tiers:
             if len(tiers) > 1:
-                self._say(row, tier_name(self, tier), None, is_head=True)
+                self._say(row, tier_name(tier), None, is_head=True)
                 row += 1
             for each in policies(tier):
                 self._say(row, each.name, each.hit_rate, is_adopted=each.name == tier.policy)

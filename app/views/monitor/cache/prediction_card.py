@@ -69,7 +69,9 @@ class PredictionCard(Card):
         if report.adopted:
             if report.ahead == 1:
                 return self.tr("In use: {0}, one layer ahead.").format(predictor_name(report.adopted))
-            return self.tr("In use: {0}, {1} layers ahead.").format(predictor_name(report.adopted), report.ahead)
+            return self.tr("In use: {0}, {1} layers ahead.", "", report.ahead).format(
+                predictor_name(report.adopted), report.ahead
+            )
         if report.predictors:
             return self.tr("None is in use: no predictor would save more than it costs.")
         return self.tr("Nothing is predicted on this model and machine: experts are fetched on a miss.")
@@ -121,7 +123,7 @@ class PredictionCard(Card):
         shares = self._percent(used / total), self._percent(wasted / total)
         label.setText(
             self.tr("{0}: of {1} prefetched, {2} used, {3} wasted (hatched), the rest waits.").format(
-                tier_name(self, tier), number(total, 0), *shares
+                tier_name(tier), number(total, 0), *shares
             )
         )
 

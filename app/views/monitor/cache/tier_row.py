@@ -6,7 +6,7 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
 
 from app.models.cache_figures import hit_rate
 from app.theme import use_tabular_figures
-from app.widgets.quantities import number
+from app.widgets.quantities import number, translate
 from app.widgets.rate_line import RateLine
 from engine.telemetry.messages import TierReport
 
@@ -43,7 +43,7 @@ class TierRow(QWidget):
         if is_new and recent is not None:
             self.line.add(recent)
         self._last = recent if recent is not None else self._last
-        place = tier_name(self, tier)
+        place = tier_name(tier)
         self._name.setText(self.tr("{0} hits").format(place))
         now = "–" if self._last is None else self.tr("{0}%").format(number(100 * self._last, 0))
         self._now.setText(now)
@@ -63,6 +63,6 @@ class TierRow(QWidget):
         self.line.clear()
 
 
-def tier_name(widget: QWidget, tier: TierReport) -> str:
+def tier_name(tier: TierReport) -> str:
     """`VRAM` or `RAM`."""
-    return widget.tr("VRAM") if tier.tier == "vram" else widget.tr("RAM")
+    return translate("Fit", "VRAM") if tier.tier == "vram" else translate("Fit", "RAM")

@@ -1,0 +1,180 @@
+"""The window's language: which there are, and what is installed of the one in use.
+
+A translation is a Qt Linguist file, `resources/translations/switchyard_<language>.ts`. Packages have it compiled beside
+it, as `.qm`; from a checkout it is compiled into the cache when it is first used or has changed, by the `lrelease` that
+comes with PySide6.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import PySide6
+from PySide6.QtCore import QCoreApplication, QLibraryInfo, QLocale, QObject, QTranslator, Signal
+
+from engine.common.paths import cache_dir, resources_dir
+
+_log = logging.getLogger("switchyard.window")
+translate = QCoreApplication.translate
+
+SYSTEM = "system"
+ENGLISH = "en"
+LANGUAGES = {
+    ENGLISH: "English",
+    "de": "Deutsch",
+    "es": "Español",
+    "fr": "Français",
+    "ja": "日本語",
+    "zh_CN": "简体中文",
+}
+"""Each under its own name."""
+
+_COMPILING_S = 60.0
+
+
+def translations_dir() -> Path:
+    """The folder of `switchyard_<language>` files; its README says how to make one."""
+    return resources_dir() / "translations"
+
+
+def language_for(locale: QLocale) -> str | None:
+    """The first of the languages that people prefer, there, which we have; None if there is none."""
+    scripts: dict[QLocale.Language, QLocale.Script] = {}
+    for name in locale.uiLanguages():
+        wanted = QLocale(name)
+        if wanted.language() == QLocale.Language.C:
+            return ENGLISH
+        # After `zh-Hant-TW` comes `zh`, which alone would be in the other script.
+        script = scripts.setdefault(wanted.language(), wanted.script())
+        for ours in LANGUAGES:
+            mine = QLocale(ours)
+            if (mine.language(), mine.script()) == (wanted.language(), script):
+                return ours
+    return None
+
+
+def locale_for(language: str, system: QLocale) -> QLocale:
+    """How numbers and dates are written in a language, where the system's territory is."""
+    wanted = QLocale(language)
+    if system.language() == QLocale.Language.C or language_for(system) == language:
+        return system if language_for(system) == language else wanted
+    here = QLocale(wanted.language(), wanted.script(), system.territory())
+    return here if (here.language(), here.script()) == (wanted.language(), wanted.script()) else wanted
+
+
+def tool(name: str) -> Path | None:
+    """One of Qt's translation tools, which come with PySide6: on Linux and macOS in different folders."""
+    home, suffix = Path(PySide6.__file__).parent, ".exe" if sys.platform == "win32" else ""
+    places = (home / f"{name}{suffix}", home / "Qt" / "libexec" / f"{name}{suffix}")
+    return next((place for place in places if place.is_file()), None)
+
+
+def compile_translation(source: Path, target: Path) -> bool:
+    """Compiles a `.ts` file; whether that was possible.  `target` is whole or not there."""
+    compiler = tool("lrelease")
+    if compiler is None:
+        _log.warning("there is no lrelease to compile %s with", source.name)
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.with_name(f"{target.name}.{os.getpid()}")
+    try:
+        command = [str(compiler), "-silent", str(source), "-qm", str(unfinished)]
+        flags = subprocess.CREATE_NO_WINDOW if sys.platform == "win32" else 0
+        subprocess.run(command, check=True, capture_output=True, timeout=_COMPILING_S, creationflags=flags)
+        unfinished.replace(target)
+    except (OSError, subprocess.SubprocessError) as error:
+        _log.warning("%s was not compiled (%s)", source.name, type(error).__name__)
+        unfinished.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def _compiled(language: str, folder: Path) -> Path | None:
+    """The compiled translation of a language; None for English, and where there is none."""
+    source, ready = folder / f"switchyard_{language}.ts", folder / f"switchyard_{language}.qm"
+    if ready.is_file() or not source.is_file():
+        return ready if ready.is_file() else None
+    now = source.stat()
+    target = cache_dir() / "translations" / f"{source.stem}-{now.st_mtime_ns:x}-{now.st_size:x}.qm"
+    if target.is_file():
+        return target
+    for older in target.parent.glob(f"{source.stem}-*.qm"):
+        older.unlink(missing_ok=True)
+    return target if compile_translation(source, target) else None
+
+
+class Languages(QObject):
+    """Chooses the language: what people have set, else the system's, else English.
+
+    Signals: `changed`: texts that are made from now on are in another language; those that are shown are not yet.
+    """
+
+    changed = Signal()
+
+    def __init__(
+        self,
+        app: QCoreApplication,
+        choice: str = SYSTEM,
+        *,
+        system: QLocale | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        super().__init__(app)
+        self._app = app
+        self._system = system or QLocale.system()
+        self._folder = folder or translations_dir()
+        self._installed: list[QTranslator] = []
+        self._language = self._wanted(choice)
+        self._install()
+
+    @property
+    def language(self) -> str:
+        """The one in use: a key of `LANGUAGES`."""
+        return self._language
+
+    @property
+    def missing(self) -> str:
+        """The system's language, by its own name, if there is no translation into it; else empty."""
+        return self._system.nativeLanguageName() if language_for(self._system) is None else ""
+
+    def set_choice(self, choice: str) -> None:
+        """Uses this language from now on; `system` is the system's."""
+        wanted = self._wanted(choice)
+        if wanted != self._language:
+            self._language = wanted
+            self._install()
+            self.changed.emit()
+
+    def uninstall(self) -> None:
+        """Leaves the application as it was before."""
+        for translator in self._installed:
+            self._app.removeTranslator(translator)
+            translator.deleteLater()
+        self._installed = []
+        QLocale.setDefault(self._system)
+
+    def _wanted(self, choice: str) -> str:
+        return choice if choice in LANGUAGES else language_for(self._system) or ENGLISH
+
+    def _install(self) -> None:
+        self.uninstall()
+        unknown = self._language == ENGLISH and self.missing
+        QLocale.setDefault(self._system if unknown else locale_for(self._language, self._system))
+        ours = _compiled(self._language, self._folder)
+        of_qt = Path(QLibraryInfo.path(QLibraryInfo.LibraryPath.TranslationsPath)) / f"qtbase_{self._language}.qm"
+        for file in filter(None, (of_qt, ours)):  # ours is asked first: it was installed last
+            translator = QTranslator(self)
+            if translator.load(str(file)) and self._app.installTranslator(translator):
+                self._installed.append(translator)
+            else:
+                translator.deleteLater()
+
+
+def missing_words(language: str) -> str:
+    """Why the window is in English, for people whose system speaks another language, by its own name."""
+    text = translate("Languages", "Switchyard does not speak {0} yet, so it is in English. Settings has its languages.")
+    return text.format(language)
