@@ -2,17 +2,6 @@
 <!DOCTYPE TS>
 <TS version="2.1" language="de" sourcelanguage="en">
     <context>
-        <name />
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-    </context>
-    <context>
         <name>AboutCard</name>
         <message>
             <source>About</source>
@@ -716,7 +705,7 @@ negativ</translation>
         </message>
         <message>
             <source>Retry failed</source>
-            <translation>Fehlgeschlagene wiederholen</translation>
+            <translation>Fehler wiederholen</translation>
         </message>
         <message>
             <source>Pause</source>
@@ -3265,6 +3254,14 @@ negativ</translation>
     <context>
         <name>Fit</name>
         <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
             <source>{0} MB</source>
             <translation>{0} MB</translation>
         </message>
@@ -3327,14 +3324,6 @@ negativ</translation>
         <message>
             <source>first token after about {0} s</source>
             <translation>erstes Token nach etwa {0} s</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
         </message>
         <message>
             <source>download</source>
@@ -5620,7 +5609,7 @@ negativ</translation>
         </message>
         <message>
             <source>Predicted</source>
-            <translation>Vorhergesagt</translation>
+            <translation>Prognose</translation>
         </message>
         <message>
             <source>Timed</source>
@@ -5660,7 +5649,7 @@ negativ</translation>
         </message>
         <message>
             <source>failed</source>
-            <translation>fehlgeschlagen</translation>
+            <translation>Fehler</translation>
         </message>
     </context>
     <context>
@@ -6934,7 +6923,7 @@ negativ</translation>
         </message>
         <message>
             <source>Written</source>
-            <translation>Geschrieben</translation>
+            <translation>Erzeugt</translation>
         </message>
         <message>
             <source>Seconds</source>
@@ -7005,7 +6994,7 @@ negativ</translation>
         </message>
         <message>
             <source>those that the system trusts</source>
-            <translation>die, denen das System vertraut</translation>
+            <translation>vom System vertraute</translation>
         </message>
         <message>
             <source>Choose…</source>
@@ -9067,7 +9056,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Send as new version</source>
-            <translation>Als neue Version senden</translation>
+            <translation>Neu senden</translation>
         </message>
     </context>
     <context>
@@ -9104,7 +9093,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Graphics card as it is</source>
-            <translation>Grafikkarte wie vorhanden</translation>
+            <translation>Jetzige Grafikkarte</translation>
         </message>
         <message>
             <source> GB of VRAM</source>
@@ -9112,7 +9101,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>VRAM as it is</source>
-            <translation>VRAM wie vorhanden</translation>
+            <translation>Jetziger VRAM</translation>
         </message>
         <message>
             <source> GB of RAM</source>
@@ -9120,7 +9109,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>RAM as it is</source>
-            <translation>RAM wie vorhanden</translation>
+            <translation>Jetziger RAM</translation>
         </message>
         <message>
             <source> GB/s to the card</source>
@@ -9128,7 +9117,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Link as it is</source>
-            <translation>Verbindung wie vorhanden</translation>
+            <translation>Jetzige Verbindung</translation>
         </message>
         <message>
             <source> GB/s from disk</source>
@@ -9136,7 +9125,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Disk as it is</source>
-            <translation>Datenträger wie vorhanden</translation>
+            <translation>Jetziger Datenträger</translation>
         </message>
         <message>
             <source>Graphics card</source>
