@@ -66,16 +66,15 @@ def locale_for(language: str, system: QLocale) -> QLocale:
     return here if (here.language(), here.script()) == (wanted.language(), wanted.script()) else wanted
 
 
-def tool(name: str) -> Path | None:
-    """One of Qt's translation tools, which come with PySide6: on Linux and macOS in different folders."""
-    home, suffix = Path(PySide6.__file__).parent, ".exe" if sys.platform == "win32" else ""
-    places = (home / f"{name}{suffix}", home / "Qt" / "libexec" / f"{name}{suffix}")
-    return next((place for place in places if place.is_file()), None)
+def _compiler() -> Path | None:
+    """Qt's lrelease, which comes with PySide6: on some systems in a folder of its own."""
+    home, name = Path(PySide6.__file__).parent, "lrelease.exe" if sys.platform == "win32" else "lrelease"
+    return next((place for place in (home / name, home / "Qt" / "libexec" / name) if place.is_file()), None)
 
 
 def compile_translation(source: Path, target: Path) -> bool:
     """Compiles a `.ts` file; whether that was possible.  `target` is whole or not there."""
-    compiler = tool("lrelease")
+    compiler = _compiler()
     if compiler is None:
         _log.warning("there is no lrelease to compile %s with", source.name)
         return False

@@ -7,6 +7,7 @@ Qt's own `lupdate` is not used: it misses plurals outside of `tr`, and texts who
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -16,8 +17,6 @@ from xml.etree import ElementTree
 
 CHECKOUT = Path(__file__).resolve().parent.parent
 FOLDER = CHECKOUT / "resources" / "translations"
-ENGINE = "Engine"
-"""The context of the engine's sentences."""
 FORMS = {"de": 2, "es": 2, "fr": 2, "ja": 1, "zh_CN": 1}
 """How many forms a text with a number has."""
 
@@ -43,13 +42,16 @@ class Translation:
 
 
 def texts(checkout: Path = CHECKOUT) -> list[Text]:
-    """Every text of the window, each once for a context, in order."""
+    """Every text of the window and of the catalogue, each once for a context, in order."""
     found: dict[tuple[str, str], Text] = {}
     for path in sorted((checkout / "app").rglob("*.py")):
         for text in _texts_in(ast.parse(path.read_text(encoding="utf-8")), ""):
             key = (text.context, text.source)
             if key not in found or text.has_number:
                 found[key] = text
+    for entry in json.loads((checkout / "resources" / "catalogue" / "catalogue.json").read_text("utf-8"))["models"]:
+        for said in (entry["strengths"], entry["languages"]):
+            found["Catalogue", said] = Text("Catalogue", said)
     return sorted(found.values(), key=lambda text: text.context)
 
 
@@ -66,7 +68,7 @@ def _text_of(call: ast.Call, around: str) -> Iterator[Text]:
     said = [each.value for each in call.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
     if name == "tr" and said and isinstance(call.args[0], ast.Constant):
         yield Text(around, said[0], has_number=len(call.args) == 3)
-    elif name == "translate" and len(said) > 1 and isinstance(call.args[1], ast.Constant):
+    elif name in ("translate", "QT_TRANSLATE_NOOP") and len(said) > 1 and isinstance(call.args[1], ast.Constant):
         yield Text(said[0], said[1], has_number=len(call.args) == 4)
 
 

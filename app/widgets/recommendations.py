@@ -118,7 +118,7 @@ class RecommendationRow(QWidget):
             self, SEPARATOR.join(filter(None, (role_words(one.role), one.entry.licence))), role="caption"
         )
         name = muted_label(self, one.entry.name, role="heading")
-        self._sentence = muted_label(self, one.entry.strengths)  # the speed stands below
+        self._sentence = muted_label(self, translate("Catalogue", one.entry.strengths))  # the speed stands below
         mark = VerdictMark(one.verdict, self)
         self._speed = QLabel(speed_words(one.speed), self)
         self._speed.setProperty("tone", "head")

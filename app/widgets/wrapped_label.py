@@ -8,11 +8,14 @@ from PySide6.QtCore import QEvent, QSize, Qt
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QLabel, QWidget
 
+from app.engine_words import said
 from engine.common.plain_text import few_marks
 
 _LEAST_CHARACTERS = 12
-_WORDS = re.compile(r"[^\s/\\-]+[/\\-]?|[/\\-]")
-"""Lines break at white space, and in paths after a slash or a hyphen."""
+UNSPACED = "\u2e80-\u9fff\uff00-\uffef"
+"""Characters of scripts that put no spaces between words, for a regular expression's set."""
+_WORDS = re.compile(rf"[^\s/\\{UNSPACED}-]+[/\\-]?|[/\\-]")
+"""Lines break at white space, in paths after a slash or a hyphen, and anywhere in Japanese and Chinese."""
 
 
 _COMMANDS = (
@@ -40,7 +43,7 @@ class WrappedLabel(QLabel):
         self.setText(text)
 
     def setText(self, text: str) -> None:
-        self._whole = few_marks(without_commands(text))
+        self._whole = few_marks(said(without_commands(text)))
         self._fit()
 
     def text(self) -> str:

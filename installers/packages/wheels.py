@@ -6,6 +6,7 @@ own, as `uv tool install` and `pipx install` do. Name the file, not `switchyard`
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from packages.project import CHECKOUT, Project, read_project, run
+from packages.project import CHECKOUT, PackagingError, Project, read_project, run
 
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "*.pyc", "built", "screenshots", ".*")
 """Not in wheels: what is built on a machine, and pictures of the README."""
@@ -77,10 +78,24 @@ def _build(distribution: Distribution, project: Project, target: Path, checkout:
         tree.mkdir()
         for package in distribution.packages:
             shutil.copytree(checkout / package, tree / package, ignore=_LEFT_OUT)
+        _compile_translations(tree / "resources" / "translations")
         shutil.copy2(checkout / "LICENSE", tree / "LICENSE")
         shutil.copy2(checkout / "README.md", tree / "README.md")
         (tree / "pyproject.toml").write_text("\n".join(pyproject(distribution, project)), encoding="utf-8")
         return wheel_of(tree, built, target)
+
+
+def _compile_translations(folder: Path) -> None:
+    """Has the compiled ones in place of the sources: a package has no compiler."""
+    qt = importlib.util.find_spec("PySide6")
+    home = Path(qt.origin).parent if qt is not None and qt.origin else Path()
+    name = "lrelease.exe" if sys.platform == "win32" else "lrelease"
+    compiler = next((place for place in (home / name, home / "Qt" / "libexec" / name) if place.is_file()), None)
+    for source in folder.glob("*.ts"):
+        if compiler is None:
+            raise PackagingError("PySide6's lrelease, which compiles translations, is not there: set up the checkout.")
+        run([compiler, "-silent", source, "-qm", source.with_suffix(".qm")], f"{source.name} could not be compiled")
+        source.unlink()
 
 
 def wheel_of(tree: Path, built: Path, target: Path) -> Path:

@@ -1018,6 +1018,169 @@ negativ</translation>
         </message>
     </context>
     <context>
+        <name>Catalogue</name>
+        <message>
+            <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
+            <translation>Stark im Schlussfolgern, in Mathematik und Code, mit sehr langen Dokumenten; für Rechner mit viel Speicher.</translation>
+        </message>
+        <message>
+            <source>English, Chinese and many others</source>
+            <translation>Englisch, Chinesisch und viele andere</translation>
+        </message>
+        <message>
+            <source>Reasons step by step before it answers: good at mathematics, code and using tools.</source>
+            <translation>Überlegt Schritt für Schritt, bevor es antwortet: gut in Mathematik, Code und mit Werkzeugen.</translation>
+        </message>
+        <message>
+            <source>English, and others less well</source>
+            <translation>Englisch, andere weniger gut</translation>
+        </message>
+        <message>
+            <source>The strongest all-round model for machines with 96 GB or more: knowledge, code and long documents.</source>
+            <translation>Das stärkste Allround-Modell für Rechner ab 96 GB: Wissen, Code und lange Dokumente.</translation>
+        </message>
+        <message>
+            <source>over 100 languages</source>
+            <translation>über 100 Sprachen</translation>
+        </message>
+        <message>
+            <source>Even-tempered chat, writing and code in European languages, with long documents.</source>
+            <translation>Ausgeglichen im Gespräch, beim Schreiben und bei Code in europäischen Sprachen, mit langen Dokumenten.</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian and others</source>
+            <translation>Englisch, Französisch, Deutsch, Spanisch, Italienisch und andere</translation>
+        </message>
+        <message>
+            <source>Good at writing code over many steps and at using tools; can think before it answers.</source>
+            <translation>Gut darin, Code über viele Schritte zu schreiben und Werkzeuge zu nutzen; kann vor der Antwort nachdenken.</translation>
+        </message>
+        <message>
+            <source>English and Chinese</source>
+            <translation>Englisch und Chinesisch</translation>
+        </message>
+        <message>
+            <source>Much knowledge for its speed; answers directly, and keeps its pace with very long texts.</source>
+            <translation>Viel Wissen für sein Tempo; antwortet direkt und bleibt auch bei sehr langen Texten schnell.</translation>
+        </message>
+        <message>
+            <source>The best all-round choice for PCs with 32 GB: chat, code, reasoning and long documents.</source>
+            <translation>Die beste Allround-Wahl für PCs mit 32 GB: Chat, Code, Schlussfolgern und lange Dokumente.</translation>
+        </message>
+        <message>
+            <source>Natural writing in very many languages, general knowledge and summaries.</source>
+            <translation>Natürliches Schreiben in sehr vielen Sprachen, Allgemeinwissen und Zusammenfassungen.</translation>
+        </message>
+        <message>
+            <source>over 140 languages</source>
+            <translation>über 140 Sprachen</translation>
+        </message>
+        <message>
+            <source>Reasons before it answers; good at mathematics, science and following instructions exactly.</source>
+            <translation>Überlegt vor der Antwort; gut in Mathematik, Naturwissenschaft und beim genauen Befolgen von Anweisungen.</translation>
+        </message>
+        <message>
+            <source>English, and five others less well</source>
+            <translation>Englisch, fünf andere weniger gut</translation>
+        </message>
+        <message>
+            <source>Writes code over many steps and uses tools well for its size.</source>
+            <translation>Schreibt Code über viele Schritte und nutzt Werkzeuge gut für seine Größe.</translation>
+        </message>
+        <message>
+            <source>Reasons step by step and is quick: good at mathematics and code on PCs with 16 GB.</source>
+            <translation>Überlegt Schritt für Schritt und ist schnell: gut in Mathematik und Code auf PCs mit 16 GB.</translation>
+        </message>
+        <message>
+            <source>Made for programming: writes, explains and changes code in many languages.</source>
+            <translation>Zum Programmieren gemacht: schreibt, erklärt und ändert Code in vielen Sprachen.</translation>
+        </message>
+        <message>
+            <source>A quick all-rounder that answers directly: chat, translation, summaries.</source>
+            <translation>Ein schneller Allrounder, der direkt antwortet: Chat, Übersetzung, Zusammenfassungen.</translation>
+        </message>
+        <message>
+            <source>Careful writing in European languages; uses every weight for every token, so it wants a large graphics card.</source>
+            <translation>Sorgfältiges Schreiben in europäischen Sprachen; nutzt alle Gewichte für jedes Token und braucht daher eine große Grafikkarte.</translation>
+        </message>
+        <message>
+            <source>Follows instructions and fills in forms and JSON reliably; little memory for long texts.</source>
+            <translation>Befolgt Anweisungen und füllt Formulare und JSON zuverlässig aus; behält von langen Texten wenig.</translation>
+        </message>
+        <message>
+            <source>English, German, Spanish, French, Japanese and seven others</source>
+            <translation>Englisch, Deutsch, Spanisch, Französisch, Japanisch und sieben andere</translation>
+        </message>
+        <message>
+            <source>General knowledge and writing in Chinese and English at good speed.</source>
+            <translation>Allgemeinwissen und Schreiben auf Chinesisch und Englisch bei gutem Tempo.</translation>
+        </message>
+        <message>
+            <source>Chinese and English</source>
+            <translation>Chinesisch und Englisch</translation>
+        </message>
+        <message>
+            <source>Pleasant writing in many languages; for graphics cards with 12 GB.</source>
+            <translation>Angenehmes Schreiben in vielen Sprachen; für Grafikkarten mit 12 GB.</translation>
+        </message>
+        <message>
+            <source>A solid small model that can think before it answers; for graphics cards with 8 GB.</source>
+            <translation>Ein solides kleines Modell, das vor der Antwort nachdenken kann; für Grafikkarten mit 8 GB.</translation>
+        </message>
+        <message>
+            <source>An older model, known from many papers: good for comparisons.</source>
+            <translation>Ein älteres Modell, aus vielen Veröffentlichungen bekannt: gut für Vergleiche.</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian</source>
+            <translation>Englisch, Französisch, Deutsch, Spanisch, Italienisch</translation>
+        </message>
+        <message>
+            <source>Reasoning and mathematics from textbook-like training; an older model.</source>
+            <translation>Schlussfolgern und Mathematik aus lehrbuchartigem Training; ein älteres Modell.</translation>
+        </message>
+        <message>
+            <source>English and 22 others</source>
+            <translation>Englisch und 22 andere</translation>
+        </message>
+        <message>
+            <source>Very quick even without a graphics card: summaries, extraction, simple chat.</source>
+            <translation>Sehr schnell auch ohne Grafikkarte: Zusammenfassungen, Extraktion, einfacher Chat.</translation>
+        </message>
+        <message>
+            <source>English, Chinese, German, Spanish, French, Japanese and others</source>
+            <translation>Englisch, Chinesisch, Deutsch, Spanisch, Französisch, Japanisch und andere</translation>
+        </message>
+        <message>
+            <source>Small and quick: forms, JSON, summaries and tools on old laptops.</source>
+            <translation>Klein und schnell: Formulare, JSON, Zusammenfassungen und Werkzeuge auf alten Laptops.</translation>
+        </message>
+        <message>
+            <source>Surprisingly able for its size; for small graphics cards and long texts.</source>
+            <translation>Erstaunlich fähig für seine Größe; für kleine Grafikkarten und lange Texte.</translation>
+        </message>
+        <message>
+            <source>Small, with a good sense for numbers and instructions.</source>
+            <translation>Klein, mit gutem Gespür für Zahlen und Anweisungen.</translation>
+        </message>
+        <message>
+            <source>Small and open in every respect: weights, data and recipe.</source>
+            <translation>Klein und in jeder Hinsicht offen: Gewichte, Daten und Rezept.</translation>
+        </message>
+        <message>
+            <source>English, French, Spanish, German, Italian, Portuguese</source>
+            <translation>Englisch, Französisch, Spanisch, Deutsch, Italienisch, Portugiesisch</translation>
+        </message>
+        <message>
+            <source>Open in every respect, and very quick; short texts only.</source>
+            <translation>In jeder Hinsicht offen und sehr schnell; nur kurze Texte.</translation>
+        </message>
+        <message>
+            <source>English</source>
+            <translation>Englisch</translation>
+        </message>
+    </context>
+    <context>
         <name>Chat</name>
         <message>
             <source>The model wrote no summary: leave the oldest turns out, or try another model.</source>
@@ -2784,6 +2947,273 @@ negativ</translation>
         </message>
     </context>
     <context>
+        <name>Engine</name>
+        <message>
+            <source>The graphics card limits the speed: it is busy {0} of the time, reading at {1} GB/s.</source>
+            <translation>Die Grafikkarte begrenzt das Tempo: Sie ist {0} der Zeit beschäftigt und liest mit {1} GB/s.</translation>
+        </message>
+        <message>
+            <source>The CPU limits the speed.</source>
+            <translation>Die CPU begrenzt das Tempo.</translation>
+        </message>
+        <message>
+            <source>Reading {0} from RAM limits the speed: the CPU is busy {1} of the time, at {2} GB/s.</source>
+            <translation>Das Lesen aus dem RAM begrenzt das Tempo ({0}): Die CPU ist {1} der Zeit beschäftigt, mit {2} GB/s.</translation>
+        </message>
+        <message>
+            <source>The link to the card limits the speed: it is busy {0} of the time, at {1} GB/s.</source>
+            <translation>Die Verbindung zur Karte begrenzt das Tempo: Sie ist {0} der Zeit beschäftigt, mit {1} GB/s.</translation>
+        </message>
+        <message>
+            <source>CPU arithmetic limits the speed: the CPU is busy {0} of the time, and computing experts takes longer than reading them from RAM.</source>
+            <translation>Die Rechenleistung der CPU begrenzt das Tempo: Die CPU ist {0} der Zeit beschäftigt, und Experten zu berechnen dauert länger, als sie aus dem RAM zu lesen.</translation>
+        </message>
+        <message>
+            <source>Launching many small operations on the card limits the speed: {0} ms of the {1} ms per token.</source>
+            <translation>Das Starten vieler kleiner Operationen auf der Karte begrenzt das Tempo: {0} ms der {1} ms pro Token.</translation>
+        </message>
+        <message>
+            <source>Layers are read for each token: rows of a file share that, and gain most.</source>
+            <translation>Schichten werden für jedes Token gelesen: Zeilen einer Datei teilen sich das und gewinnen am meisten.</translation>
+        </message>
+        <message>
+            <source>No single change of memory, link, disk or precision would make a noticeable difference.</source>
+            <translation>Keine einzelne Änderung an Speicher, Verbindung, Datenträger oder Genauigkeit würde spürbar etwas bringen.</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, {2} times as fast with the prompt included.</source>
+            <translation>{0} würde am meisten helfen: {1} Token/s, mit dem Prompt {2}-mal so schnell.</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, about {2} times as fast.</source>
+            <translation>{0} würde am meisten helfen: {1} Token/s, etwa {2}-mal so schnell.</translation>
+        </message>
+        <message>
+            <source>{0} GB of RAM</source>
+            <translation>{0} GB RAM</translation>
+        </message>
+        <message>
+            <source>A card with {0} GB</source>
+            <translation>Eine Karte mit {0} GB</translation>
+        </message>
+        <message>
+            <source>A link to the card that is twice as fast</source>
+            <translation>Eine doppelt so schnelle Verbindung zur Karte</translation>
+        </message>
+        <message>
+            <source>A disk that is twice as fast</source>
+            <translation>Ein doppelt so schneller Datenträger</translation>
+        </message>
+        <message>
+            <source>RAM that is twice as fast</source>
+            <translation>Doppelt so schneller RAM</translation>
+        </message>
+        <message>
+            <source>All {0} threads</source>
+            <translation>Alle {0} Threads</translation>
+        </message>
+        <message>
+            <source>expert weights</source>
+            <translation>Gewichte der Experten</translation>
+        </message>
+        <message>
+            <source>the other weights and the KV cache</source>
+            <translation>die anderen Gewichte und der KV-Cache</translation>
+        </message>
+        <message>
+            <source>The starter model is not on this machine yet.</source>
+            <translation>Das Startmodell ist noch nicht auf diesem Rechner.</translation>
+        </message>
+        <message>
+            <source>There is no file {0}: check the path.</source>
+            <translation>Es gibt keine Datei {0}: Prüfen Sie den Pfad.</translation>
+        </message>
+        <message>
+            <source>There is no folder {0}: check the path.</source>
+            <translation>Es gibt keinen Ordner {0}: Prüfen Sie den Pfad.</translation>
+        </message>
+        <message>
+            <source>There is no model at {0}: check the path.</source>
+            <translation>Unter {0} gibt es kein Modell: Prüfen Sie den Pfad.</translation>
+        </message>
+        <message>
+            <source>{0} is not a folder: check the path.</source>
+            <translation>{0} ist kein Ordner: Prüfen Sie den Pfad.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): check the path.</source>
+            <translation>{0} kann nicht gelesen werden ({1}): Prüfen Sie den Pfad.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): download or copy the model again.</source>
+            <translation>{0} kann nicht gelesen werden ({1}): Laden oder kopieren Sie das Modell erneut.</translation>
+        </message>
+        <message>
+            <source>{0} has no {1}, so it is not a complete model: download or copy it again.</source>
+            <translation>{0} fehlt {1}, es ist also kein vollständiges Modell: Laden oder kopieren Sie es erneut.</translation>
+        </message>
+        <message>
+            <source>{0} is a pickle file, which can run code when opened, so Switchyard never loads one: use the model's safetensors version.</source>
+            <translation>{0} ist eine Pickle-Datei, die beim Öffnen Code ausführen kann; Switchyard lädt solche nie: Verwenden Sie die safetensors-Version des Modells.</translation>
+        </message>
+        <message>
+            <source>{0} is in use: unload it in Switchyard's window, end other programs with it, and try again.</source>
+            <translation>{0} wird gerade verwendet: Entladen Sie es im Fenster von Switchyard, beenden Sie andere Programme damit und versuchen Sie es erneut.</translation>
+        </message>
+        <message>
+            <source>{0} is being moved or removed: wait until that is done.</source>
+            <translation>{0} wird gerade verschoben oder entfernt: Warten Sie, bis das erledigt ist.</translation>
+        </message>
+        <message>
+            <source>{0} exists already: choose another name.</source>
+            <translation>{0} ist bereits vorhanden: Wählen Sie einen anderen Namen.</translation>
+        </message>
+        <message>
+            <source>{0} is already in the library.</source>
+            <translation>{0} ist schon in der Bibliothek.</translation>
+        </message>
+        <message>
+            <source>The model folder {0} is not there: connect its disk, or take the folder off the list.</source>
+            <translation>Der Modellordner {0} ist nicht da: Schließen Sie seinen Datenträger an oder nehmen Sie den Ordner aus der Liste.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and try again.</source>
+            <translation>Der Datenträger von {0} ist voll: Schaffen Sie Platz und versuchen Sie es erneut.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and let the download go on; nothing is lost.</source>
+            <translation>Der Datenträger von {0} ist voll: Schaffen Sie Platz und setzen Sie den Download fort; nichts ist verloren.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: free some space, and the job continues.</source>
+            <translation>Der Datenträger von {0} ist voll: Geben Sie Platz frei, dann geht der Auftrag weiter.</translation>
+        </message>
+        <message>
+            <source>Cannot read or write {0} ({1}): check its permissions and the disk.</source>
+            <translation>{0} kann nicht gelesen oder geschrieben werden ({1}): Prüfen Sie die Berechtigungen und den Datenträger.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, but only {3} are free: close other programs or choose a smaller model.</source>
+            <translation>{0} braucht {1} RAM{2}, aber nur {3} sind frei: Schließen Sie andere Programme oder wählen Sie ein kleineres Modell.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, more than the {3} that the RAM budget allows: raise the budget or choose a smaller model.</source>
+            <translation>{0} braucht {1} RAM{2}, mehr als die {3}, die das RAM-Budget erlaubt: Erhöhen Sie das Budget oder wählen Sie ein kleineres Modell.</translation>
+        </message>
+        <message>
+            <source>{0} ran out of memory: close other programs, or allow the model less memory or a shorter context.</source>
+            <translation>{0} hat keinen Speicher mehr: Schließen Sie andere Programme oder geben Sie dem Modell weniger Speicher oder einen kürzeren Kontext.</translation>
+        </message>
+        <message>
+            <source>{0} has no graphics card: choose one first.</source>
+            <translation>{0} hat keine Grafikkarte: Wählen Sie zuerst eine.</translation>
+        </message>
+        <message>
+            <source>The graphics card stopped responding, so the model runs on the CPU now.</source>
+            <translation>Die Grafikkarte reagiert nicht mehr, daher läuft das Modell jetzt auf der CPU.</translation>
+        </message>
+        <message>
+            <source>The NVIDIA driver does not respond: restart the computer, or update the driver.</source>
+            <translation>Der NVIDIA-Treiber reagiert nicht: Starten Sie den Computer neu oder aktualisieren Sie den Treiber.</translation>
+        </message>
+        <message>
+            <source>No NVIDIA driver was found.</source>
+            <translation>Es wurde kein NVIDIA-Treiber gefunden.</translation>
+        </message>
+        <message>
+            <source>The {0} was {1} and is now {2}.</source>
+            <translation>Geändert hat sich: {0}, bisher {1}, jetzt {2}.</translation>
+        </message>
+        <message>
+            <source>The prompt is {0} tokens long, but this model holds {1} together with the answer: shorten it by {2} tokens, or start a new chat.</source>
+            <translation>Der Prompt ist {0} Token lang, aber dieses Modell fasst mit der Antwort zusammen {1}: Kürzen Sie ihn um {2} Token oder beginnen Sie einen neuen Chat.</translation>
+        </message>
+        <message>
+            <source>No model is loaded: choose one first.</source>
+            <translation>Kein Modell ist geladen: Wählen Sie zuerst eines.</translation>
+        </message>
+        <message>
+            <source>There was not enough memory to choose this answer's next token: close other programs and ask again.</source>
+            <translation>Der Speicher reichte nicht, um das nächste Token dieser Antwort zu wählen: Schließen Sie andere Programme und fragen Sie erneut.</translation>
+        </message>
+        <message>
+            <source>Could not read {0} from {1} ({2}): check the network; models on this PC still work.</source>
+            <translation>{0} konnte nicht von {1} gelesen werden ({2}): Prüfen Sie das Netzwerk; Modelle auf diesem PC funktionieren weiter.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be reached: waiting for the network.</source>
+            <translation>{0} ist nicht erreichbar: Auf das Netzwerk wird gewartet.</translation>
+        </message>
+        <message>
+            <source>The connection to {0} broke: trying again.</source>
+            <translation>Die Verbindung zu {0} brach ab: Neuer Versuch läuft.</translation>
+        </message>
+        <message>
+            <source>{0} sends nothing: waiting.</source>
+            <translation>{0} sendet nichts: Es wird gewartet.</translation>
+        </message>
+        <message>
+            <source>{0} gives {1} only to those it knows: enter an access token of an account that may read it.</source>
+            <translation>{0} gibt {1} nur an Bekannte heraus: Geben Sie ein Zugriffstoken eines Kontos ein, das es lesen darf.</translation>
+        </message>
+        <message>
+            <source>{0} got too many requests from here: try again {1}.</source>
+            <translation>{0} hat von hier zu viele Anfragen erhalten: Versuchen Sie es später erneut ({1}).</translation>
+        </message>
+        <message>
+            <source>{0} gave no answer ({1}): check that the server runs, and the network.</source>
+            <translation>{0} hat nicht geantwortet ({1}): Prüfen Sie, ob der Server läuft, und das Netzwerk.</translation>
+        </message>
+        <message>
+            <source>There is no server with OpenAI's interface at {0} ({1}): check the address.</source>
+            <translation>Unter {0} gibt es keinen Server mit der Schnittstelle von OpenAI ({1}): Prüfen Sie die Adresse.</translation>
+        </message>
+        <message>
+            <source>{0} is not an address of a server: it must begin with http:// or https://.</source>
+            <translation>{0} ist keine Serveradresse: Sie muss mit http:// oder https:// beginnen.</translation>
+        </message>
+        <message>
+            <source>{0} is not an address: enter one such as http://10.0.0.5:8000/v1.</source>
+            <translation>{0} ist keine Adresse: Geben Sie eine ein wie http://10.0.0.5:8000/v1.</translation>
+        </message>
+        <message>
+            <source>There is an endpoint called {0} already, or nearly so: choose another name.</source>
+            <translation>Einen Server namens {0} gibt es schon, oder fast so: Wählen Sie einen anderen Namen.</translation>
+        </message>
+        <message>
+            <source>This is not a key: copy it again, in one piece and without spaces.</source>
+            <translation>Das ist kein Schlüssel: Kopieren Sie ihn noch einmal, am Stück und ohne Leerzeichen.</translation>
+        </message>
+        <message>
+            <source>This is not a token: copy it again from the hub's settings page, in one piece.</source>
+            <translation>Das ist kein Token: Kopieren Sie es noch einmal von der Einstellungsseite des Hubs, am Stück.</translation>
+        </message>
+        <message>
+            <source>This file holds no certificate in PEM.</source>
+            <translation>Diese Datei enthält kein Zertifikat im PEM-Format.</translation>
+        </message>
+        <message>
+            <source>{0} has no rows: there is nothing to answer.</source>
+            <translation>{0} hat keine Zeilen: Es gibt nichts zu beantworten.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be written ({1}): choose another output.</source>
+            <translation>{0} kann nicht geschrieben werden ({1}): Wählen Sie eine andere Ausgabe.</translation>
+        </message>
+        <message>
+            <source>{0} is within the input: choose another output.</source>
+            <translation>{0} liegt innerhalb der Eingabe: Wählen Sie eine andere Ausgabe.</translation>
+        </message>
+        <message>
+            <source>{0} is protected by a password or is an old .xls: save it as .xlsx without a password.</source>
+            <translation>{0} ist durch ein Passwort geschützt oder eine alte .xls-Datei: Speichern Sie sie als .xlsx ohne Passwort.</translation>
+        </message>
+        <message>
+            <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
+            <translation>Ein anderer Lauf arbeitet am Auftrag von {0}: Warten Sie darauf oder stoppen Sie ihn zuerst.</translation>
+        </message>
+    </context>
+    <context>
         <name>EngineCard</name>
         <message>
             <source>First, the engine</source>
@@ -3254,6 +3684,10 @@ negativ</translation>
     <context>
         <name>Fit</name>
         <message>
+            <source>{0}%</source>
+            <translation>{0} %</translation>
+        </message>
+        <message>
             <source>VRAM</source>
             <translation>VRAM</translation>
         </message>
@@ -3359,10 +3793,6 @@ negativ</translation>
         <message>
             <source>{0} GB/s</source>
             <translation>{0} GB/s</translation>
-        </message>
-        <message>
-            <source>{0}%</source>
-            <translation>{0} %</translation>
         </message>
         <message>
             <source>{0} s</source>

@@ -1018,6 +1018,169 @@ negativo</translation>
         </message>
     </context>
     <context>
+        <name>Catalogue</name>
+        <message>
+            <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
+            <translation>Fuerte en razonamiento, matemáticas y código, con documentos muy largos; para máquinas con mucha memoria.</translation>
+        </message>
+        <message>
+            <source>English, Chinese and many others</source>
+            <translation>Inglés, chino y muchos otros</translation>
+        </message>
+        <message>
+            <source>Reasons step by step before it answers: good at mathematics, code and using tools.</source>
+            <translation>Razona paso a paso antes de responder: bueno en matemáticas, código y uso de herramientas.</translation>
+        </message>
+        <message>
+            <source>English, and others less well</source>
+            <translation>Inglés; otros, menos bien</translation>
+        </message>
+        <message>
+            <source>The strongest all-round model for machines with 96 GB or more: knowledge, code and long documents.</source>
+            <translation>El modelo generalista más potente para máquinas de 96 GB o más: conocimientos, código y documentos largos.</translation>
+        </message>
+        <message>
+            <source>over 100 languages</source>
+            <translation>más de 100 idiomas</translation>
+        </message>
+        <message>
+            <source>Even-tempered chat, writing and code in European languages, with long documents.</source>
+            <translation>Chat equilibrado, redacción y código en lenguas europeas, con documentos largos.</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian and others</source>
+            <translation>Inglés, francés, alemán, español, italiano y otros</translation>
+        </message>
+        <message>
+            <source>Good at writing code over many steps and at using tools; can think before it answers.</source>
+            <translation>Bueno para escribir código en muchos pasos y usar herramientas; puede pensar antes de responder.</translation>
+        </message>
+        <message>
+            <source>English and Chinese</source>
+            <translation>Inglés y chino</translation>
+        </message>
+        <message>
+            <source>Much knowledge for its speed; answers directly, and keeps its pace with very long texts.</source>
+            <translation>Muchos conocimientos para su velocidad; responde directamente y mantiene el ritmo con textos muy largos.</translation>
+        </message>
+        <message>
+            <source>The best all-round choice for PCs with 32 GB: chat, code, reasoning and long documents.</source>
+            <translation>La mejor opción generalista para PC de 32 GB: chat, código, razonamiento y documentos largos.</translation>
+        </message>
+        <message>
+            <source>Natural writing in very many languages, general knowledge and summaries.</source>
+            <translation>Redacción natural en muchísimos idiomas, cultura general y resúmenes.</translation>
+        </message>
+        <message>
+            <source>over 140 languages</source>
+            <translation>más de 140 idiomas</translation>
+        </message>
+        <message>
+            <source>Reasons before it answers; good at mathematics, science and following instructions exactly.</source>
+            <translation>Razona antes de responder; bueno en matemáticas, ciencia y en seguir instrucciones con exactitud.</translation>
+        </message>
+        <message>
+            <source>English, and five others less well</source>
+            <translation>Inglés; otros cinco, menos bien</translation>
+        </message>
+        <message>
+            <source>Writes code over many steps and uses tools well for its size.</source>
+            <translation>Escribe código en muchos pasos y usa bien las herramientas para su tamaño.</translation>
+        </message>
+        <message>
+            <source>Reasons step by step and is quick: good at mathematics and code on PCs with 16 GB.</source>
+            <translation>Razona paso a paso y es rápido: bueno en matemáticas y código en PC de 16 GB.</translation>
+        </message>
+        <message>
+            <source>Made for programming: writes, explains and changes code in many languages.</source>
+            <translation>Hecho para programar: escribe, explica y modifica código en muchos lenguajes.</translation>
+        </message>
+        <message>
+            <source>A quick all-rounder that answers directly: chat, translation, summaries.</source>
+            <translation>Un generalista rápido que responde directamente: chat, traducción, resúmenes.</translation>
+        </message>
+        <message>
+            <source>Careful writing in European languages; uses every weight for every token, so it wants a large graphics card.</source>
+            <translation>Redacción cuidada en lenguas europeas; usa todos los pesos en cada token, así que necesita una tarjeta gráfica grande.</translation>
+        </message>
+        <message>
+            <source>Follows instructions and fills in forms and JSON reliably; little memory for long texts.</source>
+            <translation>Sigue instrucciones y rellena formularios y JSON con fiabilidad; retiene poco de los textos largos.</translation>
+        </message>
+        <message>
+            <source>English, German, Spanish, French, Japanese and seven others</source>
+            <translation>Inglés, alemán, español, francés, japonés y siete más</translation>
+        </message>
+        <message>
+            <source>General knowledge and writing in Chinese and English at good speed.</source>
+            <translation>Cultura general y redacción en chino e inglés a buena velocidad.</translation>
+        </message>
+        <message>
+            <source>Chinese and English</source>
+            <translation>Chino e inglés</translation>
+        </message>
+        <message>
+            <source>Pleasant writing in many languages; for graphics cards with 12 GB.</source>
+            <translation>Redacción agradable en muchos idiomas; para tarjetas gráficas de 12 GB.</translation>
+        </message>
+        <message>
+            <source>A solid small model that can think before it answers; for graphics cards with 8 GB.</source>
+            <translation>Un modelo pequeño y sólido que puede pensar antes de responder; para tarjetas gráficas de 8 GB.</translation>
+        </message>
+        <message>
+            <source>An older model, known from many papers: good for comparisons.</source>
+            <translation>Un modelo más antiguo, conocido por muchos artículos: bueno para comparar.</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian</source>
+            <translation>Inglés, francés, alemán, español, italiano</translation>
+        </message>
+        <message>
+            <source>Reasoning and mathematics from textbook-like training; an older model.</source>
+            <translation>Razonamiento y matemáticas de un entrenamiento tipo libro de texto; un modelo más antiguo.</translation>
+        </message>
+        <message>
+            <source>English and 22 others</source>
+            <translation>Inglés y otros 22</translation>
+        </message>
+        <message>
+            <source>Very quick even without a graphics card: summaries, extraction, simple chat.</source>
+            <translation>Muy rápido incluso sin tarjeta gráfica: resúmenes, extracción, chat sencillo.</translation>
+        </message>
+        <message>
+            <source>English, Chinese, German, Spanish, French, Japanese and others</source>
+            <translation>Inglés, chino, alemán, español, francés, japonés y otros</translation>
+        </message>
+        <message>
+            <source>Small and quick: forms, JSON, summaries and tools on old laptops.</source>
+            <translation>Pequeño y rápido: formularios, JSON, resúmenes y herramientas en portátiles antiguos.</translation>
+        </message>
+        <message>
+            <source>Surprisingly able for its size; for small graphics cards and long texts.</source>
+            <translation>Sorprendentemente capaz para su tamaño; para tarjetas gráficas pequeñas y textos largos.</translation>
+        </message>
+        <message>
+            <source>Small, with a good sense for numbers and instructions.</source>
+            <translation>Pequeño, con buen sentido de los números y las instrucciones.</translation>
+        </message>
+        <message>
+            <source>Small and open in every respect: weights, data and recipe.</source>
+            <translation>Pequeño y abierto en todos los aspectos: pesos, datos y receta.</translation>
+        </message>
+        <message>
+            <source>English, French, Spanish, German, Italian, Portuguese</source>
+            <translation>Inglés, francés, español, alemán, italiano, portugués</translation>
+        </message>
+        <message>
+            <source>Open in every respect, and very quick; short texts only.</source>
+            <translation>Abierto en todos los aspectos y muy rápido; solo textos cortos.</translation>
+        </message>
+        <message>
+            <source>English</source>
+            <translation>Inglés</translation>
+        </message>
+    </context>
+    <context>
         <name>Chat</name>
         <message>
             <source>The model wrote no summary: leave the oldest turns out, or try another model.</source>
@@ -2784,6 +2947,273 @@ negativo</translation>
         </message>
     </context>
     <context>
+        <name>Engine</name>
+        <message>
+            <source>The graphics card limits the speed: it is busy {0} of the time, reading at {1} GB/s.</source>
+            <translation>La tarjeta gráfica limita la velocidad: está ocupada el {0} del tiempo y lee a {1} GB/s.</translation>
+        </message>
+        <message>
+            <source>The CPU limits the speed.</source>
+            <translation>La CPU limita la velocidad.</translation>
+        </message>
+        <message>
+            <source>Reading {0} from RAM limits the speed: the CPU is busy {1} of the time, at {2} GB/s.</source>
+            <translation>La lectura de la RAM limita la velocidad ({0}): la CPU está ocupada el {1} del tiempo, a {2} GB/s.</translation>
+        </message>
+        <message>
+            <source>The link to the card limits the speed: it is busy {0} of the time, at {1} GB/s.</source>
+            <translation>El enlace con la tarjeta limita la velocidad: está ocupado el {0} del tiempo, a {1} GB/s.</translation>
+        </message>
+        <message>
+            <source>CPU arithmetic limits the speed: the CPU is busy {0} of the time, and computing experts takes longer than reading them from RAM.</source>
+            <translation>El cálculo de la CPU limita la velocidad: está ocupada el {0} del tiempo, y calcular los expertos tarda más que leerlos de la RAM.</translation>
+        </message>
+        <message>
+            <source>Launching many small operations on the card limits the speed: {0} ms of the {1} ms per token.</source>
+            <translation>Iniciar muchas operaciones pequeñas en la tarjeta limita la velocidad: {0} ms de los {1} ms por token.</translation>
+        </message>
+        <message>
+            <source>Layers are read for each token: rows of a file share that, and gain most.</source>
+            <translation>Se leen capas para cada token: las filas de un archivo comparten esa lectura y son las que más ganan.</translation>
+        </message>
+        <message>
+            <source>No single change of memory, link, disk or precision would make a noticeable difference.</source>
+            <translation>Ningún cambio por sí solo de memoria, enlace, disco o precisión supondría una diferencia apreciable.</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, {2} times as fast with the prompt included.</source>
+            <translation>Lo que más ayudaría: {0}. {1} tokens/s, {2} veces más rápido con el prompt incluido.</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, about {2} times as fast.</source>
+            <translation>Lo que más ayudaría: {0}. {1} tokens/s, unas {2} veces más rápido.</translation>
+        </message>
+        <message>
+            <source>{0} GB of RAM</source>
+            <translation>{0} GB de RAM</translation>
+        </message>
+        <message>
+            <source>A card with {0} GB</source>
+            <translation>Una tarjeta de {0} GB</translation>
+        </message>
+        <message>
+            <source>A link to the card that is twice as fast</source>
+            <translation>Un enlace con la tarjeta el doble de rápido</translation>
+        </message>
+        <message>
+            <source>A disk that is twice as fast</source>
+            <translation>Un disco el doble de rápido</translation>
+        </message>
+        <message>
+            <source>RAM that is twice as fast</source>
+            <translation>RAM el doble de rápida</translation>
+        </message>
+        <message>
+            <source>All {0} threads</source>
+            <translation>Los {0} hilos</translation>
+        </message>
+        <message>
+            <source>expert weights</source>
+            <translation>pesos de los expertos</translation>
+        </message>
+        <message>
+            <source>the other weights and the KV cache</source>
+            <translation>los demás pesos y la caché KV</translation>
+        </message>
+        <message>
+            <source>The starter model is not on this machine yet.</source>
+            <translation>El modelo inicial aún no está en esta máquina.</translation>
+        </message>
+        <message>
+            <source>There is no file {0}: check the path.</source>
+            <translation>No existe el archivo {0}: compruebe la ruta.</translation>
+        </message>
+        <message>
+            <source>There is no folder {0}: check the path.</source>
+            <translation>No existe la carpeta {0}: compruebe la ruta.</translation>
+        </message>
+        <message>
+            <source>There is no model at {0}: check the path.</source>
+            <translation>No hay ningún modelo en {0}: compruebe la ruta.</translation>
+        </message>
+        <message>
+            <source>{0} is not a folder: check the path.</source>
+            <translation>{0} no es una carpeta: compruebe la ruta.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): check the path.</source>
+            <translation>No se puede leer {0} ({1}): compruebe la ruta.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): download or copy the model again.</source>
+            <translation>No se puede leer {0} ({1}): descargue o copie de nuevo el modelo.</translation>
+        </message>
+        <message>
+            <source>{0} has no {1}, so it is not a complete model: download or copy it again.</source>
+            <translation>A {0} le falta {1}, así que no es un modelo completo: descárguelo o cópielo de nuevo.</translation>
+        </message>
+        <message>
+            <source>{0} is a pickle file, which can run code when opened, so Switchyard never loads one: use the model's safetensors version.</source>
+            <translation>{0} es un archivo pickle, que puede ejecutar código al abrirse; Switchyard nunca carga uno: use la versión safetensors del modelo.</translation>
+        </message>
+        <message>
+            <source>{0} is in use: unload it in Switchyard's window, end other programs with it, and try again.</source>
+            <translation>{0} está en uso: descárguelo de memoria en la ventana de Switchyard, cierre otros programas que lo usen e inténtelo de nuevo.</translation>
+        </message>
+        <message>
+            <source>{0} is being moved or removed: wait until that is done.</source>
+            <translation>{0} se está moviendo o quitando: espere a que termine.</translation>
+        </message>
+        <message>
+            <source>{0} exists already: choose another name.</source>
+            <translation>{0} ya existe: elija otro nombre.</translation>
+        </message>
+        <message>
+            <source>{0} is already in the library.</source>
+            <translation>{0} ya está en la biblioteca.</translation>
+        </message>
+        <message>
+            <source>The model folder {0} is not there: connect its disk, or take the folder off the list.</source>
+            <translation>La carpeta de modelos {0} no está: conecte su disco o quite la carpeta de la lista.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and try again.</source>
+            <translation>El disco de {0} está lleno: haga sitio e inténtelo de nuevo.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and let the download go on; nothing is lost.</source>
+            <translation>El disco de {0} está lleno: haga sitio y reanude la descarga; no se ha perdido nada.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: free some space, and the job continues.</source>
+            <translation>El disco de {0} está lleno: libere espacio y la tarea continuará.</translation>
+        </message>
+        <message>
+            <source>Cannot read or write {0} ({1}): check its permissions and the disk.</source>
+            <translation>No se puede leer o escribir {0} ({1}): compruebe los permisos y el disco.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, but only {3} are free: close other programs or choose a smaller model.</source>
+            <translation>{0} necesita {1} de RAM{2}, pero solo hay {3} libres: cierre otros programas o elija un modelo más pequeño.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, more than the {3} that the RAM budget allows: raise the budget or choose a smaller model.</source>
+            <translation>{0} necesita {1} de RAM{2}, más de los {3} que permite el presupuesto de RAM: auméntelo o elija un modelo más pequeño.</translation>
+        </message>
+        <message>
+            <source>{0} ran out of memory: close other programs, or allow the model less memory or a shorter context.</source>
+            <translation>{0} se quedó sin memoria: cierre otros programas, o dé al modelo menos memoria o un contexto más corto.</translation>
+        </message>
+        <message>
+            <source>{0} has no graphics card: choose one first.</source>
+            <translation>{0} no tiene tarjeta gráfica: elija una primero.</translation>
+        </message>
+        <message>
+            <source>The graphics card stopped responding, so the model runs on the CPU now.</source>
+            <translation>La tarjeta gráfica dejó de responder, así que el modelo funciona ahora en la CPU.</translation>
+        </message>
+        <message>
+            <source>The NVIDIA driver does not respond: restart the computer, or update the driver.</source>
+            <translation>El controlador de NVIDIA no responde: reinicie el equipo o actualice el controlador.</translation>
+        </message>
+        <message>
+            <source>No NVIDIA driver was found.</source>
+            <translation>No se encontró ningún controlador de NVIDIA.</translation>
+        </message>
+        <message>
+            <source>The {0} was {1} and is now {2}.</source>
+            <translation>Lo que ha cambiado: {0}, antes {1}, ahora {2}.</translation>
+        </message>
+        <message>
+            <source>The prompt is {0} tokens long, but this model holds {1} together with the answer: shorten it by {2} tokens, or start a new chat.</source>
+            <translation>El prompt tiene {0} tokens, pero este modelo admite {1} junto con la respuesta: acórtelo en {2} tokens o empiece un chat nuevo.</translation>
+        </message>
+        <message>
+            <source>No model is loaded: choose one first.</source>
+            <translation>No hay ningún modelo cargado: elija uno primero.</translation>
+        </message>
+        <message>
+            <source>There was not enough memory to choose this answer's next token: close other programs and ask again.</source>
+            <translation>No hubo memoria suficiente para elegir el siguiente token de esta respuesta: cierre otros programas y pregunte de nuevo.</translation>
+        </message>
+        <message>
+            <source>Could not read {0} from {1} ({2}): check the network; models on this PC still work.</source>
+            <translation>No se pudo leer {0} de {1} ({2}): compruebe la red; los modelos de este PC siguen funcionando.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be reached: waiting for the network.</source>
+            <translation>No se puede alcanzar {0}: esperando a la red.</translation>
+        </message>
+        <message>
+            <source>The connection to {0} broke: trying again.</source>
+            <translation>Se cortó la conexión con {0}: intentándolo de nuevo.</translation>
+        </message>
+        <message>
+            <source>{0} sends nothing: waiting.</source>
+            <translation>{0} no envía nada: esperando.</translation>
+        </message>
+        <message>
+            <source>{0} gives {1} only to those it knows: enter an access token of an account that may read it.</source>
+            <translation>{0} solo da {1} a quienes conoce: introduzca un token de acceso de una cuenta que pueda leerlo.</translation>
+        </message>
+        <message>
+            <source>{0} got too many requests from here: try again {1}.</source>
+            <translation>{0} recibió demasiadas peticiones desde aquí: inténtelo más tarde ({1}).</translation>
+        </message>
+        <message>
+            <source>{0} gave no answer ({1}): check that the server runs, and the network.</source>
+            <translation>{0} no respondió ({1}): compruebe que el servidor esté en marcha, y la red.</translation>
+        </message>
+        <message>
+            <source>There is no server with OpenAI's interface at {0} ({1}): check the address.</source>
+            <translation>No hay ningún servidor con la interfaz de OpenAI en {0} ({1}): compruebe la dirección.</translation>
+        </message>
+        <message>
+            <source>{0} is not an address of a server: it must begin with http:// or https://.</source>
+            <translation>{0} no es la dirección de un servidor: debe empezar por http:// o https://.</translation>
+        </message>
+        <message>
+            <source>{0} is not an address: enter one such as http://10.0.0.5:8000/v1.</source>
+            <translation>{0} no es una dirección: introduzca una como http://10.0.0.5:8000/v1.</translation>
+        </message>
+        <message>
+            <source>There is an endpoint called {0} already, or nearly so: choose another name.</source>
+            <translation>Ya hay un servidor llamado {0}, o casi: elija otro nombre.</translation>
+        </message>
+        <message>
+            <source>This is not a key: copy it again, in one piece and without spaces.</source>
+            <translation>Esto no es una clave: cópiela de nuevo, entera y sin espacios.</translation>
+        </message>
+        <message>
+            <source>This is not a token: copy it again from the hub's settings page, in one piece.</source>
+            <translation>Esto no es un token: cópielo de nuevo desde la página de configuración del hub, entero.</translation>
+        </message>
+        <message>
+            <source>This file holds no certificate in PEM.</source>
+            <translation>Este archivo no contiene ningún certificado PEM.</translation>
+        </message>
+        <message>
+            <source>{0} has no rows: there is nothing to answer.</source>
+            <translation>{0} no tiene filas: no hay nada que responder.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be written ({1}): choose another output.</source>
+            <translation>No se puede escribir {0} ({1}): elija otra salida.</translation>
+        </message>
+        <message>
+            <source>{0} is within the input: choose another output.</source>
+            <translation>{0} está dentro de la entrada: elija otra salida.</translation>
+        </message>
+        <message>
+            <source>{0} is protected by a password or is an old .xls: save it as .xlsx without a password.</source>
+            <translation>{0} está protegido con contraseña o es un .xls antiguo: guárdelo como .xlsx sin contraseña.</translation>
+        </message>
+        <message>
+            <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
+            <translation>Otra ejecución trabaja en la tarea de {0}: espérela o deténgala primero.</translation>
+        </message>
+    </context>
+    <context>
         <name>EngineCard</name>
         <message>
             <source>First, the engine</source>
@@ -3254,6 +3684,10 @@ negativo</translation>
     <context>
         <name>Fit</name>
         <message>
+            <source>{0}%</source>
+            <translation>{0} %</translation>
+        </message>
+        <message>
             <source>VRAM</source>
             <translation>VRAM</translation>
         </message>
@@ -3359,10 +3793,6 @@ negativo</translation>
         <message>
             <source>{0} GB/s</source>
             <translation>{0} GB/s</translation>
-        </message>
-        <message>
-            <source>{0}%</source>
-            <translation>{0} %</translation>
         </message>
         <message>
             <source>{0} s</source>

@@ -705,7 +705,7 @@ négatif</translation>
         </message>
         <message>
             <source>Retry failed</source>
-            <translation>Relancer les échecs</translation>
+            <translation>Relancer échecs</translation>
         </message>
         <message>
             <source>Pause</source>
@@ -717,7 +717,7 @@ négatif</translation>
         </message>
         <message>
             <source>Open result</source>
-            <translation>Ouvrir le résultat</translation>
+            <translation>Résultat</translation>
         </message>
         <message>
             <source>More</source>
@@ -1015,6 +1015,169 @@ négatif</translation>
         <message>
             <source>This model has no experts, so there is nothing to cache.</source>
             <translation>Ce modèle n’a pas d’experts : il n’y a rien à mettre en cache.</translation>
+        </message>
+    </context>
+    <context>
+        <name>Catalogue</name>
+        <message>
+            <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
+            <translation>Fort en raisonnement, mathématiques et code, avec de très longs documents ; pour les machines dotées de beaucoup de mémoire.</translation>
+        </message>
+        <message>
+            <source>English, Chinese and many others</source>
+            <translation>Anglais, chinois et bien d’autres</translation>
+        </message>
+        <message>
+            <source>Reasons step by step before it answers: good at mathematics, code and using tools.</source>
+            <translation>Raisonne pas à pas avant de répondre : bon en mathématiques, en code et avec des outils.</translation>
+        </message>
+        <message>
+            <source>English, and others less well</source>
+            <translation>Anglais, les autres moins bien</translation>
+        </message>
+        <message>
+            <source>The strongest all-round model for machines with 96 GB or more: knowledge, code and long documents.</source>
+            <translation>Le modèle polyvalent le plus fort pour les machines d’au moins 96 Go : connaissances, code et longs documents.</translation>
+        </message>
+        <message>
+            <source>over 100 languages</source>
+            <translation>plus de 100 langues</translation>
+        </message>
+        <message>
+            <source>Even-tempered chat, writing and code in European languages, with long documents.</source>
+            <translation>Équilibré en discussion, rédaction et code dans les langues européennes, avec de longs documents.</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian and others</source>
+            <translation>Anglais, français, allemand, espagnol, italien et autres</translation>
+        </message>
+        <message>
+            <source>Good at writing code over many steps and at using tools; can think before it answers.</source>
+            <translation>Bon pour écrire du code en de nombreuses étapes et utiliser des outils ; peut réfléchir avant de répondre.</translation>
+        </message>
+        <message>
+            <source>English and Chinese</source>
+            <translation>Anglais et chinois</translation>
+        </message>
+        <message>
+            <source>Much knowledge for its speed; answers directly, and keeps its pace with very long texts.</source>
+            <translation>Beaucoup de connaissances pour sa vitesse ; répond directement et garde son allure avec de très longs textes.</translation>
+        </message>
+        <message>
+            <source>The best all-round choice for PCs with 32 GB: chat, code, reasoning and long documents.</source>
+            <translation>Le meilleur choix polyvalent pour les PC de 32 Go : discussion, code, raisonnement et longs documents.</translation>
+        </message>
+        <message>
+            <source>Natural writing in very many languages, general knowledge and summaries.</source>
+            <translation>Rédaction naturelle dans de très nombreuses langues, culture générale et résumés.</translation>
+        </message>
+        <message>
+            <source>over 140 languages</source>
+            <translation>plus de 140 langues</translation>
+        </message>
+        <message>
+            <source>Reasons before it answers; good at mathematics, science and following instructions exactly.</source>
+            <translation>Raisonne avant de répondre ; bon en mathématiques, en sciences et pour suivre exactement les instructions.</translation>
+        </message>
+        <message>
+            <source>English, and five others less well</source>
+            <translation>Anglais, cinq autres moins bien</translation>
+        </message>
+        <message>
+            <source>Writes code over many steps and uses tools well for its size.</source>
+            <translation>Écrit du code en de nombreuses étapes et utilise bien les outils pour sa taille.</translation>
+        </message>
+        <message>
+            <source>Reasons step by step and is quick: good at mathematics and code on PCs with 16 GB.</source>
+            <translation>Raisonne pas à pas et vite : bon en mathématiques et en code sur les PC de 16 Go.</translation>
+        </message>
+        <message>
+            <source>Made for programming: writes, explains and changes code in many languages.</source>
+            <translation>Fait pour la programmation : écrit, explique et modifie du code dans de nombreux langages.</translation>
+        </message>
+        <message>
+            <source>A quick all-rounder that answers directly: chat, translation, summaries.</source>
+            <translation>Un modèle polyvalent et rapide qui répond directement : discussion, traduction, résumés.</translation>
+        </message>
+        <message>
+            <source>Careful writing in European languages; uses every weight for every token, so it wants a large graphics card.</source>
+            <translation>Rédaction soignée dans les langues européennes ; utilise tous les poids pour chaque token, il lui faut donc une grande carte graphique.</translation>
+        </message>
+        <message>
+            <source>Follows instructions and fills in forms and JSON reliably; little memory for long texts.</source>
+            <translation>Suit les instructions et remplit formulaires et JSON de façon fiable ; retient peu des longs textes.</translation>
+        </message>
+        <message>
+            <source>English, German, Spanish, French, Japanese and seven others</source>
+            <translation>Anglais, allemand, espagnol, français, japonais et sept autres</translation>
+        </message>
+        <message>
+            <source>General knowledge and writing in Chinese and English at good speed.</source>
+            <translation>Culture générale et rédaction en chinois et en anglais, à bonne vitesse.</translation>
+        </message>
+        <message>
+            <source>Chinese and English</source>
+            <translation>Chinois et anglais</translation>
+        </message>
+        <message>
+            <source>Pleasant writing in many languages; for graphics cards with 12 GB.</source>
+            <translation>Rédaction agréable dans de nombreuses langues ; pour les cartes graphiques de 12 Go.</translation>
+        </message>
+        <message>
+            <source>A solid small model that can think before it answers; for graphics cards with 8 GB.</source>
+            <translation>Un petit modèle solide qui peut réfléchir avant de répondre ; pour les cartes graphiques de 8 Go.</translation>
+        </message>
+        <message>
+            <source>An older model, known from many papers: good for comparisons.</source>
+            <translation>Un modèle plus ancien, connu de nombreux articles : bon pour les comparaisons.</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian</source>
+            <translation>Anglais, français, allemand, espagnol, italien</translation>
+        </message>
+        <message>
+            <source>Reasoning and mathematics from textbook-like training; an older model.</source>
+            <translation>Raisonnement et mathématiques issus d’un entraînement de type manuel ; un modèle plus ancien.</translation>
+        </message>
+        <message>
+            <source>English and 22 others</source>
+            <translation>Anglais et 22 autres</translation>
+        </message>
+        <message>
+            <source>Very quick even without a graphics card: summaries, extraction, simple chat.</source>
+            <translation>Très rapide même sans carte graphique : résumés, extraction, discussion simple.</translation>
+        </message>
+        <message>
+            <source>English, Chinese, German, Spanish, French, Japanese and others</source>
+            <translation>Anglais, chinois, allemand, espagnol, français, japonais et autres</translation>
+        </message>
+        <message>
+            <source>Small and quick: forms, JSON, summaries and tools on old laptops.</source>
+            <translation>Petit et rapide : formulaires, JSON, résumés et outils sur de vieux portables.</translation>
+        </message>
+        <message>
+            <source>Surprisingly able for its size; for small graphics cards and long texts.</source>
+            <translation>Étonnamment capable pour sa taille ; pour les petites cartes graphiques et les longs textes.</translation>
+        </message>
+        <message>
+            <source>Small, with a good sense for numbers and instructions.</source>
+            <translation>Petit, avec un bon sens des nombres et des instructions.</translation>
+        </message>
+        <message>
+            <source>Small and open in every respect: weights, data and recipe.</source>
+            <translation>Petit et ouvert à tous égards : poids, données et recette.</translation>
+        </message>
+        <message>
+            <source>English, French, Spanish, German, Italian, Portuguese</source>
+            <translation>Anglais, français, espagnol, allemand, italien, portugais</translation>
+        </message>
+        <message>
+            <source>Open in every respect, and very quick; short texts only.</source>
+            <translation>Ouvert à tous égards et très rapide ; textes courts seulement.</translation>
+        </message>
+        <message>
+            <source>English</source>
+            <translation>Anglais</translation>
         </message>
     </context>
     <context>
@@ -1865,7 +2028,7 @@ négatif</translation>
         </message>
         <message>
             <source>Keep this chat</source>
-            <translation>Conserver cette discussion</translation>
+            <translation>La conserver</translation>
         </message>
         <message>
             <source>Close for good</source>
@@ -2094,7 +2257,7 @@ négatif</translation>
         </message>
         <message>
             <source>Stop  Esc</source>
-            <translation>Arrêter  Échap</translation>
+            <translation>Stop  Échap</translation>
         </message>
         <message>
             <source>Send</source>
@@ -2692,13 +2855,13 @@ négatif</translation>
         </message>
         <message>
             <source>1 download, {0}%</source>
-            <translation>1 téléchargement, {0} %</translation>
+            <translation>1 téléch., {0} %</translation>
         </message>
         <message numerus="yes">
             <source>{0} downloads, {1}%</source>
             <translation>
-                <numerusform>{0} téléchargement, {1} %</numerusform>
-                <numerusform>{0} téléchargements, {1} %</numerusform>
+                <numerusform>{0} téléch., {1} %</numerusform>
+                <numerusform>{0} téléch., {1} %</numerusform>
             </translation>
         </message>
         <message>
@@ -2781,6 +2944,273 @@ négatif</translation>
         <message>
             <source>Why do people like music? Answer in one sentence.</source>
             <translation>Pourquoi aime-t-on la musique ? Réponds en une phrase.</translation>
+        </message>
+    </context>
+    <context>
+        <name>Engine</name>
+        <message>
+            <source>The graphics card limits the speed: it is busy {0} of the time, reading at {1} GB/s.</source>
+            <translation>La carte graphique limite la vitesse : elle est occupée {0} du temps et lit à {1} Go/s.</translation>
+        </message>
+        <message>
+            <source>The CPU limits the speed.</source>
+            <translation>Le processeur limite la vitesse.</translation>
+        </message>
+        <message>
+            <source>Reading {0} from RAM limits the speed: the CPU is busy {1} of the time, at {2} GB/s.</source>
+            <translation>La lecture en RAM limite la vitesse ({0}) : le processeur est occupé {1} du temps, à {2} Go/s.</translation>
+        </message>
+        <message>
+            <source>The link to the card limits the speed: it is busy {0} of the time, at {1} GB/s.</source>
+            <translation>La liaison avec la carte limite la vitesse : elle est occupée {0} du temps, à {1} Go/s.</translation>
+        </message>
+        <message>
+            <source>CPU arithmetic limits the speed: the CPU is busy {0} of the time, and computing experts takes longer than reading them from RAM.</source>
+            <translation>Le calcul du processeur limite la vitesse : il est occupé {0} du temps, et calculer les experts prend plus de temps que les lire en RAM.</translation>
+        </message>
+        <message>
+            <source>Launching many small operations on the card limits the speed: {0} ms of the {1} ms per token.</source>
+            <translation>Le lancement de nombreuses petites opérations sur la carte limite la vitesse : {0} ms des {1} ms par token.</translation>
+        </message>
+        <message>
+            <source>Layers are read for each token: rows of a file share that, and gain most.</source>
+            <translation>Des couches sont lues pour chaque token : les lignes d’un fichier partagent cette lecture et y gagnent le plus.</translation>
+        </message>
+        <message>
+            <source>No single change of memory, link, disk or precision would make a noticeable difference.</source>
+            <translation>Aucun changement isolé de mémoire, de liaison, de disque ou de précision n’apporterait de différence notable.</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, {2} times as fast with the prompt included.</source>
+            <translation>Le plus utile serait : {0}. {1} tokens/s, {2} fois plus rapide, prompt compris.</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, about {2} times as fast.</source>
+            <translation>Le plus utile serait : {0}. {1} tokens/s, environ {2} fois plus rapide.</translation>
+        </message>
+        <message>
+            <source>{0} GB of RAM</source>
+            <translation>{0} Go de RAM</translation>
+        </message>
+        <message>
+            <source>A card with {0} GB</source>
+            <translation>Une carte de {0} Go</translation>
+        </message>
+        <message>
+            <source>A link to the card that is twice as fast</source>
+            <translation>Une liaison deux fois plus rapide avec la carte</translation>
+        </message>
+        <message>
+            <source>A disk that is twice as fast</source>
+            <translation>Un disque deux fois plus rapide</translation>
+        </message>
+        <message>
+            <source>RAM that is twice as fast</source>
+            <translation>Une RAM deux fois plus rapide</translation>
+        </message>
+        <message>
+            <source>All {0} threads</source>
+            <translation>Les {0} threads</translation>
+        </message>
+        <message>
+            <source>expert weights</source>
+            <translation>poids des experts</translation>
+        </message>
+        <message>
+            <source>the other weights and the KV cache</source>
+            <translation>les autres poids et le cache KV</translation>
+        </message>
+        <message>
+            <source>The starter model is not on this machine yet.</source>
+            <translation>Le modèle de départ n’est pas encore sur cette machine.</translation>
+        </message>
+        <message>
+            <source>There is no file {0}: check the path.</source>
+            <translation>Il n’y a pas de fichier {0} : vérifiez le chemin.</translation>
+        </message>
+        <message>
+            <source>There is no folder {0}: check the path.</source>
+            <translation>Il n’y a pas de dossier {0} : vérifiez le chemin.</translation>
+        </message>
+        <message>
+            <source>There is no model at {0}: check the path.</source>
+            <translation>Il n’y a pas de modèle dans {0} : vérifiez le chemin.</translation>
+        </message>
+        <message>
+            <source>{0} is not a folder: check the path.</source>
+            <translation>{0} n’est pas un dossier : vérifiez le chemin.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): check the path.</source>
+            <translation>{0} ne peut pas être lu ({1}) : vérifiez le chemin.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): download or copy the model again.</source>
+            <translation>{0} ne peut pas être lu ({1}) : téléchargez ou copiez de nouveau le modèle.</translation>
+        </message>
+        <message>
+            <source>{0} has no {1}, so it is not a complete model: download or copy it again.</source>
+            <translation>{0} n’a pas {1}, ce n’est donc pas un modèle complet : téléchargez-le ou copiez-le de nouveau.</translation>
+        </message>
+        <message>
+            <source>{0} is a pickle file, which can run code when opened, so Switchyard never loads one: use the model's safetensors version.</source>
+            <translation>{0} est un fichier pickle, qui peut exécuter du code à l’ouverture ; Switchyard n’en charge jamais : utilisez la version safetensors du modèle.</translation>
+        </message>
+        <message>
+            <source>{0} is in use: unload it in Switchyard's window, end other programs with it, and try again.</source>
+            <translation>{0} est utilisé : déchargez-le dans la fenêtre de Switchyard, fermez les autres programmes qui s’en servent et réessayez.</translation>
+        </message>
+        <message>
+            <source>{0} is being moved or removed: wait until that is done.</source>
+            <translation>{0} est en cours de déplacement ou de suppression : attendez la fin.</translation>
+        </message>
+        <message>
+            <source>{0} exists already: choose another name.</source>
+            <translation>{0} existe déjà : choisissez un autre nom.</translation>
+        </message>
+        <message>
+            <source>{0} is already in the library.</source>
+            <translation>{0} est déjà dans la bibliothèque.</translation>
+        </message>
+        <message>
+            <source>The model folder {0} is not there: connect its disk, or take the folder off the list.</source>
+            <translation>Le dossier de modèles {0} est absent : branchez son disque ou retirez le dossier de la liste.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and try again.</source>
+            <translation>Le disque de {0} est plein : faites de la place et réessayez.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and let the download go on; nothing is lost.</source>
+            <translation>Le disque de {0} est plein : faites de la place et reprenez le téléchargement ; rien n’est perdu.</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: free some space, and the job continues.</source>
+            <translation>Le disque de {0} est plein : libérez de l’espace et la tâche continue.</translation>
+        </message>
+        <message>
+            <source>Cannot read or write {0} ({1}): check its permissions and the disk.</source>
+            <translation>Impossible de lire ou d’écrire {0} ({1}) : vérifiez les autorisations et le disque.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, but only {3} are free: close other programs or choose a smaller model.</source>
+            <translation>{0} a besoin de {1} de RAM{2}, mais seulement {3} sont libres : fermez d’autres programmes ou choisissez un modèle plus petit.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, more than the {3} that the RAM budget allows: raise the budget or choose a smaller model.</source>
+            <translation>{0} a besoin de {1} de RAM{2}, plus que les {3} autorisés par le budget de RAM : augmentez-le ou choisissez un modèle plus petit.</translation>
+        </message>
+        <message>
+            <source>{0} ran out of memory: close other programs, or allow the model less memory or a shorter context.</source>
+            <translation>{0} n’a plus de mémoire : fermez d’autres programmes, ou accordez au modèle moins de mémoire ou un contexte plus court.</translation>
+        </message>
+        <message>
+            <source>{0} has no graphics card: choose one first.</source>
+            <translation>{0} n’a pas de carte graphique : choisissez-en une d’abord.</translation>
+        </message>
+        <message>
+            <source>The graphics card stopped responding, so the model runs on the CPU now.</source>
+            <translation>La carte graphique ne répond plus, le modèle s’exécute donc maintenant sur le processeur.</translation>
+        </message>
+        <message>
+            <source>The NVIDIA driver does not respond: restart the computer, or update the driver.</source>
+            <translation>Le pilote NVIDIA ne répond pas : redémarrez l’ordinateur ou mettez le pilote à jour.</translation>
+        </message>
+        <message>
+            <source>No NVIDIA driver was found.</source>
+            <translation>Aucun pilote NVIDIA n’a été trouvé.</translation>
+        </message>
+        <message>
+            <source>The {0} was {1} and is now {2}.</source>
+            <translation>Ce qui a changé : {0}, auparavant {1}, maintenant {2}.</translation>
+        </message>
+        <message>
+            <source>The prompt is {0} tokens long, but this model holds {1} together with the answer: shorten it by {2} tokens, or start a new chat.</source>
+            <translation>Le prompt fait {0} tokens, mais ce modèle en contient {1}, réponse comprise : raccourcissez-le de {2} tokens ou commencez une nouvelle discussion.</translation>
+        </message>
+        <message>
+            <source>No model is loaded: choose one first.</source>
+            <translation>Aucun modèle n’est chargé : choisissez-en un d’abord.</translation>
+        </message>
+        <message>
+            <source>There was not enough memory to choose this answer's next token: close other programs and ask again.</source>
+            <translation>La mémoire n’a pas suffi pour choisir le prochain token de cette réponse : fermez d’autres programmes et redemandez.</translation>
+        </message>
+        <message>
+            <source>Could not read {0} from {1} ({2}): check the network; models on this PC still work.</source>
+            <translation>Impossible de lire {0} depuis {1} ({2}) : vérifiez le réseau ; les modèles de ce PC fonctionnent toujours.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be reached: waiting for the network.</source>
+            <translation>{0} est injoignable : en attente du réseau.</translation>
+        </message>
+        <message>
+            <source>The connection to {0} broke: trying again.</source>
+            <translation>La connexion à {0} s’est interrompue : nouvel essai.</translation>
+        </message>
+        <message>
+            <source>{0} sends nothing: waiting.</source>
+            <translation>{0} n’envoie rien : en attente.</translation>
+        </message>
+        <message>
+            <source>{0} gives {1} only to those it knows: enter an access token of an account that may read it.</source>
+            <translation>{0} ne donne {1} qu’aux personnes connues : saisissez le jeton d’accès d’un compte autorisé à le lire.</translation>
+        </message>
+        <message>
+            <source>{0} got too many requests from here: try again {1}.</source>
+            <translation>{0} a reçu trop de requêtes d’ici : réessayez plus tard ({1}).</translation>
+        </message>
+        <message>
+            <source>{0} gave no answer ({1}): check that the server runs, and the network.</source>
+            <translation>{0} n’a pas répondu ({1}) : vérifiez que le serveur fonctionne, ainsi que le réseau.</translation>
+        </message>
+        <message>
+            <source>There is no server with OpenAI's interface at {0} ({1}): check the address.</source>
+            <translation>Il n’y a pas de serveur avec l’interface d’OpenAI à {0} ({1}) : vérifiez l’adresse.</translation>
+        </message>
+        <message>
+            <source>{0} is not an address of a server: it must begin with http:// or https://.</source>
+            <translation>{0} n’est pas l’adresse d’un serveur : elle doit commencer par http:// ou https://.</translation>
+        </message>
+        <message>
+            <source>{0} is not an address: enter one such as http://10.0.0.5:8000/v1.</source>
+            <translation>{0} n’est pas une adresse : saisissez-en une comme http://10.0.0.5:8000/v1.</translation>
+        </message>
+        <message>
+            <source>There is an endpoint called {0} already, or nearly so: choose another name.</source>
+            <translation>Il existe déjà un serveur nommé {0}, ou presque : choisissez un autre nom.</translation>
+        </message>
+        <message>
+            <source>This is not a key: copy it again, in one piece and without spaces.</source>
+            <translation>Ce n’est pas une clé : copiez-la de nouveau, d’un seul tenant et sans espaces.</translation>
+        </message>
+        <message>
+            <source>This is not a token: copy it again from the hub's settings page, in one piece.</source>
+            <translation>Ce n’est pas un jeton : copiez-le de nouveau depuis la page des paramètres du hub, d’un seul tenant.</translation>
+        </message>
+        <message>
+            <source>This file holds no certificate in PEM.</source>
+            <translation>Ce fichier ne contient pas de certificat PEM.</translation>
+        </message>
+        <message>
+            <source>{0} has no rows: there is nothing to answer.</source>
+            <translation>{0} n’a pas de lignes : il n’y a rien à traiter.</translation>
+        </message>
+        <message>
+            <source>{0} cannot be written ({1}): choose another output.</source>
+            <translation>{0} ne peut pas être écrit ({1}) : choisissez une autre sortie.</translation>
+        </message>
+        <message>
+            <source>{0} is within the input: choose another output.</source>
+            <translation>{0} se trouve dans l’entrée : choisissez une autre sortie.</translation>
+        </message>
+        <message>
+            <source>{0} is protected by a password or is an old .xls: save it as .xlsx without a password.</source>
+            <translation>{0} est protégé par un mot de passe ou est un ancien .xls : enregistrez-le en .xlsx sans mot de passe.</translation>
+        </message>
+        <message>
+            <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
+            <translation>Une autre exécution traite la tâche de {0} : attendez-la ou arrêtez-la d’abord.</translation>
         </message>
     </context>
     <context>
@@ -3254,6 +3684,10 @@ négatif</translation>
     <context>
         <name>Fit</name>
         <message>
+            <source>{0}%</source>
+            <translation>{0} %</translation>
+        </message>
+        <message>
             <source>VRAM</source>
             <translation>VRAM</translation>
         </message>
@@ -3359,10 +3793,6 @@ négatif</translation>
         <message>
             <source>{0} GB/s</source>
             <translation>{0} Go/s</translation>
-        </message>
-        <message>
-            <source>{0}%</source>
-            <translation>{0} %</translation>
         </message>
         <message>
             <source>{0} s</source>
@@ -4074,7 +4504,7 @@ négatif</translation>
         </message>
         <message>
             <source>Other programs</source>
-            <translation>Autres programmes</translation>
+            <translation>Autres</translation>
         </message>
         <message>
             <source>1 core</source>

@@ -1010,6 +1010,169 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>Catalogue</name>
+        <message>
+            <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
+            <translation>推論、数学、コードに強く、非常に長い文書も扱えます。メモリの多いマシン向け。</translation>
+        </message>
+        <message>
+            <source>English, Chinese and many others</source>
+            <translation>英語、中国語ほか多数</translation>
+        </message>
+        <message>
+            <source>Reasons step by step before it answers: good at mathematics, code and using tools.</source>
+            <translation>段階的に考えてから答えます。数学、コード、ツールの利用が得意。</translation>
+        </message>
+        <message>
+            <source>English, and others less well</source>
+            <translation>英語（ほかはやや不得手）</translation>
+        </message>
+        <message>
+            <source>The strongest all-round model for machines with 96 GB or more: knowledge, code and long documents.</source>
+            <translation>96 GB以上のマシン向けの最も強力な万能モデル。知識、コード、長い文書。</translation>
+        </message>
+        <message>
+            <source>over 100 languages</source>
+            <translation>100以上の言語</translation>
+        </message>
+        <message>
+            <source>Even-tempered chat, writing and code in European languages, with long documents.</source>
+            <translation>ヨーロッパの言語での安定した会話、文章、コード。長い文書も可。</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian and others</source>
+            <translation>英語、フランス語、ドイツ語、スペイン語、イタリア語ほか</translation>
+        </message>
+        <message>
+            <source>Good at writing code over many steps and at using tools; can think before it answers.</source>
+            <translation>多段階のコード作成とツールの利用が得意。答える前に考えることもできます。</translation>
+        </message>
+        <message>
+            <source>English and Chinese</source>
+            <translation>英語、中国語</translation>
+        </message>
+        <message>
+            <source>Much knowledge for its speed; answers directly, and keeps its pace with very long texts.</source>
+            <translation>速さの割に知識が豊富。すぐに答え、非常に長いテキストでも速さが落ちません。</translation>
+        </message>
+        <message>
+            <source>The best all-round choice for PCs with 32 GB: chat, code, reasoning and long documents.</source>
+            <translation>32 GBのPCに最適な万能モデル。会話、コード、推論、長い文書。</translation>
+        </message>
+        <message>
+            <source>Natural writing in very many languages, general knowledge and summaries.</source>
+            <translation>非常に多くの言語での自然な文章、一般知識、要約。</translation>
+        </message>
+        <message>
+            <source>over 140 languages</source>
+            <translation>140以上の言語</translation>
+        </message>
+        <message>
+            <source>Reasons before it answers; good at mathematics, science and following instructions exactly.</source>
+            <translation>考えてから答えます。数学、科学、指示の正確な遂行が得意。</translation>
+        </message>
+        <message>
+            <source>English, and five others less well</source>
+            <translation>英語（ほかの5言語はやや不得手）</translation>
+        </message>
+        <message>
+            <source>Writes code over many steps and uses tools well for its size.</source>
+            <translation>多段階のコードを書き、サイズの割にツールをうまく使います。</translation>
+        </message>
+        <message>
+            <source>Reasons step by step and is quick: good at mathematics and code on PCs with 16 GB.</source>
+            <translation>段階的に考え、しかも高速。16 GBのPCでの数学とコードに。</translation>
+        </message>
+        <message>
+            <source>Made for programming: writes, explains and changes code in many languages.</source>
+            <translation>プログラミング用。多くの言語でコードを書き、説明し、修正します。</translation>
+        </message>
+        <message>
+            <source>A quick all-rounder that answers directly: chat, translation, summaries.</source>
+            <translation>すぐに答える高速な万能モデル。会話、翻訳、要約。</translation>
+        </message>
+        <message>
+            <source>Careful writing in European languages; uses every weight for every token, so it wants a large graphics card.</source>
+            <translation>ヨーロッパの言語での丁寧な文章。トークンごとに全重みを使うため、大容量のグラフィックスカードが必要。</translation>
+        </message>
+        <message>
+            <source>Follows instructions and fills in forms and JSON reliably; little memory for long texts.</source>
+            <translation>指示に従い、フォームやJSONを確実に埋めます。長いテキストの記憶は苦手。</translation>
+        </message>
+        <message>
+            <source>English, German, Spanish, French, Japanese and seven others</source>
+            <translation>英語、ドイツ語、スペイン語、フランス語、日本語ほか7言語</translation>
+        </message>
+        <message>
+            <source>General knowledge and writing in Chinese and English at good speed.</source>
+            <translation>中国語と英語の一般知識と文章。速度も良好。</translation>
+        </message>
+        <message>
+            <source>Chinese and English</source>
+            <translation>中国語、英語</translation>
+        </message>
+        <message>
+            <source>Pleasant writing in many languages; for graphics cards with 12 GB.</source>
+            <translation>多くの言語での心地よい文章。12 GBのグラフィックスカード向け。</translation>
+        </message>
+        <message>
+            <source>A solid small model that can think before it answers; for graphics cards with 8 GB.</source>
+            <translation>答える前に考えることもできる堅実な小型モデル。8 GBのグラフィックスカード向け。</translation>
+        </message>
+        <message>
+            <source>An older model, known from many papers: good for comparisons.</source>
+            <translation>多くの論文で知られる古めのモデル。比較に便利。</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian</source>
+            <translation>英語、フランス語、ドイツ語、スペイン語、イタリア語</translation>
+        </message>
+        <message>
+            <source>Reasoning and mathematics from textbook-like training; an older model.</source>
+            <translation>教科書のような学習による推論と数学。古めのモデル。</translation>
+        </message>
+        <message>
+            <source>English and 22 others</source>
+            <translation>英語ほか22言語</translation>
+        </message>
+        <message>
+            <source>Very quick even without a graphics card: summaries, extraction, simple chat.</source>
+            <translation>グラフィックスカードなしでも非常に高速。要約、抽出、簡単な会話。</translation>
+        </message>
+        <message>
+            <source>English, Chinese, German, Spanish, French, Japanese and others</source>
+            <translation>英語、中国語、ドイツ語、スペイン語、フランス語、日本語ほか</translation>
+        </message>
+        <message>
+            <source>Small and quick: forms, JSON, summaries and tools on old laptops.</source>
+            <translation>小型で高速。古いノートPCでのフォーム、JSON、要約、ツールに。</translation>
+        </message>
+        <message>
+            <source>Surprisingly able for its size; for small graphics cards and long texts.</source>
+            <translation>サイズの割に驚くほど有能。小容量のグラフィックスカードと長いテキストに。</translation>
+        </message>
+        <message>
+            <source>Small, with a good sense for numbers and instructions.</source>
+            <translation>小型で、数値や指示の扱いが得意。</translation>
+        </message>
+        <message>
+            <source>Small and open in every respect: weights, data and recipe.</source>
+            <translation>小型で、重み、データ、手順のすべてがオープン。</translation>
+        </message>
+        <message>
+            <source>English, French, Spanish, German, Italian, Portuguese</source>
+            <translation>英語、フランス語、スペイン語、ドイツ語、イタリア語、ポルトガル語</translation>
+        </message>
+        <message>
+            <source>Open in every respect, and very quick; short texts only.</source>
+            <translation>すべてがオープンで非常に高速。短いテキストのみ。</translation>
+        </message>
+        <message>
+            <source>English</source>
+            <translation>英語</translation>
+        </message>
+    </context>
+    <context>
         <name>Chat</name>
         <message>
             <source>The model wrote no summary: leave the oldest turns out, or try another model.</source>
@@ -2673,12 +2836,12 @@ negative</source>
         </message>
         <message>
             <source>1 download, {0}%</source>
-            <translation>ダウンロード1件、{0}%</translation>
+            <translation>取得中1件、{0}%</translation>
         </message>
         <message numerus="yes">
             <source>{0} downloads, {1}%</source>
             <translation>
-                <numerusform>ダウンロード{0}件、{1}%</numerusform>
+                <numerusform>取得中{0}件、{1}%</numerusform>
             </translation>
         </message>
         <message>
@@ -2761,6 +2924,273 @@ negative</source>
         <message>
             <source>Why do people like music? Answer in one sentence.</source>
             <translation>人はなぜ音楽が好きなのですか? 1文で答えてください。</translation>
+        </message>
+    </context>
+    <context>
+        <name>Engine</name>
+        <message>
+            <source>The graphics card limits the speed: it is busy {0} of the time, reading at {1} GB/s.</source>
+            <translation>速度の上限はグラフィックスカードです。稼働率{0}、読み出し{1} GB/s。</translation>
+        </message>
+        <message>
+            <source>The CPU limits the speed.</source>
+            <translation>速度の上限はCPUです。</translation>
+        </message>
+        <message>
+            <source>Reading {0} from RAM limits the speed: the CPU is busy {1} of the time, at {2} GB/s.</source>
+            <translation>速度の上限はRAMからの読み出し（{0}）です。CPUの稼働率{1}、{2} GB/s。</translation>
+        </message>
+        <message>
+            <source>The link to the card limits the speed: it is busy {0} of the time, at {1} GB/s.</source>
+            <translation>速度の上限はカードとの接続です。稼働率{0}、{1} GB/s。</translation>
+        </message>
+        <message>
+            <source>CPU arithmetic limits the speed: the CPU is busy {0} of the time, and computing experts takes longer than reading them from RAM.</source>
+            <translation>速度の上限はCPUの演算です。稼働率{0}で、エキスパートの計算にRAMからの読み出しより時間がかかっています。</translation>
+        </message>
+        <message>
+            <source>Launching many small operations on the card limits the speed: {0} ms of the {1} ms per token.</source>
+            <translation>速度の上限はカードでの多数の小さな処理の起動です。トークンあたり{1} msのうち{0} ms。</translation>
+        </message>
+        <message>
+            <source>Layers are read for each token: rows of a file share that, and gain most.</source>
+            <translation>レイヤーをトークンごとに読み込みます。ファイルの行はこれを共有するため、最も効果があります。</translation>
+        </message>
+        <message>
+            <source>No single change of memory, link, disk or precision would make a noticeable difference.</source>
+            <translation>メモリ、接続、ディスク、精度のどれか1つを変えても、目立った違いはありません。</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, {2} times as fast with the prompt included.</source>
+            <translation>最も効果的: {0}。{1} トークン/秒、プロンプトを含めて{2}倍の速さ。</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, about {2} times as fast.</source>
+            <translation>最も効果的: {0}。{1} トークン/秒、約{2}倍の速さ。</translation>
+        </message>
+        <message>
+            <source>{0} GB of RAM</source>
+            <translation>{0} GBのRAM</translation>
+        </message>
+        <message>
+            <source>A card with {0} GB</source>
+            <translation>{0} GBのカード</translation>
+        </message>
+        <message>
+            <source>A link to the card that is twice as fast</source>
+            <translation>2倍速いカード接続</translation>
+        </message>
+        <message>
+            <source>A disk that is twice as fast</source>
+            <translation>2倍速いディスク</translation>
+        </message>
+        <message>
+            <source>RAM that is twice as fast</source>
+            <translation>2倍速いRAM</translation>
+        </message>
+        <message>
+            <source>All {0} threads</source>
+            <translation>全{0}スレッド</translation>
+        </message>
+        <message>
+            <source>expert weights</source>
+            <translation>エキスパートの重み</translation>
+        </message>
+        <message>
+            <source>the other weights and the KV cache</source>
+            <translation>ほかの重みとKVキャッシュ</translation>
+        </message>
+        <message>
+            <source>The starter model is not on this machine yet.</source>
+            <translation>スターターモデルがまだこのマシンにありません。</translation>
+        </message>
+        <message>
+            <source>There is no file {0}: check the path.</source>
+            <translation>ファイル{0}がありません。パスをご確認ください。</translation>
+        </message>
+        <message>
+            <source>There is no folder {0}: check the path.</source>
+            <translation>フォルダー{0}がありません。パスをご確認ください。</translation>
+        </message>
+        <message>
+            <source>There is no model at {0}: check the path.</source>
+            <translation>{0}にモデルがありません。パスをご確認ください。</translation>
+        </message>
+        <message>
+            <source>{0} is not a folder: check the path.</source>
+            <translation>{0}はフォルダーではありません。パスをご確認ください。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): check the path.</source>
+            <translation>{0}を読めません（{1}）。パスをご確認ください。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): download or copy the model again.</source>
+            <translation>{0}を読めません（{1}）。モデルをもう一度ダウンロードまたはコピーしてください。</translation>
+        </message>
+        <message>
+            <source>{0} has no {1}, so it is not a complete model: download or copy it again.</source>
+            <translation>{0}に{1}がなく、モデルが不完全です。もう一度ダウンロードまたはコピーしてください。</translation>
+        </message>
+        <message>
+            <source>{0} is a pickle file, which can run code when opened, so Switchyard never loads one: use the model's safetensors version.</source>
+            <translation>{0}は開くとコードを実行しうるpickleファイルで、Switchyardは読み込みません。モデルのsafetensors版をお使いください。</translation>
+        </message>
+        <message>
+            <source>{0} is in use: unload it in Switchyard's window, end other programs with it, and try again.</source>
+            <translation>{0}は使用中です。Switchyardのウィンドウでアンロードし、使っているほかのプログラムを終了してから、もう一度お試しください。</translation>
+        </message>
+        <message>
+            <source>{0} is being moved or removed: wait until that is done.</source>
+            <translation>{0}を移動または削除しています。終わるまでお待ちください。</translation>
+        </message>
+        <message>
+            <source>{0} exists already: choose another name.</source>
+            <translation>{0}はすでにあります。別の名前を選んでください。</translation>
+        </message>
+        <message>
+            <source>{0} is already in the library.</source>
+            <translation>{0}はすでにライブラリにあります。</translation>
+        </message>
+        <message>
+            <source>The model folder {0} is not there: connect its disk, or take the folder off the list.</source>
+            <translation>モデルのフォルダー{0}がありません。ディスクを接続するか、フォルダーを一覧から外してください。</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and try again.</source>
+            <translation>{0}のディスクがいっぱいです。空きを作ってから、もう一度お試しください。</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and let the download go on; nothing is lost.</source>
+            <translation>{0}のディスクがいっぱいです。空きを作ってダウンロードを再開してください。失われたものはありません。</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: free some space, and the job continues.</source>
+            <translation>{0}のディスクがいっぱいです。空きを作るとジョブが続きます。</translation>
+        </message>
+        <message>
+            <source>Cannot read or write {0} ({1}): check its permissions and the disk.</source>
+            <translation>{0}を読み書きできません（{1}）。アクセス権とディスクをご確認ください。</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, but only {3} are free: close other programs or choose a smaller model.</source>
+            <translation>{0}には{1}のRAM{2}が必要ですが、空きは{3}です。ほかのプログラムを閉じるか、小さいモデルを選んでください。</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, more than the {3} that the RAM budget allows: raise the budget or choose a smaller model.</source>
+            <translation>{0}には{1}のRAM{2}が必要で、RAMの上限{3}を超えています。上限を上げるか、小さいモデルを選んでください。</translation>
+        </message>
+        <message>
+            <source>{0} ran out of memory: close other programs, or allow the model less memory or a shorter context.</source>
+            <translation>{0}のメモリが足りません。ほかのプログラムを閉じるか、モデルのメモリやコンテキストを減らしてください。</translation>
+        </message>
+        <message>
+            <source>{0} has no graphics card: choose one first.</source>
+            <translation>{0}にはグラフィックスカードがありません。先に選んでください。</translation>
+        </message>
+        <message>
+            <source>The graphics card stopped responding, so the model runs on the CPU now.</source>
+            <translation>グラフィックスカードが応答しなくなったため、モデルをCPUで動かしています。</translation>
+        </message>
+        <message>
+            <source>The NVIDIA driver does not respond: restart the computer, or update the driver.</source>
+            <translation>NVIDIAドライバーが応答しません。コンピューターを再起動するか、ドライバーを更新してください。</translation>
+        </message>
+        <message>
+            <source>No NVIDIA driver was found.</source>
+            <translation>NVIDIAドライバーが見つかりませんでした。</translation>
+        </message>
+        <message>
+            <source>The {0} was {1} and is now {2}.</source>
+            <translation>変更点: {0}（以前は{1}、現在は{2}）。</translation>
+        </message>
+        <message>
+            <source>The prompt is {0} tokens long, but this model holds {1} together with the answer: shorten it by {2} tokens, or start a new chat.</source>
+            <translation>プロンプトは{0}トークンですが、このモデルが扱えるのは回答を含めて{1}です。{2}トークン短くするか、新しいチャットを始めてください。</translation>
+        </message>
+        <message>
+            <source>No model is loaded: choose one first.</source>
+            <translation>モデルが読み込まれていません。先に選んでください。</translation>
+        </message>
+        <message>
+            <source>There was not enough memory to choose this answer's next token: close other programs and ask again.</source>
+            <translation>この回答の次のトークンを選ぶメモリが足りませんでした。ほかのプログラムを閉じて、もう一度質問してください。</translation>
+        </message>
+        <message>
+            <source>Could not read {0} from {1} ({2}): check the network; models on this PC still work.</source>
+            <translation>{1}から{0}を読めませんでした（{2}）。ネットワークをご確認ください。このPCのモデルは引き続き使えます。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be reached: waiting for the network.</source>
+            <translation>{0}に接続できません。ネットワークを待っています。</translation>
+        </message>
+        <message>
+            <source>The connection to {0} broke: trying again.</source>
+            <translation>{0}との接続が切れました。再試行しています。</translation>
+        </message>
+        <message>
+            <source>{0} sends nothing: waiting.</source>
+            <translation>{0}から何も届きません。待っています。</translation>
+        </message>
+        <message>
+            <source>{0} gives {1} only to those it knows: enter an access token of an account that may read it.</source>
+            <translation>{0}は{1}を許可された人にだけ提供しています。読み取りできるアカウントのアクセストークンを入力してください。</translation>
+        </message>
+        <message>
+            <source>{0} got too many requests from here: try again {1}.</source>
+            <translation>ここから{0}への要求が多すぎます。後でもう一度お試しください（{1}）。</translation>
+        </message>
+        <message>
+            <source>{0} gave no answer ({1}): check that the server runs, and the network.</source>
+            <translation>{0}が応答しませんでした（{1}）。サーバーが動いているか、ネットワークとともにご確認ください。</translation>
+        </message>
+        <message>
+            <source>There is no server with OpenAI's interface at {0} ({1}): check the address.</source>
+            <translation>{0}にOpenAIインターフェイスのサーバーがありません（{1}）。アドレスをご確認ください。</translation>
+        </message>
+        <message>
+            <source>{0} is not an address of a server: it must begin with http:// or https://.</source>
+            <translation>{0}はサーバーのアドレスではありません。http://またはhttps://で始めてください。</translation>
+        </message>
+        <message>
+            <source>{0} is not an address: enter one such as http://10.0.0.5:8000/v1.</source>
+            <translation>{0}はアドレスではありません。http://10.0.0.5:8000/v1 のように入力してください。</translation>
+        </message>
+        <message>
+            <source>There is an endpoint called {0} already, or nearly so: choose another name.</source>
+            <translation>{0}という名前（またはよく似た名前）のサーバーがすでにあります。別の名前を選んでください。</translation>
+        </message>
+        <message>
+            <source>This is not a key: copy it again, in one piece and without spaces.</source>
+            <translation>これはキーではありません。空白なしで全体をもう一度コピーしてください。</translation>
+        </message>
+        <message>
+            <source>This is not a token: copy it again from the hub's settings page, in one piece.</source>
+            <translation>これはトークンではありません。Hubの設定ページから全体をもう一度コピーしてください。</translation>
+        </message>
+        <message>
+            <source>This file holds no certificate in PEM.</source>
+            <translation>このファイルにPEM形式の証明書がありません。</translation>
+        </message>
+        <message>
+            <source>{0} has no rows: there is nothing to answer.</source>
+            <translation>{0}に行がありません。回答するものがありません。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be written ({1}): choose another output.</source>
+            <translation>{0}に書き込めません（{1}）。別の出力先を選んでください。</translation>
+        </message>
+        <message>
+            <source>{0} is within the input: choose another output.</source>
+            <translation>{0}は入力の中にあります。別の出力先を選んでください。</translation>
+        </message>
+        <message>
+            <source>{0} is protected by a password or is an old .xls: save it as .xlsx without a password.</source>
+            <translation>{0}はパスワードで保護されているか、古い.xlsです。パスワードなしの.xlsxで保存してください。</translation>
+        </message>
+        <message>
+            <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
+            <translation>別の実行が{0}のジョブを処理しています。終わるまで待つか、先に停止してください。</translation>
         </message>
     </context>
     <context>
@@ -3233,6 +3663,10 @@ negative</source>
     <context>
         <name>Fit</name>
         <message>
+            <source>{0}%</source>
+            <translation>{0}%</translation>
+        </message>
+        <message>
             <source>VRAM</source>
             <translation>VRAM</translation>
         </message>
@@ -3337,10 +3771,6 @@ negative</source>
         <message>
             <source>{0} GB/s</source>
             <translation>{0} GB/s</translation>
-        </message>
-        <message>
-            <source>{0}%</source>
-            <translation>{0}%</translation>
         </message>
         <message>
             <source>{0} s</source>
@@ -4086,7 +4516,7 @@ negative</source>
         </message>
         <message>
             <source>Loading the model, {0}%</source>
-            <translation>モデルを読み込んでいます、{0}%</translation>
+            <translation>モデル読み込み中、{0}%</translation>
         </message>
         <message>
             <source>Starting the engine</source>

@@ -1010,6 +1010,169 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>Catalogue</name>
+        <message>
+            <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
+            <translation>擅长推理、数学和代码，可处理很长的文档；适合内存充足的机器。</translation>
+        </message>
+        <message>
+            <source>English, Chinese and many others</source>
+            <translation>英语、中文等多种语言</translation>
+        </message>
+        <message>
+            <source>Reasons step by step before it answers: good at mathematics, code and using tools.</source>
+            <translation>回答前逐步推理：擅长数学、代码和使用工具。</translation>
+        </message>
+        <message>
+            <source>English, and others less well</source>
+            <translation>英语，其他语言稍差</translation>
+        </message>
+        <message>
+            <source>The strongest all-round model for machines with 96 GB or more: knowledge, code and long documents.</source>
+            <translation>适合 96 GB 及以上机器的最强通用模型：知识、代码和长文档。</translation>
+        </message>
+        <message>
+            <source>over 100 languages</source>
+            <translation>100 多种语言</translation>
+        </message>
+        <message>
+            <source>Even-tempered chat, writing and code in European languages, with long documents.</source>
+            <translation>以欧洲语言进行平稳的对话、写作和编程，可处理长文档。</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian and others</source>
+            <translation>英语、法语、德语、西班牙语、意大利语等</translation>
+        </message>
+        <message>
+            <source>Good at writing code over many steps and at using tools; can think before it answers.</source>
+            <translation>擅长多步骤编写代码和使用工具；可在回答前思考。</translation>
+        </message>
+        <message>
+            <source>English and Chinese</source>
+            <translation>英语和中文</translation>
+        </message>
+        <message>
+            <source>Much knowledge for its speed; answers directly, and keeps its pace with very long texts.</source>
+            <translation>速度快且知识丰富；直接回答，处理很长的文本时也不变慢。</translation>
+        </message>
+        <message>
+            <source>The best all-round choice for PCs with 32 GB: chat, code, reasoning and long documents.</source>
+            <translation>32 GB 电脑的最佳通用之选：对话、代码、推理和长文档。</translation>
+        </message>
+        <message>
+            <source>Natural writing in very many languages, general knowledge and summaries.</source>
+            <translation>以很多语言自然写作，常识和总结。</translation>
+        </message>
+        <message>
+            <source>over 140 languages</source>
+            <translation>140 多种语言</translation>
+        </message>
+        <message>
+            <source>Reasons before it answers; good at mathematics, science and following instructions exactly.</source>
+            <translation>先推理再回答；擅长数学、科学和准确遵循指令。</translation>
+        </message>
+        <message>
+            <source>English, and five others less well</source>
+            <translation>英语，另五种语言稍差</translation>
+        </message>
+        <message>
+            <source>Writes code over many steps and uses tools well for its size.</source>
+            <translation>以其大小而言，能多步骤编写代码并善用工具。</translation>
+        </message>
+        <message>
+            <source>Reasons step by step and is quick: good at mathematics and code on PCs with 16 GB.</source>
+            <translation>逐步推理且速度快：在 16 GB 电脑上擅长数学和代码。</translation>
+        </message>
+        <message>
+            <source>Made for programming: writes, explains and changes code in many languages.</source>
+            <translation>专为编程打造：以多种语言编写、解释和修改代码。</translation>
+        </message>
+        <message>
+            <source>A quick all-rounder that answers directly: chat, translation, summaries.</source>
+            <translation>直接回答的快速通用模型：对话、翻译、总结。</translation>
+        </message>
+        <message>
+            <source>Careful writing in European languages; uses every weight for every token, so it wants a large graphics card.</source>
+            <translation>以欧洲语言细致写作；每个 token 都用到全部权重，因此需要大显存显卡。</translation>
+        </message>
+        <message>
+            <source>Follows instructions and fills in forms and JSON reliably; little memory for long texts.</source>
+            <translation>可靠地遵循指令并填写表单和 JSON；对长文本的记忆较弱。</translation>
+        </message>
+        <message>
+            <source>English, German, Spanish, French, Japanese and seven others</source>
+            <translation>英语、德语、西班牙语、法语、日语及另外七种</translation>
+        </message>
+        <message>
+            <source>General knowledge and writing in Chinese and English at good speed.</source>
+            <translation>以中文和英语写作并具备常识，速度良好。</translation>
+        </message>
+        <message>
+            <source>Chinese and English</source>
+            <translation>中文和英语</translation>
+        </message>
+        <message>
+            <source>Pleasant writing in many languages; for graphics cards with 12 GB.</source>
+            <translation>以多种语言流畅写作；适合 12 GB 显卡。</translation>
+        </message>
+        <message>
+            <source>A solid small model that can think before it answers; for graphics cards with 8 GB.</source>
+            <translation>可在回答前思考的扎实小模型；适合 8 GB 显卡。</translation>
+        </message>
+        <message>
+            <source>An older model, known from many papers: good for comparisons.</source>
+            <translation>许多论文中用过的较早模型：适合用来比较。</translation>
+        </message>
+        <message>
+            <source>English, French, German, Spanish, Italian</source>
+            <translation>英语、法语、德语、西班牙语、意大利语</translation>
+        </message>
+        <message>
+            <source>Reasoning and mathematics from textbook-like training; an older model.</source>
+            <translation>来自教科书式训练的推理和数学能力；较早的模型。</translation>
+        </message>
+        <message>
+            <source>English and 22 others</source>
+            <translation>英语及另外 22 种</translation>
+        </message>
+        <message>
+            <source>Very quick even without a graphics card: summaries, extraction, simple chat.</source>
+            <translation>没有显卡也很快：总结、提取、简单对话。</translation>
+        </message>
+        <message>
+            <source>English, Chinese, German, Spanish, French, Japanese and others</source>
+            <translation>英语、中文、德语、西班牙语、法语、日语等</translation>
+        </message>
+        <message>
+            <source>Small and quick: forms, JSON, summaries and tools on old laptops.</source>
+            <translation>小巧快速：在旧笔记本上处理表单、JSON、总结和工具。</translation>
+        </message>
+        <message>
+            <source>Surprisingly able for its size; for small graphics cards and long texts.</source>
+            <translation>以其大小而言能力惊人；适合小显存显卡和长文本。</translation>
+        </message>
+        <message>
+            <source>Small, with a good sense for numbers and instructions.</source>
+            <translation>小巧，善于处理数字和指令。</translation>
+        </message>
+        <message>
+            <source>Small and open in every respect: weights, data and recipe.</source>
+            <translation>小巧且完全开放：权重、数据和方法。</translation>
+        </message>
+        <message>
+            <source>English, French, Spanish, German, Italian, Portuguese</source>
+            <translation>英语、法语、西班牙语、德语、意大利语、葡萄牙语</translation>
+        </message>
+        <message>
+            <source>Open in every respect, and very quick; short texts only.</source>
+            <translation>完全开放且非常快；仅适合短文本。</translation>
+        </message>
+        <message>
+            <source>English</source>
+            <translation>英语</translation>
+        </message>
+    </context>
+    <context>
         <name>Chat</name>
         <message>
             <source>The model wrote no summary: leave the oldest turns out, or try another model.</source>
@@ -2764,6 +2927,273 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>Engine</name>
+        <message>
+            <source>The graphics card limits the speed: it is busy {0} of the time, reading at {1} GB/s.</source>
+            <translation>速度受限于显卡：其 {0} 的时间处于忙碌，读取速度 {1} GB/s。</translation>
+        </message>
+        <message>
+            <source>The CPU limits the speed.</source>
+            <translation>速度受限于 CPU。</translation>
+        </message>
+        <message>
+            <source>Reading {0} from RAM limits the speed: the CPU is busy {1} of the time, at {2} GB/s.</source>
+            <translation>速度受限于从内存读取（{0}）：CPU {1} 的时间处于忙碌，{2} GB/s。</translation>
+        </message>
+        <message>
+            <source>The link to the card limits the speed: it is busy {0} of the time, at {1} GB/s.</source>
+            <translation>速度受限于与显卡的连接：其 {0} 的时间处于忙碌，{1} GB/s。</translation>
+        </message>
+        <message>
+            <source>CPU arithmetic limits the speed: the CPU is busy {0} of the time, and computing experts takes longer than reading them from RAM.</source>
+            <translation>速度受限于 CPU 运算：CPU {0} 的时间处于忙碌，计算专家比从内存读取更耗时。</translation>
+        </message>
+        <message>
+            <source>Launching many small operations on the card limits the speed: {0} ms of the {1} ms per token.</source>
+            <translation>速度受限于在显卡上启动许多小操作：每 token {1} ms 中占 {0} ms。</translation>
+        </message>
+        <message>
+            <source>Layers are read for each token: rows of a file share that, and gain most.</source>
+            <translation>每个 token 都要读取各层：同一文件的各行共用读取，获益最大。</translation>
+        </message>
+        <message>
+            <source>No single change of memory, link, disk or precision would make a noticeable difference.</source>
+            <translation>单独更改内存、连接、磁盘或精度都不会有明显差别。</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, {2} times as fast with the prompt included.</source>
+            <translation>最有帮助的是：{0}。{1} token/秒，计入提示词为 {2} 倍速度。</translation>
+        </message>
+        <message>
+            <source>{0} would help most: {1} tokens/s, about {2} times as fast.</source>
+            <translation>最有帮助的是：{0}。{1} token/秒，约 {2} 倍速度。</translation>
+        </message>
+        <message>
+            <source>{0} GB of RAM</source>
+            <translation>{0} GB 内存</translation>
+        </message>
+        <message>
+            <source>A card with {0} GB</source>
+            <translation>{0} GB 的显卡</translation>
+        </message>
+        <message>
+            <source>A link to the card that is twice as fast</source>
+            <translation>快一倍的显卡连接</translation>
+        </message>
+        <message>
+            <source>A disk that is twice as fast</source>
+            <translation>快一倍的磁盘</translation>
+        </message>
+        <message>
+            <source>RAM that is twice as fast</source>
+            <translation>快一倍的内存</translation>
+        </message>
+        <message>
+            <source>All {0} threads</source>
+            <translation>全部 {0} 个线程</translation>
+        </message>
+        <message>
+            <source>expert weights</source>
+            <translation>专家权重</translation>
+        </message>
+        <message>
+            <source>the other weights and the KV cache</source>
+            <translation>其他权重和 KV 缓存</translation>
+        </message>
+        <message>
+            <source>The starter model is not on this machine yet.</source>
+            <translation>这台机器上还没有入门模型。</translation>
+        </message>
+        <message>
+            <source>There is no file {0}: check the path.</source>
+            <translation>没有文件 {0}：请检查路径。</translation>
+        </message>
+        <message>
+            <source>There is no folder {0}: check the path.</source>
+            <translation>没有文件夹 {0}：请检查路径。</translation>
+        </message>
+        <message>
+            <source>There is no model at {0}: check the path.</source>
+            <translation>{0} 处没有模型：请检查路径。</translation>
+        </message>
+        <message>
+            <source>{0} is not a folder: check the path.</source>
+            <translation>{0} 不是文件夹：请检查路径。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): check the path.</source>
+            <translation>无法读取 {0}（{1}）：请检查路径。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be read ({1}): download or copy the model again.</source>
+            <translation>无法读取 {0}（{1}）：请重新下载或复制模型。</translation>
+        </message>
+        <message>
+            <source>{0} has no {1}, so it is not a complete model: download or copy it again.</source>
+            <translation>{0} 缺少 {1}，不是完整的模型：请重新下载或复制。</translation>
+        </message>
+        <message>
+            <source>{0} is a pickle file, which can run code when opened, so Switchyard never loads one: use the model's safetensors version.</source>
+            <translation>{0} 是打开时可能运行代码的 pickle 文件，Switchyard 从不加载此类文件：请使用模型的 safetensors 版本。</translation>
+        </message>
+        <message>
+            <source>{0} is in use: unload it in Switchyard's window, end other programs with it, and try again.</source>
+            <translation>{0} 正在使用：请在 Switchyard 窗口中卸载，结束使用它的其他程序，然后重试。</translation>
+        </message>
+        <message>
+            <source>{0} is being moved or removed: wait until that is done.</source>
+            <translation>正在移动或移除 {0}：请等待完成。</translation>
+        </message>
+        <message>
+            <source>{0} exists already: choose another name.</source>
+            <translation>{0} 已存在：请选择其他名称。</translation>
+        </message>
+        <message>
+            <source>{0} is already in the library.</source>
+            <translation>{0} 已在模型库中。</translation>
+        </message>
+        <message>
+            <source>The model folder {0} is not there: connect its disk, or take the folder off the list.</source>
+            <translation>找不到模型文件夹 {0}：请连接其磁盘，或将该文件夹从列表中移除。</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and try again.</source>
+            <translation>{0} 所在磁盘已满：请腾出空间后重试。</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: make room and let the download go on; nothing is lost.</source>
+            <translation>{0} 所在磁盘已满：请腾出空间并继续下载；没有丢失任何内容。</translation>
+        </message>
+        <message>
+            <source>The disk of {0} is full: free some space, and the job continues.</source>
+            <translation>{0} 所在磁盘已满：腾出空间后任务会继续。</translation>
+        </message>
+        <message>
+            <source>Cannot read or write {0} ({1}): check its permissions and the disk.</source>
+            <translation>无法读取或写入 {0}（{1}）：请检查权限和磁盘。</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, but only {3} are free: close other programs or choose a smaller model.</source>
+            <translation>{0} 需要 {1} 内存{2}，但只有 {3} 空闲：请关闭其他程序或选择更小的模型。</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} of RAM{2}, more than the {3} that the RAM budget allows: raise the budget or choose a smaller model.</source>
+            <translation>{0} 需要 {1} 内存{2}，超过内存上限 {3}：请提高上限或选择更小的模型。</translation>
+        </message>
+        <message>
+            <source>{0} ran out of memory: close other programs, or allow the model less memory or a shorter context.</source>
+            <translation>{0} 内存不足：请关闭其他程序，或减少模型的内存或上下文。</translation>
+        </message>
+        <message>
+            <source>{0} has no graphics card: choose one first.</source>
+            <translation>{0} 没有显卡：请先选择一块。</translation>
+        </message>
+        <message>
+            <source>The graphics card stopped responding, so the model runs on the CPU now.</source>
+            <translation>显卡停止响应，模型现在在 CPU 上运行。</translation>
+        </message>
+        <message>
+            <source>The NVIDIA driver does not respond: restart the computer, or update the driver.</source>
+            <translation>NVIDIA 驱动没有响应：请重启电脑，或更新驱动。</translation>
+        </message>
+        <message>
+            <source>No NVIDIA driver was found.</source>
+            <translation>未找到 NVIDIA 驱动。</translation>
+        </message>
+        <message>
+            <source>The {0} was {1} and is now {2}.</source>
+            <translation>变化：{0}，原为 {1}，现为 {2}。</translation>
+        </message>
+        <message>
+            <source>The prompt is {0} tokens long, but this model holds {1} together with the answer: shorten it by {2} tokens, or start a new chat.</source>
+            <translation>提示词有 {0} 个 token，而此模型连同回答可容纳 {1} 个：请缩短 {2} 个 token，或开始新对话。</translation>
+        </message>
+        <message>
+            <source>No model is loaded: choose one first.</source>
+            <translation>未加载模型：请先选择一个。</translation>
+        </message>
+        <message>
+            <source>There was not enough memory to choose this answer's next token: close other programs and ask again.</source>
+            <translation>内存不足，无法选择此回答的下一个 token：请关闭其他程序后再次提问。</translation>
+        </message>
+        <message>
+            <source>Could not read {0} from {1} ({2}): check the network; models on this PC still work.</source>
+            <translation>无法从 {1} 读取 {0}（{2}）：请检查网络；这台电脑上的模型仍可使用。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be reached: waiting for the network.</source>
+            <translation>无法连接 {0}：正在等待网络。</translation>
+        </message>
+        <message>
+            <source>The connection to {0} broke: trying again.</source>
+            <translation>与 {0} 的连接中断：正在重试。</translation>
+        </message>
+        <message>
+            <source>{0} sends nothing: waiting.</source>
+            <translation>{0} 没有发送数据：正在等待。</translation>
+        </message>
+        <message>
+            <source>{0} gives {1} only to those it knows: enter an access token of an account that may read it.</source>
+            <translation>{0} 仅向获准的用户提供 {1}：请输入有读取权限的账户的访问令牌。</translation>
+        </message>
+        <message>
+            <source>{0} got too many requests from here: try again {1}.</source>
+            <translation>从这里发往 {0} 的请求过多：请稍后重试（{1}）。</translation>
+        </message>
+        <message>
+            <source>{0} gave no answer ({1}): check that the server runs, and the network.</source>
+            <translation>{0} 没有回应（{1}）：请检查服务器是否在运行以及网络。</translation>
+        </message>
+        <message>
+            <source>There is no server with OpenAI's interface at {0} ({1}): check the address.</source>
+            <translation>{0} 处没有使用 OpenAI 接口的服务器（{1}）：请检查地址。</translation>
+        </message>
+        <message>
+            <source>{0} is not an address of a server: it must begin with http:// or https://.</source>
+            <translation>{0} 不是服务器地址：必须以 http:// 或 https:// 开头。</translation>
+        </message>
+        <message>
+            <source>{0} is not an address: enter one such as http://10.0.0.5:8000/v1.</source>
+            <translation>{0} 不是地址：请输入类似 http://10.0.0.5:8000/v1 的地址。</translation>
+        </message>
+        <message>
+            <source>There is an endpoint called {0} already, or nearly so: choose another name.</source>
+            <translation>已有名为 {0}（或非常相近）的服务器：请选择其他名称。</translation>
+        </message>
+        <message>
+            <source>This is not a key: copy it again, in one piece and without spaces.</source>
+            <translation>这不是密钥：请重新完整复制，不含空格。</translation>
+        </message>
+        <message>
+            <source>This is not a token: copy it again from the hub's settings page, in one piece.</source>
+            <translation>这不是令牌：请从 Hub 的设置页面重新完整复制。</translation>
+        </message>
+        <message>
+            <source>This file holds no certificate in PEM.</source>
+            <translation>此文件不含 PEM 证书。</translation>
+        </message>
+        <message>
+            <source>{0} has no rows: there is nothing to answer.</source>
+            <translation>{0} 没有行：没有可回答的内容。</translation>
+        </message>
+        <message>
+            <source>{0} cannot be written ({1}): choose another output.</source>
+            <translation>无法写入 {0}（{1}）：请选择其他输出。</translation>
+        </message>
+        <message>
+            <source>{0} is within the input: choose another output.</source>
+            <translation>{0} 位于输入之内：请选择其他输出。</translation>
+        </message>
+        <message>
+            <source>{0} is protected by a password or is an old .xls: save it as .xlsx without a password.</source>
+            <translation>{0} 受密码保护或是旧的 .xls：请另存为不带密码的 .xlsx。</translation>
+        </message>
+        <message>
+            <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
+            <translation>另一个进程正在处理 {0} 的任务：请等待，或先将其停止。</translation>
+        </message>
+    </context>
+    <context>
         <name>EngineCard</name>
         <message>
             <source>First, the engine</source>
@@ -3233,6 +3663,10 @@ negative</source>
     <context>
         <name>Fit</name>
         <message>
+            <source>{0}%</source>
+            <translation>{0}%</translation>
+        </message>
+        <message>
             <source>VRAM</source>
             <translation>显存</translation>
         </message>
@@ -3337,10 +3771,6 @@ negative</source>
         <message>
             <source>{0} GB/s</source>
             <translation>{0} GB/s</translation>
-        </message>
-        <message>
-            <source>{0}%</source>
-            <translation>{0}%</translation>
         </message>
         <message>
             <source>{0} s</source>

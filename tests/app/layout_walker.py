@@ -36,7 +36,7 @@ from PySide6.QtWidgets import (
 from app.widgets.chip import ElidedLabel
 from app.widgets.popover import Popover
 from app.widgets.toast import Toast
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.wrapped_label import UNSPACED, WrappedLabel
 
 SLACK_PX = 2
 """Rounding of font sizes, and borders that a style leaves out of its hints."""
@@ -174,7 +174,8 @@ def _widest_word(label: QLabel) -> int:
         document = QTextDocument()
         document.setHtml(text)
         text = document.toPlainText()
-    return max((label.fontMetrics().horizontalAdvance(word) for word in re.split(r"[\s/-]", text)), default=0)
+    words = re.split(rf"[\s/-]|(?<=[{UNSPACED}])|(?=[{UNSPACED}])", text)
+    return max((label.fontMetrics().horizontalAdvance(word) for word in words), default=0)
 
 
 def _of_button(button: QAbstractButton) -> Iterator[str]:

@@ -126,8 +126,11 @@ def _calls() -> Iterator[tuple[str, str, ast.Call]]:
 def test_every_text_is_found() -> None:
     """A text that is put together before it is translated is found by nobody."""
     found = {text.source for text in TEXTS}
+    elsewhere = {"Engine", "Catalogue"}  # found where they are listed
     missed = []
     for where, name, call in _calls():
+        if isinstance(call.args[:1] and call.args[0], ast.Constant) and call.args[0].value in elsewhere:
+            continue
         at = {"tr": 0, "translate": 1}.get(name, -1)
         if 0 <= at < len(call.args) and (name == "tr" or isinstance(getattr(call.args[0], "value", 0), str)):
             text = call.args[at]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication
 
+from app.engine_words import said
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
 from app.views.batch.figures import clock_text, rate_figure
@@ -85,8 +86,8 @@ def status_text(job: JobEntry) -> str:
         return _running_text(job)
     if job.state is JobState.QUEUED:
         if not job.needs_model:
-            return job.reason or translate("Batch", "Starts when the engine is ready.")
-        return job.reason or translate("Batch", "Starts when a job before it is done and a model is loaded.")
+            return said(job.reason) or translate("Batch", "Starts when the engine is ready.")
+        return said(job.reason) or translate("Batch", "Starts when a job before it is done and a model is loaded.")
     if job.state is JobState.STOPPING:
         if not job.needs_model:
             return translate("Batch", "Saving finished rows…")
@@ -106,8 +107,8 @@ def status_text(job: JobEntry) -> str:
         return " ".join(part for part in (stopped, job.note) if part)
     resume = translate("Batch", "Resume continues where it stopped.")
     if job.state is not JobState.PAUSED:
-        return job.reason or resume
-    return " ".join(part for part in (job.reason, job.note, resume) if part)
+        return said(job.reason) or resume
+    return " ".join(part for part in (said(job.reason), said(job.note), resume) if part)
 
 
 def _ran_text(job: JobEntry) -> str:

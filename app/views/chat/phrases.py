@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from PySide6.QtCore import QCoreApplication
 
+from app.engine_words import said
 from app.models.library import ModelRow
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Attachment, Message, MessageState, Source
@@ -98,7 +99,7 @@ def trouble_text(message: Message) -> str:
     """What went wrong with an answer and what to do; empty if nothing did."""
     if message.role != "assistant" or message.reason_code in ("", CANCELLED, EDITED):
         return _only_thought(message) or _ran_out(message)
-    text = message.reason or translate("Chat", "The answer is incomplete.")
+    text = said(message.reason) or translate("Chat", "The answer is incomplete.")
     if message.state is MessageState.PARTIAL:
         text += " " + translate("Chat", "The text so far is kept.")
     elif message.reason_code == ErrorCode.PROMPT_TOO_LONG.value:

@@ -17,6 +17,7 @@ from PySide6.QtWidgets import (
 from app.theme import ColourName, scaled, themed
 from app.views.models.phrases import badges, found_text, found_words, offer_line, offer_text
 from app.widgets.fit_table import draw_verdict_mark
+from app.widgets.quantities import translate
 from app.widgets.small_font import draw_elided, draw_pills, pills_width, small_font
 from engine.checkpoint.hub import Found
 from engine.tuning.fit import Recommendation
@@ -139,7 +140,8 @@ class _Delegate(QStyledItemDelegate):
             painter.drawLine(area.bottomLeft() + QPointF(8, -0.5), area.bottomRight() + QPointF(-8, -0.5))
         (upper, lower, pill), pills, mark_px = self._fonts(), list[str](), 0.0
         if isinstance(row, Recommendation):
-            name, middle, facts, is_able = row.entry.name, row.entry.strengths, offer_line(row), row.speed is not None
+            name, middle = row.entry.name, translate("Catalogue", row.entry.strengths)
+            facts, is_able = offer_line(row), row.speed is not None
             pills, mark_px = badges(row), _MARK_PX + 6.0
         else:
             middle, _, name = row.id.rpartition("/")

@@ -10,6 +10,7 @@ from app.views.models.phrases import ability_words, offer_facts
 from app.widgets.card import muted_label, set_message
 from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
 from app.widgets.flow_layout import Flow
+from app.widgets.quantities import translate
 from app.widgets.recommendations import VerdictMark, figures_words, role_words, show_presence
 from engine.tuning.fit import Recommendation
 
@@ -73,7 +74,7 @@ class OfferView(QWidget):
                 label.setProperty("role", "pill")
                 self.labels.add(label)
             self.labels.setVisible(bool(offer.role or entry.abilities))
-            self.strengths.setText(entry.strengths)
+            self.strengths.setText(translate("Catalogue", entry.strengths))
             self._mark.set_verdict(offer.verdict)
             self.speed.setText(speed_words(speed) if speed is not None else verdict_words(offer.verdict))
             self.range.setText(f"({range_words(speed)})" if speed is not None else "")

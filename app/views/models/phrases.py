@@ -210,7 +210,7 @@ def offer_facts(offer: Recommendation) -> str:
         else translate("Models", "{0} B parameters").format(billions)
     )
     context = translate("Models", "context {0}").format(count(entry.context))
-    return SEPARATOR.join((entry.licence, size, context, entry.languages))
+    return SEPARATOR.join((entry.licence, size, context, translate("Catalogue", entry.languages)))
 
 
 def offer_text(offer: Recommendation) -> str:

@@ -1,0 +1,173 @@
+"""What the engine says, in the window's language.
+
+The engine speaks English, with what is special to a case put into its sentences. Those that people meet most are known
+here by their form: what was put in is found again, and put into the translation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+
+from PySide6.QtCore import QT_TRANSLATE_NOOP, QCoreApplication, QLocale
+
+translate = QCoreApplication.translate
+
+FORMS = (
+    # What limits the speed, and what would help.
+    QT_TRANSLATE_NOOP("Engine", "The graphics card limits the speed: it is busy {0} of the time, reading at {1} GB/s."),
+    QT_TRANSLATE_NOOP("Engine", "The CPU limits the speed."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "Reading {0} from RAM limits the speed: the CPU is busy {1} of the time, at {2} GB/s."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "The link to the card limits the speed: it is busy {0} of the time, at {1} GB/s."),
+    QT_TRANSLATE_NOOP(
+        "Engine",
+        "CPU arithmetic limits the speed: the CPU is busy {0} of the time, and computing experts takes longer than "
+        "reading them from RAM.",
+    ),
+    QT_TRANSLATE_NOOP(
+        "Engine", "Launching many small operations on the card limits the speed: {0} ms of the {1} ms per token."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "Layers are read for each token: rows of a file share that, and gain most."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "No single change of memory, link, disk or precision would make a noticeable difference."
+    ),
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} would help most: {1} tokens/s, {2} times as fast with the prompt included."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "{0} would help most: {1} tokens/s, about {2} times as fast."),
+    QT_TRANSLATE_NOOP("Engine", "{0} GB of RAM"),
+    QT_TRANSLATE_NOOP("Engine", "A card with {0} GB"),
+    QT_TRANSLATE_NOOP("Engine", "A link to the card that is twice as fast"),
+    QT_TRANSLATE_NOOP("Engine", "A disk that is twice as fast"),
+    QT_TRANSLATE_NOOP("Engine", "RAM that is twice as fast"),
+    QT_TRANSLATE_NOOP("Engine", "All {0} threads"),
+    QT_TRANSLATE_NOOP("Engine", "expert weights"),
+    QT_TRANSLATE_NOOP("Engine", "the other weights and the KV cache"),
+    # Models and files.
+    QT_TRANSLATE_NOOP("Engine", "The starter model is not on this machine yet."),
+    QT_TRANSLATE_NOOP("Engine", "There is no file {0}: check the path."),
+    QT_TRANSLATE_NOOP("Engine", "There is no folder {0}: check the path."),
+    QT_TRANSLATE_NOOP("Engine", "There is no model at {0}: check the path."),
+    QT_TRANSLATE_NOOP("Engine", "{0} is not a folder: check the path."),
+    QT_TRANSLATE_NOOP("Engine", "{0} cannot be read ({1}): check the path."),
+    QT_TRANSLATE_NOOP("Engine", "{0} cannot be read ({1}): download or copy the model again."),
+    QT_TRANSLATE_NOOP("Engine", "{0} has no {1}, so it is not a complete model: download or copy it again."),
+    QT_TRANSLATE_NOOP(
+        "Engine",
+        "{0} is a pickle file, which can run code when opened, so Switchyard never loads one: use the model's "
+        "safetensors version.",
+    ),
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} is in use: unload it in Switchyard's window, end other programs with it, and try again."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "{0} is being moved or removed: wait until that is done."),
+    QT_TRANSLATE_NOOP("Engine", "{0} exists already: choose another name."),
+    QT_TRANSLATE_NOOP("Engine", "{0} is already in the library."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "The model folder {0} is not there: connect its disk, or take the folder off the list."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "The disk of {0} is full: make room and try again."),
+    QT_TRANSLATE_NOOP("Engine", "The disk of {0} is full: make room and let the download go on; nothing is lost."),
+    QT_TRANSLATE_NOOP("Engine", "The disk of {0} is full: free some space, and the job continues."),
+    QT_TRANSLATE_NOOP("Engine", "Cannot read or write {0} ({1}): check its permissions and the disk."),
+    # Memory and devices.
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} needs {1} of RAM{2}, but only {3} are free: close other programs or choose a smaller model."
+    ),
+    QT_TRANSLATE_NOOP(
+        "Engine",
+        "{0} needs {1} of RAM{2}, more than the {3} that the RAM budget allows: raise the budget or choose a smaller "
+        "model.",
+    ),
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} ran out of memory: close other programs, or allow the model less memory or a shorter context."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "{0} has no graphics card: choose one first."),
+    QT_TRANSLATE_NOOP("Engine", "The graphics card stopped responding, so the model runs on the CPU now."),
+    QT_TRANSLATE_NOOP("Engine", "The NVIDIA driver does not respond: restart the computer, or update the driver."),
+    QT_TRANSLATE_NOOP("Engine", "No NVIDIA driver was found."),
+    QT_TRANSLATE_NOOP("Engine", "The {0} was {1} and is now {2}."),
+    # Chats.
+    QT_TRANSLATE_NOOP(
+        "Engine",
+        "The prompt is {0} tokens long, but this model holds {1} together with the answer: shorten it by {2} tokens, "
+        "or start a new chat.",
+    ),
+    QT_TRANSLATE_NOOP("Engine", "No model is loaded: choose one first."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "There was not enough memory to choose this answer's next token: close other programs and ask again."
+    ),
+    # The network.
+    QT_TRANSLATE_NOOP(
+        "Engine", "Could not read {0} from {1} ({2}): check the network; models on this PC still work."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "{0} cannot be reached: waiting for the network."),
+    QT_TRANSLATE_NOOP("Engine", "The connection to {0} broke: trying again."),
+    QT_TRANSLATE_NOOP("Engine", "{0} sends nothing: waiting."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} gives {1} only to those it knows: enter an access token of an account that may read it."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "{0} got too many requests from here: try again {1}."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} gave no answer ({1}): check that the server runs, and the network."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "There is no server with OpenAI's interface at {0} ({1}): check the address."),
+    QT_TRANSLATE_NOOP("Engine", "{0} is not an address of a server: it must begin with http:// or https://."),
+    QT_TRANSLATE_NOOP("Engine", "{0} is not an address: enter one such as http://10.0.0.5:8000/v1."),
+    QT_TRANSLATE_NOOP("Engine", "There is an endpoint called {0} already, or nearly so: choose another name."),
+    QT_TRANSLATE_NOOP("Engine", "This is not a key: copy it again, in one piece and without spaces."),
+    QT_TRANSLATE_NOOP("Engine", "This is not a token: copy it again from the hub's settings page, in one piece."),
+    QT_TRANSLATE_NOOP("Engine", "This file holds no certificate in PEM."),
+    # Files of rows.
+    QT_TRANSLATE_NOOP("Engine", "{0} has no rows: there is nothing to answer."),
+    QT_TRANSLATE_NOOP("Engine", "{0} cannot be written ({1}): choose another output."),
+    QT_TRANSLATE_NOOP("Engine", "{0} is within the input: choose another output."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} is protected by a password or is an old .xls: save it as .xlsx without a password."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "Another run is working on the job of {0}: wait for it or stop it first."),
+)  # fmt: skip
+_ALONE = re.compile(r"(\d+)(?:\.(\d+))?(%?)")
+
+
+def said(words: str) -> str:
+    """A text of the engine, as far as it is known sentence by sentence; what is not stays as it is."""
+    if not words or translate("Engine", FORMS[0]) == FORMS[0]:
+        return words  # English
+    return "\n".join(_known(line) or _sentences(line) for line in words.split("\n"))
+
+
+def _sentences(line: str) -> str:
+    return " ".join(_known(part) or part for part in re.split(r"(?<=[.!?]) +(?=[A-Z])", line))
+
+
+def _known(words: str) -> str | None:
+    for form, pattern in _patterns():
+        found = pattern.fullmatch(words)
+        if found is not None:
+            return translate("Engine", form).format(*map(_put_in, found.groups()))
+    return None
+
+
+def _put_in(words: str) -> str:
+    """A number as the language writes it, a known part of a sentence, or what is a name."""
+    number = _ALONE.fullmatch(words)
+    if number is not None:
+        whole, decimals, percent = number.groups()
+        text = QLocale().toString(float(f"{whole}.{decimals or 0}"), "f", len(decimals or ""))
+        return translate("Fit", "{0}%").format(text) if percent else text
+    return _known(words) or words
+
+
+@cache
+def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
+    return tuple((form, re.compile("".join(_pieces(form)), re.DOTALL)) for form in FORMS)
+
+
+def _pieces(form: str) -> Iterator[str]:
+    anything = "(.*?)" if form.endswith(".") else r"(\d+)"  # what is part of a sentence must not take in the rest
+    for piece in re.split(r"(\{\d\})", form):
+        yield anything if piece.startswith("{") and piece.endswith("}") else re.escape(piece)
