@@ -14,7 +14,7 @@ from PySide6.QtCore import QT_TRANSLATE_NOOP, QCoreApplication, QLocale
 
 translate = QCoreApplication.translate
 
-FORMS = (
+_NOTED = (
     # What limits the speed, and what would help.
     QT_TRANSLATE_NOOP("Engine", "The graphics card limits the speed: it is busy {0} of the time, reading at {1} GB/s."),
     QT_TRANSLATE_NOOP("Engine", "The CPU limits the speed."),
@@ -130,6 +130,8 @@ FORMS = (
     ),
     QT_TRANSLATE_NOOP("Engine", "Another run is working on the job of {0}: wait for it or stop it first."),
 )  # fmt: skip
+FORMS = tuple(map(str, _NOTED))
+"""Sentences, and parts of them that are put into others."""
 _ALONE = re.compile(r"(\d+)(?:\.(\d+))?(%?)")
 
 

@@ -82,7 +82,7 @@ def compile_translation(source: Path, target: Path) -> bool:
     unfinished = target.with_name(f"{target.name}.{os.getpid()}")
     try:
         command = [str(compiler), "-silent", str(source), "-qm", str(unfinished)]
-        flags = subprocess.CREATE_NO_WINDOW if sys.platform == "win32" else 0
+        flags = getattr(subprocess, "CREATE_NO_WINDOW", 0)  # Windows
         subprocess.run(command, check=True, capture_output=True, timeout=_COMPILING_S, creationflags=flags)
         unfinished.replace(target)
     except (OSError, subprocess.SubprocessError) as error:

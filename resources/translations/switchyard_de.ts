@@ -5138,6 +5138,10 @@ negativ</translation>
             <translation>Standard</translation>
         </message>
         <message>
+            <source>embeddings</source>
+            <translation>Embeddings</translation>
+        </message>
+        <message>
             <source>last used: {0}</source>
             <translation>zuletzt genutzt: {0}</translation>
         </message>

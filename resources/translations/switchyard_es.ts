@@ -5138,6 +5138,10 @@ negativo</translation>
             <translation>predeterminado</translation>
         </message>
         <message>
+            <source>embeddings</source>
+            <translation>embeddings</translation>
+        </message>
+        <message>
             <source>last used: {0}</source>
             <translation>último uso: {0}</translation>
         </message>

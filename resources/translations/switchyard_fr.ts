@@ -5138,6 +5138,10 @@ négatif</translation>
             <translation>par défaut</translation>
         </message>
         <message>
+            <source>embeddings</source>
+            <translation>embeddings</translation>
+        </message>
+        <message>
             <source>last used: {0}</source>
             <translation>dernier usage : {0}</translation>
         </message>

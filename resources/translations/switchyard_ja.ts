@@ -5106,6 +5106,10 @@ negative</source>
             <translation>既定</translation>
         </message>
         <message>
+            <source>embeddings</source>
+            <translation>埋め込み</translation>
+        </message>
+        <message>
             <source>last used: {0}</source>
             <translation>最終使用: {0}</translation>
         </message>

@@ -5106,6 +5106,10 @@ negative</source>
             <translation>默认</translation>
         </message>
         <message>
+            <source>embeddings</source>
+            <translation>嵌入</translation>
+        </message>
+        <message>
             <source>last used: {0}</source>
             <translation>上次使用：{0}</translation>
         </message>

@@ -22,7 +22,7 @@ ENGINE = Path(__file__).resolve().parents[2] / "engine"
 BUSY = "The graphics card limits the speed: it is busy 66% of the time, reading at 21.6 GB/s."
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="class")
 def german(qapp: QApplication) -> Iterator[None]:
     before, languages = QLocale(), Languages(qapp, "de", system=QLocale("de_DE"))
     yield
