@@ -108,7 +108,8 @@ def test_while_the_slider_is_dragged_nothing_moves_under_the_pointer(
 
 
 def test_the_default_model_is_chosen_from_the_library(page: SettingsPage, settings: Settings, qtbot: QtBot) -> None:
-    assert [page.findChild(QComboBox).itemText(i) for i in range(page.findChild(QComboBox).count())] == ["Starter"]
+    combo = page.model.findChild(QComboBox)
+    assert [combo.itemText(i) for i in range(combo.count())] == ["Starter"]
 
 
 def test_a_default_model_that_is_gone_is_still_shown(
@@ -117,7 +118,7 @@ def test_a_default_model_that_is_gone_is_still_shown(
     settings.default_model = "gone"
     page = SettingsPage(settings, theme, server, Endpoints(settings))
     qtbot.addWidget(page)
-    combo = page.findChild(QComboBox)
+    combo = page.model.findChild(QComboBox)
     assert combo is not None
     assert combo.currentData() == "gone"
 

@@ -324,6 +324,36 @@ def test_the_language_is_chosen_by_mouse_and_nothing_is_lost(
         stage.until(lambda: window.sidebar.button(SETTINGS).accessibleName() == "Settings")
 
 
+def test_what_is_half_done_stays_until_it_is_done(
+    settings: Settings, theme: ThemeController, tmp_path: Path, speak: Callable[..., Languages]
+) -> None:
+    languages = speak(ENGLISH)
+    with staged(settings, theme, tmp_path) as stage:
+        window = stage.window
+        stage.show(window.size())
+        speak_as_set(languages, settings, window)
+        stage.fill_form()
+        form = stage.batch.form
+        form.template.edit.setPlainText("Say {{text}} again")
+        window.show_page(CHAT)
+        stage.chat.new_scratch()
+        scratch = stage.chat.presenter.conversation.id
+        stage.chat.composer.set_text("never stored")
+        stage.chat.presenter.set_draft("never stored")
+        window.show_page(SETTINGS)
+        settings.language = "fr"
+        stage.until(lambda: window.sidebar.button(BATCH).accessibleName() == "Lots")
+        window.show_page(BATCH)
+        assert stage.batch.form is form
+        assert form.template.template == "Say {{text}} again"
+        form.foot.cancel.click()
+        window.show_page(CHAT)
+        assert (stage.chat.presenter.conversation.id, stage.chat.presenter.is_scratch) == (scratch, True)
+        assert stage.chat.composer.text == "never stored"
+        window.show_page(BATCH)
+        assert stage.batch.form is not form
+
+
 def choose(stage: Stage, page: SettingsPage, name: str) -> None:
     """Chooses a language as people do."""
     box = page.appearance.language
