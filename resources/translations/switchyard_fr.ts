@@ -8723,7 +8723,7 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         </message>
         <message>
             <source>now</source>
-            <translation>maintenant</translation>
+            <translation>direct</translation>
         </message>
     </context>
     <context>
