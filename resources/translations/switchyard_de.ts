@@ -9519,7 +9519,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <name>WhatIfCard</name>
         <message>
             <source>What if this machine had…</source>
-            <translation>Was wäre, wenn dieser Rechner Folgendes hätte…</translation>
+            <translation>Angenommen, dieser Rechner hätte…</translation>
         </message>
         <message>
             <source>A few letters, such as 4090</source>
@@ -9559,7 +9559,7 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Disk as it is</source>
-            <translation>Jetziger Datenträger</translation>
+            <translation>Jetziges Laufwerk</translation>
         </message>
         <message>
             <source>Graphics card</source>
