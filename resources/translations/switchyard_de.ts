@@ -4227,6 +4227,10 @@ negativ</translation>
             <translation>Tabulator</translation>
         </message>
         <message>
+            <source>Sheet</source>
+            <translation>Tabellenblatt</translation>
+        </message>
+        <message>
             <source>A text file is one row</source>
             <translation>Eine Textdatei ist eine Zeile</translation>
         </message>
@@ -4241,6 +4245,10 @@ negativ</translation>
         <message>
             <source>An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format.</source>
             <translation>Eine OpenAI-Batch-Datei: Zeilen haben eigene Nachrichten und Einstellungen; Antworten sind im Format von OpenAI.</translation>
+        </message>
+        <message>
+            <source>Sheet: {0}</source>
+            <translation>Blatt: {0}</translation>
         </message>
         <message>
             <source>Some rows are not valid text in this encoding: choose another below the table.</source>

@@ -4227,6 +4227,10 @@ negativo</translation>
             <translation>tabulador</translation>
         </message>
         <message>
+            <source>Sheet</source>
+            <translation>Hoja</translation>
+        </message>
+        <message>
             <source>A text file is one row</source>
             <translation>Un archivo de texto es una fila</translation>
         </message>
@@ -4241,6 +4245,10 @@ negativo</translation>
         <message>
             <source>An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format.</source>
             <translation>Un archivo batch de OpenAI: las filas tienen sus propios mensajes y ajustes; las respuestas van en el formato de OpenAI.</translation>
+        </message>
+        <message>
+            <source>Sheet: {0}</source>
+            <translation>Hoja: {0}</translation>
         </message>
         <message>
             <source>Some rows are not valid text in this encoding: choose another below the table.</source>

@@ -4227,6 +4227,10 @@ négatif</translation>
             <translation>tabulation</translation>
         </message>
         <message>
+            <source>Sheet</source>
+            <translation>Feuille</translation>
+        </message>
+        <message>
             <source>A text file is one row</source>
             <translation>Un fichier texte est une ligne</translation>
         </message>
@@ -4241,6 +4245,10 @@ négatif</translation>
         <message>
             <source>An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format.</source>
             <translation>Un fichier batch d’OpenAI : les lignes ont leurs propres messages et réglages ; les réponses sont au format d’OpenAI.</translation>
+        </message>
+        <message>
+            <source>Sheet: {0}</source>
+            <translation>Feuille : {0}</translation>
         </message>
         <message>
             <source>Some rows are not valid text in this encoding: choose another below the table.</source>

@@ -4201,6 +4201,10 @@ negative</source>
             <translation>タブ</translation>
         </message>
         <message>
+            <source>Sheet</source>
+            <translation>シート</translation>
+        </message>
+        <message>
             <source>A text file is one row</source>
             <translation>テキストファイル全体を1行とする</translation>
         </message>
@@ -4215,6 +4219,10 @@ negative</source>
         <message>
             <source>An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format.</source>
             <translation>OpenAIのバッチファイルです。行ごとにメッセージと設定があり、回答はOpenAIの形式になります。</translation>
+        </message>
+        <message>
+            <source>Sheet: {0}</source>
+            <translation>シート: {0}</translation>
         </message>
         <message>
             <source>Some rows are not valid text in this encoding: choose another below the table.</source>

@@ -4201,6 +4201,10 @@ negative</source>
             <translation>制表符</translation>
         </message>
         <message>
+            <source>Sheet</source>
+            <translation>工作表</translation>
+        </message>
+        <message>
             <source>A text file is one row</source>
             <translation>一个文本文件作为一行</translation>
         </message>
@@ -4215,6 +4219,10 @@ negative</source>
         <message>
             <source>An OpenAI batch file: rows have their own messages and settings; answers are in OpenAI's format.</source>
             <translation>OpenAI 批处理文件：各行有自己的消息和设置；回答采用 OpenAI 的格式。</translation>
+        </message>
+        <message>
+            <source>Sheet: {0}</source>
+            <translation>工作表：{0}</translation>
         </message>
         <message>
             <source>Some rows are not valid text in this encoding: choose another below the table.</source>
