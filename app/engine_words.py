@@ -46,6 +46,10 @@ _NOTED = (
     QT_TRANSLATE_NOOP("Engine", "All {0} threads"),
     QT_TRANSLATE_NOOP("Engine", "expert weights"),
     QT_TRANSLATE_NOOP("Engine", "the other weights and the KV cache"),
+    QT_TRANSLATE_NOOP("Engine", "From now on: {0}, {1} tokens/s."),
+    QT_TRANSLATE_NOOP("Engine", "Before: {0} tokens/s, so {1} times."),
+    QT_TRANSLATE_NOOP("Engine", "Before, it could not run."),
+    QT_TRANSLATE_NOOP("Engine", "The settings stay the same: {0} tokens/s, and nothing else is better."),
     # Models and files.
     QT_TRANSLATE_NOOP("Engine", "The starter model is not on this machine yet."),
     QT_TRANSLATE_NOOP("Engine", "There is no file {0}: check the path."),

@@ -3021,6 +3021,22 @@ negativ</translation>
             <translation>die anderen Gewichte und der KV-Cache</translation>
         </message>
         <message>
+            <source>From now on: {0}, {1} tokens/s.</source>
+            <translation>Von nun an: {0}, {1} Token/s.</translation>
+        </message>
+        <message>
+            <source>Before: {0} tokens/s, so {1} times.</source>
+            <translation>Vorher: {0} Token/s, also {1}-mal so schnell.</translation>
+        </message>
+        <message>
+            <source>Before, it could not run.</source>
+            <translation>Vorher lief es nicht.</translation>
+        </message>
+        <message>
+            <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
+            <translation>Die Einstellungen bleiben: {0} Token/s, und nichts anderes ist besser.</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>Das Startmodell ist noch nicht auf diesem Rechner.</translation>
         </message>

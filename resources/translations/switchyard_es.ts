@@ -3021,6 +3021,22 @@ negativo</translation>
             <translation>los demás pesos y la caché KV</translation>
         </message>
         <message>
+            <source>From now on: {0}, {1} tokens/s.</source>
+            <translation>Desde ahora: {0}, {1} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Before: {0} tokens/s, so {1} times.</source>
+            <translation>Antes: {0} tokens/s, es decir, {1} veces más rápido.</translation>
+        </message>
+        <message>
+            <source>Before, it could not run.</source>
+            <translation>Antes no podía funcionar.</translation>
+        </message>
+        <message>
+            <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
+            <translation>Los ajustes siguen igual: {0} tokens/s, y nada más es mejor.</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>El modelo inicial aún no está en esta máquina.</translation>
         </message>

@@ -3021,6 +3021,22 @@ négatif</translation>
             <translation>les autres poids et le cache KV</translation>
         </message>
         <message>
+            <source>From now on: {0}, {1} tokens/s.</source>
+            <translation>Désormais : {0}, {1} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Before: {0} tokens/s, so {1} times.</source>
+            <translation>Auparavant : {0} tokens/s, soit {1} fois plus rapide.</translation>
+        </message>
+        <message>
+            <source>Before, it could not run.</source>
+            <translation>Auparavant, cela ne pouvait pas fonctionner.</translation>
+        </message>
+        <message>
+            <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
+            <translation>Les réglages restent les mêmes : {0} tokens/s, et rien d’autre n’est meilleur.</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>Le modèle de départ n’est pas encore sur cette machine.</translation>
         </message>

@@ -3001,6 +3001,22 @@ negative</source>
             <translation>ほかの重みとKVキャッシュ</translation>
         </message>
         <message>
+            <source>From now on: {0}, {1} tokens/s.</source>
+            <translation>今後の設定: {0}、{1} トークン/秒。</translation>
+        </message>
+        <message>
+            <source>Before: {0} tokens/s, so {1} times.</source>
+            <translation>以前は{0} トークン/秒で、{1}倍になりました。</translation>
+        </message>
+        <message>
+            <source>Before, it could not run.</source>
+            <translation>以前は動作しませんでした。</translation>
+        </message>
+        <message>
+            <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
+            <translation>設定はそのままです: {0} トークン/秒で、これ以上のものはありません。</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>スターターモデルがまだこのマシンにありません。</translation>
         </message>

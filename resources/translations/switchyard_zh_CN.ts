@@ -3001,6 +3001,22 @@ negative</source>
             <translation>其他权重和 KV 缓存</translation>
         </message>
         <message>
+            <source>From now on: {0}, {1} tokens/s.</source>
+            <translation>今后：{0}，{1} token/秒。</translation>
+        </message>
+        <message>
+            <source>Before: {0} tokens/s, so {1} times.</source>
+            <translation>之前：{0} token/秒，即 {1} 倍速度。</translation>
+        </message>
+        <message>
+            <source>Before, it could not run.</source>
+            <translation>之前无法运行。</translation>
+        </message>
+        <message>
+            <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
+            <translation>设置保持不变：{0} token/秒，没有更好的选择。</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>这台机器上还没有入门模型。</translation>
         </message>
