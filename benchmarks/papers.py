@@ -50,7 +50,8 @@ from engine.planner.schedules import (
     S3,
     S4,
 )
-from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from engine.common.config import Misses
@@ -207,9 +208,14 @@ class _Bench:
     def beams_s(self, loaded: LoadedModel, width: int) -> float:
         """Seconds of a search with so many beams."""
         sampling = SamplingParams(max_tokens=self.plan.generated, beams=width)
-        begun_s = clock.now()
-        Alone(loaded).generate_from_ids(list(self.text(loaded, 3).prompt), sampling, end_ids=frozenset())
-        return clock.now() - begun_s
+        asked = BatchRequest(0, ids=tuple(self.text(loaded, 3).prompt), sampling=sampling, end_ids=frozenset())
+        scheduler = Scheduler(loaded)
+        try:
+            begun_s = clock.now()
+            scheduler.answer(asked)
+            return clock.now() - begun_s
+        finally:
+            scheduler.close()
 
 
 def _cell(

@@ -23,12 +23,12 @@ from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.alone import Alone
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.runtime.schedule.together import ContinuousBatch
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
+from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
 FAMILIES = [
