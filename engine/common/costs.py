@@ -74,7 +74,7 @@ class _Seen:
     Args:
         weight: of the newest time; falling: the same if it is shorter.
         further: what each further unit of size is taken to cost, in work of size 1, before it was seen.
-        raw: so many times are taken as they are at first.
+        raw: so many times are averaged as they are at first.
         fades: factor on it each time that it is asked for: what is thought dear must not be avoided for ever.
     """
 
@@ -101,10 +101,11 @@ class _Seen:
     def see(self, size: float, seconds: float) -> None:
         if size == 1:
             self.count += 1
-            if self.count > self._raw and self.first:
+            if self.count <= self._raw or not self.first:
+                self.first += (seconds - self.first) / self.count
+            else:
                 seconds = min(max(seconds, self.first / OUTLIER), OUTLIER * self.first)
-            weight = self.falling if seconds < self.first else self.weight
-            self.first += max(weight, 1 / self.count) * (seconds - self.first)
+                self.first += (self.falling if seconds < self.first else self.weight) * (seconds - self.first)
         elif self.first:
             usual, times = self._own.get(size, (self.ratio(size), 0))
             ratio = min(max(seconds / self.first, usual / OUTLIER), OUTLIER * usual)
