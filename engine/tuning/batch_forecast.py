@@ -11,6 +11,7 @@ from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.library import resolve
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, EngineConfig, Sharing
 from engine.common.errors import EngineError
@@ -75,7 +76,7 @@ def sharing_for(prepared: PreparedJob, config: EngineConfig) -> Sharing:
     if machine is None or machine.gpu is None or machine.gpu.count < 2:
         return config.sharing
     rows = _rows(prepared, None)
-    shape = _shape(config.model)
+    shape = _shape(str(resolve(config.model)))
     limits = look_at_machine(config.device).limits(config)
     best = best_batch(machine, shape, limits, shape.precisions[-1], rows) if rows is not None else None
     return "auto" if best is None else best[0].sharing

@@ -157,10 +157,9 @@ def run(args: argparse.Namespace) -> int:
     if job.endpoints:
         return _at_endpoints(args, prepared)
     if args.sharing == "auto":
-        from engine.checkpoint.library import resolve
         from engine.tuning.batch_forecast import sharing_for
 
-        args.sharing = sharing_for(prepared, engine_config(args, str(resolve(args.model))))
+        args.sharing = sharing_for(prepared, engine_config(args, args.model))
     engine, _info = load_engine(args)
     try:
         if args.sample:

@@ -137,7 +137,7 @@ def test_batches_share_each_layers_experts() -> None:
         if name == "two":
             assert plan.sharing == "experts"
             assert "experts" in plan.sharing_words
-    assert 1.3 < rates["two"] / rates["one"] < 2.05
+    assert 1.3 < rates["two"] / rates["one"] < 2.5  # a larger part of the weights stays on two
 
 
 def test_what_is_asked_for_is_planned() -> None:
