@@ -184,6 +184,7 @@ def test_rows_that_shared_sweeps_are_kept_and_find_what_is_kept(quick: LoadedMod
         assert not exact or second.token_ids == fresh(quick, further(prompt, result))
     for forget in (False, True):
         if forget:
+            assert kept.settle(30)
             together.pool.forget_prefixes()
         others = [further(*each) for each in zip(prompts, first, strict=True)]
         answered = ask(scheduler, random_prompt(9, seed=8), *others)
