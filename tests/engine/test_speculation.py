@@ -95,7 +95,7 @@ class Eager(StepPrices):
         pass
 
     def ratio(self, tokens: int) -> float:
-        return 1e-3
+        return 1.0 if tokens == 1 else 1e-3
 
 
 def _decoded(session: Any, prompt: Sequence[int], sampling: SamplingParams) -> list[int]:
