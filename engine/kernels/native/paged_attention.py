@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -97,23 +97,27 @@ class AttentionTerms:
 class PagedLayer:
     """The pages of one attention layer, in RAM.
 
-    Keys are stored as [pages, kv_heads, PAGE_TOKENS, key_dim], values as [pages, kv_heads, PAGE_TOKENS, value_dim].
-    Memory is not touched until tokens are added.
+    Keys are [pages, kv_heads, PAGE_TOKENS, key_dim], values [pages, kv_heads, PAGE_TOKENS, value_dim].  Memory is not
+    touched until tokens are added.
 
     Args:
-        empty: as `torch.empty`, for what is large.
+        by_head: whether a head's pages lie side by side, so that memory delivers consecutive pages of a long sequence
+            as fast as one piece; else a page's heads do, so that a page is moved as one.
     """
 
-    def __init__(
-        self, shape: KvShape, kv_type: KvType, pages: int, empty: Callable[..., torch.Tensor] = torch.empty
-    ) -> None:
-        self.shape, self.kv_type = shape, kv_type
-        heads = (pages, shape.kv_heads)
-        self.keys = empty((*heads, PAGE_TOKENS, shape.key_dim), dtype=kv_type.dtype)
-        self.values = empty((*heads, PAGE_TOKENS, shape.value_dim), dtype=kv_type.dtype)
+    def __init__(self, shape: KvShape, kv_type: KvType, pages: int, *, by_head: bool = False) -> None:
+        self.shape, self.kv_type, self.by_head = shape, kv_type, by_head
+
+        def empty(*rest: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            if by_head:
+                return torch.empty(shape.kv_heads, pages, PAGE_TOKENS, *rest, dtype=dtype).transpose(0, 1)
+            return torch.empty(pages, shape.kv_heads, PAGE_TOKENS, *rest, dtype=dtype)
+
+        self.keys = empty(shape.key_dim, dtype=kv_type.dtype)
+        self.values = empty(shape.value_dim, dtype=kv_type.dtype)
         scaled = kv_type is KvType.INT8
-        self.key_scales = torch.empty(*heads, PAGE_TOKENS) if scaled else None
-        self.value_scales = torch.empty(*heads, PAGE_TOKENS) if scaled else None
+        self.key_scales = empty() if scaled else None
+        self.value_scales = empty() if scaled else None
 
     @classmethod
     def of(cls, shape: KvShape, kv_type: KvType, keys: torch.Tensor, values: torch.Tensor) -> PagedLayer:
@@ -136,7 +140,7 @@ class PagedLayer:
 
     def with_more(self, pages: int) -> PagedLayer:
         """The same pages, in other memory, and so many more behind them."""
-        more = PagedLayer(self.shape, self.kv_type, self.keys.shape[0] + pages)
+        more = PagedLayer(self.shape, self.kv_type, self.keys.shape[0] + pages, by_head=self.by_head)
         for mine, its in (
             (self.keys, more.keys),
             (self.values, more.values),
@@ -157,9 +161,10 @@ class PagedLayer:
                 runs.append((page, page + 1))
         for part in (self.keys, self.values, self.key_scales, self.value_scales):
             if part is not None and part.device.type == "cpu":
-                step, start = part.stride(0) * part.element_size(), part.data_ptr()
-                for begin, end in runs:
-                    give_back(start + begin * step, (end - begin) * step)
+                step = part.stride(0) * part.element_size()
+                for own in part.unbind(1) if self.by_head else [part]:
+                    for begin, end in runs:
+                        give_back(own.data_ptr() + begin * step, (end - begin) * step)
 
     def held(self, window: int = 0, kept: int = 0) -> PagesStruct:
         """The struct of the pages themselves; it points into them."""
@@ -171,6 +176,8 @@ class PagedLayer:
             int(self.kv_type),
             window,
             kept,
+            None,
+            self.keys.shape[0] if self.by_head else 0,
         )
 
     def struct(self, terms: AttentionTerms) -> PagedLayerStruct:

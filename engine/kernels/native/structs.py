@@ -182,6 +182,7 @@ class PagesStruct(ctypes.Structure):
         ("page_tokens", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("type", "window", "kept")),
         ("index_keys", ctypes.c_void_p),
+        ("run", ctypes.c_int64),
     )
 
 

@@ -16,7 +16,6 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from engine.experts.record import empty_in_huge_pages
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import (
     AttentionTerms,
@@ -57,12 +56,10 @@ class PagedStates:
         self.elsewhere: Callable[[Any, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
         """If set, computes attention instead of `attend`, from a module, queries, keys and values."""
 
-    def allocate(self, kv_type: KvType, pages: int, *, huge: bool = False) -> None:
-        """Allocates the pages of all modules probed so far; in huge pages of the system, single sequences are read
-        faster, and the first tokens take more memory."""
+    def allocate(self, kv_type: KvType, pages: int, *, by_head: bool = False) -> None:
+        """Allocates the pages of all modules probed so far; `by_head` is read faster in single sequences."""
         for key, shape in self.shapes.items():
-            make = empty_in_huge_pages if huge else torch.empty
-            layer = PagedLayer(shape, self._type_of(key, kv_type), pages, make)
+            layer = PagedLayer(shape, self._type_of(key, kv_type), pages, by_head=by_head)
             self._layers[key] = (layer, layer.struct(self._terms[key]))
 
     def discard(self, pages: Sequence[int]) -> None:

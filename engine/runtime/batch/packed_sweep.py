@@ -149,10 +149,10 @@ class PackedModel:
         self._exact = PagedSteps.of(self._loaded, self.layer_pages(), self._native.windows) if self._native else None
         return self._exact
 
-    def allocate(self, pages: int, *, huge: bool = False) -> None:
+    def allocate(self, pages: int, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer; see `PagedStates.allocate`."""
         self.pages = pages
-        self._states.allocate(self._kv_type, pages, huge=huge)
+        self._states.allocate(self._kv_type, pages, by_head=by_head)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""

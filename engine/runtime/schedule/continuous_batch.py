@@ -87,7 +87,7 @@ class ContinuousBatch(Lane):
             if exact:
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             pages = min(pages, most_pages or pages)
-            model.allocate(pages, huge=exact)
+            model.allocate(pages, by_head=exact)
             self._exact = model.exact_steps() if exact else None
             self.pool = PagePool(pages, model.pages_beside)
         else:

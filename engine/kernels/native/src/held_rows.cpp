@@ -38,12 +38,12 @@ void write_row(int32_t type, const float *x, int64_t dim, int64_t row, void *row
 }
 
 HeldRows HeldHead::rows_of(const int32_t *pages, int64_t key_dim, int64_t value_dim) const {
-    const int64_t first = kv_head * held.page_tokens, size = size_of_number(held.type);
+    const int64_t first = kv_head * held.page_tokens * (held.run ? held.run : 1), size = size_of_number(held.type);
     HeldRows rows = {static_cast<const char *>(held.keys) + first * key_dim * size,
                      static_cast<const char *>(held.values) + first * value_dim * size, key_dim, value_dim};
     if (held.key_scales) rows.key_scales = held.key_scales + first, rows.value_scales = held.value_scales + first;
     rows.pages = pages;
     rows.page_tokens = held.page_tokens;
-    rows.page_rows = kv_heads * held.page_tokens;
+    rows.page_rows = held.run ? held.page_tokens : kv_heads * held.page_tokens;
     return rows;
 }

@@ -21,6 +21,6 @@ struct HeldHead {
     int64_t row_of(const int32_t *pages, int64_t position) const {
         const int64_t page = pages ? pages[position / held.page_tokens] : 0;
         const int64_t slot = pages ? position % held.page_tokens : position;
-        return (page * kv_heads + kv_head) * held.page_tokens + slot;
+        return (held.run ? kv_head * held.run + page : page * kv_heads + kv_head) * held.page_tokens + slot;
     }
 };

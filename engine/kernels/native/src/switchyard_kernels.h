@@ -259,6 +259,7 @@ typedef struct {
     int32_t window;       // how many of the last tokens a token sees, itself included; 0: all
     int32_t kept;         // and of the first, whatever the window (StreamingLLM's attention sinks)
     void *index_keys;     // of a layer with an index: bf16 [pages, page_tokens, dim]; else null
+    int64_t run;          // if not 0 how many pages there are, and a head's lie side by side: [kv_heads, run, page_tokens, ...]
 } SwitchyardPages;
 
 // The next tokens of one sequence.
