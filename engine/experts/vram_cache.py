@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.common.errors import EngineError
-from engine.common.footprint import pool_segment_slots, pool_segments
+from engine.common.footprint import SEGMENTS, pool_segment_slots, pool_segments
 from engine.devices.device import Device, Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.cache.policies import Key
@@ -417,6 +417,21 @@ class VramCache:
                     self._before_others, self.note = 0, None
             self._tier.renew_sampler()
             return self.slots
+
+    def remake(self, slots: int) -> int:
+        """So many slots, to the last one if there is memory for them; what was cached is forgotten.
+
+        Returns:
+            Number of slots now.
+
+        Raises:
+            EngineError: as of `resize`.
+        """
+        with self._lock:
+            if self._ways is None and not self.resize(0) and slots > 0:
+                pieces = max(each for each in range(1, SEGMENTS + 1) if slots % each == 0)
+                self._memory.segment_slots = slots // pieces
+            return self.resize(slots)
 
     def give_back(self, nbytes: int) -> int:
         """Shrinks the cache by at least `nbytes`, if it is large enough; returns the bytes freed."""

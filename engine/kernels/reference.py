@@ -72,7 +72,9 @@ def attend_in_torch(
         mine = slice(first, first + piece.tokens)
         first += piece.tokens
         end = piece.held + piece.tokens
-        _write(layer, piece.pages, piece.held, keys[mine], values[mine])
+        positions = torch.arange(piece.held, end)
+        page = piece.pages[positions // PAGE_TOKENS].long()
+        store_tokens(layer, page, positions % PAGE_TOKENS, keys[mine], values[mine])
         held_keys, held_values = _read(layer, piece.pages, end)
         q = queries[mine].float().transpose(0, 1) * terms.scale
         scores = q @ held_keys.repeat_interleave(group, 0).mT
@@ -98,9 +100,10 @@ def _hidden(held: int, end: int, terms: AttentionTerms) -> torch.Tensor:
     return hidden
 
 
-def _write(layer: PagedLayer, pages: torch.Tensor, held: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    positions = torch.arange(held, held + keys.shape[0])
-    page, slot = pages[positions // PAGE_TOKENS].long(), positions % PAGE_TOKENS
+def store_tokens(
+    layer: PagedLayer, page: torch.Tensor, slot: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> None:
+    """Writes keys and values [T, kv_heads, dim] into pages, each token in its page [T] and its place there [T]."""
     if layer.kv_type is KvType.INT8:
         assert layer.key_scales is not None
         assert layer.value_scales is not None

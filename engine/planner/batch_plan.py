@@ -1,12 +1,6 @@
 """The batch policy of a plan: sizes of the fastest schedule, and whether they hide the transfers (Klotski).
 
 A plan only offers what the executor runs, and uses the schedules that were simulated for it.
-
-r_c of MoE-Lightning, the share of keys and values that stays on the card, is always 0 here, although its search
-(section 4.2) may prefer a larger share.  The executor keeps a single pool of pages, in RAM: rows with the same prefix
-share pages, and pages are reassigned between sweeps.  Pages that stay on the card would need a second pool with its own
-reservations, and memory that the expert cache would have to release before a job begins.  A plan that counted on that
-would promise more than the engine delivers.
 """
 
 from __future__ import annotations
@@ -20,16 +14,16 @@ from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import (
     EngineMemory,
     all_records_nbytes,
-    card_usable,
     dense_in_ram,
     headroom_bytes,
+    memory_rule,
     ram_usable,
-    records_nbytes,
     written_bytes,
 )
 from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
+from engine.planner.policy_search import PerformanceModel
 from engine.planner.simulator.batch import system_of
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.workload import Workload
@@ -42,11 +36,16 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
     """The fastest batch schedule that the executor supports and that fits; None if there is none."""
     able = [one for one in outcomes if one.policy in EXECUTED_SCHEDULES]
     found = max(able, key=lambda one: one.tokens_per_s, default=None)
-    if found is None or found.batch is None:
+    if found is None:
         return None
+    return batch_plan_of(replace(question, cards=found.cards).setting().costs, question.workload, found)
+
+
+def batch_plan_of(costs: Costs, workload: Workload, found: Outcome) -> BatchPlan:
+    """The plan that a simulated batch schedule is."""
     policy = found.batch
-    costs = replace(question, cards=found.cards).setting().costs
-    times = block_times(costs, question.workload, policy.micro_batch, policy.resident)
+    assert policy is not None
+    times = block_times(costs, workload, policy.micro_batch, policy.resident)
     fewest, system = fewest_batches(times), system_of(found.policy, policy)
     return BatchPlan(
         schedule=found.policy,
@@ -54,10 +53,9 @@ def plan_batch(question: Question, outcomes: list[Outcome]) -> BatchPlan | None:
         decode=system.decode.name,
         sequences=policy.sequences,
         micro_batch=policy.micro_batch,
-        attention_on_card=not policy.cpu_attention,
-        experts_on_card=not policy.cpu_experts,
         weights_on_card=policy.resident,
         cache_on_card=policy.cached,
+        row_tokens=workload.prompt_tokens + workload.generated_tokens * workload.beams,
         batches=policy.micro_batches,
         fewest_batches=fewest,
         hides_transfers=fewest is not None and policy.micro_batches >= fewest,
@@ -83,26 +81,23 @@ def best_batch(
 
 
 def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outcome) -> EngineMemory:
-    """What a batch schedule holds: embeddings and two layers' weights on the card, all weights and the KV in RAM."""
+    """What a batch schedule holds: on the card all weights but the experts, the share of these that stays and two
+    layers of them, the keys and values that stay and those of two micro-batches; in RAM all experts and other KV."""
     model, precision = costs.model, costs.precision
     gpu, policy = costs.machine.gpu, outcome.batch
     assert gpu is not None
     assert policy is not None
-    layer = model.experts * max(records_nbytes(model, precision)) + round(costs.card_layer_bytes)
-    resident = round(policy.resident * model.layers * layer)
-    embedding = 2 * model.embedding_weights
-    staging = round(2 * layer * (1 - policy.resident))
-    tokens = workload.prompt_tokens + workload.generated_tokens * workload.beams
-    kv = round(model.kv_bytes_per_token() * tokens * policy.sequences)
-    room = max(0, card_usable(costs, limits) - embedding - resident - staging)
-    kv_on_card = min(round(kv * policy.cached), room)
-    working = max(0, round(outcome.vram_bytes) - embedding - resident - staging - kv_on_card)
+    rule = memory_rule(costs, limits)
+    performance = PerformanceModel(costs.machine, model, workload, memory=rule)
+    record, kv = round(rule.record or 0), round(performance.kv_bytes()) * policy.sequences
+    kv_on_card = round(kv * policy.cached)
     card = TierBytes(
         total=costs.machine.vram_bytes,
-        weights=embedding + resident,
-        staging=staging,
-        kv=kv_on_card,
-        activations=min(working, room - kv_on_card),
+        weights=round(rule.weights or 0),
+        experts=record * round(policy.resident * model.experts) * model.moe_layers,
+        staging=2 * model.experts * record + round(rule.staging),
+        kv=kv_on_card + round(performance.micro_batch_bytes(policy.cached) * policy.micro_batch),
+        activations=round(rule.runtime),
         headroom=headroom_bytes(gpu),
         other_programs=limits.vram_of_others,
     )

@@ -124,11 +124,19 @@ def _held_on_card(costs: Costs, limits: Limits) -> int:
 
 def memory_rule(costs: Costs, limits: Limits) -> MemoryRule:
     """What the engine may use of the card and of the RAM."""
+    chunk, working = activations(costs, limits)
+    usable, weights, model = card_usable(costs, limits), _held_on_card(costs, limits), costs.model
+    record, every = max(records_nbytes(model, costs.precision), default=0), model.moe_layers * model.experts
+    room = max(0, usable - weights - working)
+    staging = footprint.staging_slots(room, record, every, "mixed", None) * record if record else 0
     return MemoryRule(
-        card_usable(costs, limits),
-        activations(costs, limits)[1],
+        usable,
+        working,
         ram_usable(costs, limits),
-        weights=_held_on_card(costs, limits),
+        weights=weights,
+        record=record,
+        chunk=chunk,
+        staging=staging,
     )
 
 

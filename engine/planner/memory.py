@@ -11,6 +11,8 @@ USABLE_SHARE = 0.95
 """Share of a card's memory that allocations may take: the driver and fragmentation take the rest."""
 RUNTIME_BYTES = 0.5e9
 """Runtime of a card: context, libraries and their workspaces."""
+CHUNKS_TOGETHER = 8
+"""Pieces of prompts that share each load of a layer: as many micro-batches, whose hidden states wait on the card."""
 RAM_SHARE = 0.85
 """Share of the RAM that weights and caches may take."""
 
@@ -24,12 +26,19 @@ class MemoryRule:
         runtime: bytes of these that are neither weights, nor keys and values, nor experts.
         ram: bytes of RAM for weights, keys and values.
         weights: bytes of the non-expert weights on the card; None for 16-bit weights.
+        record: bytes of a slot for an expert where batches are this engine's own: all other weights stay on the card
+            then, prompts are read in pieces, and a micro-batch takes room for its keys and values; None: as published.
+        chunk: tokens of such a piece.
+        staging: bytes of slots that single experts pass through in steps of few rows.
     """
 
     card: float
     runtime: float
     ram: float
     weights: float | None = None
+    record: float | None = None
+    chunk: int = 0
+    staging: float = 0.0
 
 
 def usual_rule(machine: HardwareProfile) -> MemoryRule:

@@ -132,10 +132,9 @@ class BatchPlan:
             simulated.
         sequences: N.
         micro_batch: mu.
-        attention_on_card: A_g.
-        experts_on_card: F_g.
         weights_on_card: r_w.
         cache_on_card: r_c.
+        row_tokens: of each sequence at its end.
         batches: n, micro-batches that share each load of a layer's weights.
         fewest_batches: the smallest n of this size that satisfies Klotski's inequalities (4) to (7); None if none does.
         hides_transfers: whether n satisfies them: weights arrive before they are needed.
@@ -148,10 +147,9 @@ class BatchPlan:
     decode: str
     sequences: int
     micro_batch: int
-    attention_on_card: bool
-    experts_on_card: bool
     weights_on_card: float
     cache_on_card: float
+    row_tokens: int
     batches: int
     fewest_batches: int | None
     hides_transfers: bool

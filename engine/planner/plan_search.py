@@ -65,11 +65,7 @@ class Question:
     cards: Cards = Cards.LAYERS
 
     def setting(self, drawn_layers: int | None = None) -> Setting:
-        """Input of the simulator, with the engine's own costs and memory; all layers are simulated by default.
-
-        Batch schedules are limited to what the batch pipeline supports: all its pages of keys and values are in RAM,
-        and attention on the card copies them there for each micro-batch (r_c = 0).
-        """
+        """Input of the simulator, with the engine's own costs and memory; all layers are simulated by default."""
         if drawn_layers is not None and self.workload.sequences > 1:
             drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
         machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
@@ -84,7 +80,6 @@ class Question:
             statistics=expected_statistics(self.model.experts),
             rule=rule,
             drawn_layers=drawn_layers,
-            cache_in_ram=True,
         )
 
 

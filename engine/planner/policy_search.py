@@ -8,12 +8,18 @@ from dataclasses import dataclass
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
-from engine.planner.memory import MemoryRule, usual_rule
+from engine.planner.memory import CHUNKS_TOGETHER, MemoryRule, usual_rule
 from engine.planner.simulator.batch_costs import OffloadPolicy, distinct_experts
 from engine.planner.workload import Workload
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
 _SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+_PARTS, _MORE_PARTS = (1, 2, 4), (1, 2, 4, 8, 16)
+"""Of the largest micro-batch, as published, and where the memory of prompts does not limit it."""
+PLACES = 2
+"""Micro-batches whose keys and values have room on the card: one computes while the next one's arrive."""
+PAGE = 32
+"""Tokens of a page of keys and values: pages move as a whole."""
 _ENOUGH = 0.99
 
 
@@ -65,21 +71,50 @@ class PerformanceModel:
         scores = 6.0 * model.attention.heads * self.workload.prompt_tokens
         return 2.0 * (2.0 * widths + 2.0 * model.vocabulary) + scores
 
+    @property
+    def shares(self) -> list[float]:
+        """r_w to try; the engine keeps whole experts of each layer."""
+        if self.rule.record is None:
+            return list(_SHARES)
+        experts = self.model.experts
+        return sorted({round(share * experts) / experts for share in _SHARES})
+
+    def micro_batches(self, largest: int) -> list[int]:
+        """mu to try."""
+        return sorted({max(1, largest // part) for part in (_PARTS if self.rule.record is None else _MORE_PARTS)})
+
+    def micro_batch_bytes(self, cached: float = 0.0) -> float:
+        """Bytes on the card for each sequence of a micro-batch: of its prompt, or of keys and values in transfer."""
+        if self.rule.record is None:
+            return self.prefill_bytes_per_token() * self.workload.prompt_tokens * self.workload.beams
+        return PLACES * self.kv_bytes() / self.model.layers * (1.0 - cached)
+
     def card_room(self, share: float) -> float:
         """Bytes left on the card after weights (a share stays, the rest goes through two buffers) and the runtime."""
+        rule = self.rule
+        if rule.record is not None:
+            slots = self.model.experts * (self.model.moe_layers * share + 2.0)
+            waiting = 2.0 * CHUNKS_TOGETHER * rule.chunk * self.model.hidden
+            return rule.card - rule.runtime - waiting - rule.staging - (rule.weights or 0.0) - slots * rule.record
         moving = 2.0 * self.layer_bytes * (1.0 - share) if share < 1 else 0.0
         staying = self.layer_bytes * self.model.layers * share + 2.0 * self.model.embedding_weights
-        return self.rule.card - self.rule.runtime - staying - moving
+        return rule.card - rule.runtime - staying - moving
 
-    def largest_micro_batch(self, share: float, cached_bytes: float = 0.0) -> int:
-        """The largest mu whose prefill fits next to `cached_bytes` of keys and values."""
-        tokens = (self.card_room(share) - cached_bytes) / self.prefill_bytes_per_token()
-        return max(0, int(tokens // (self.workload.prompt_tokens * self.workload.beams)))
+    def largest_micro_batch(self, share: float, cached: float = 0.0) -> int:
+        """The largest mu that fits next to its own share of keys and values."""
+        each = self.micro_batch_bytes(cached)
+        room = self.card_room(share) - cached * self.kv_bytes()
+        return max(0, int(room // each)) if each else (self.workload.sequences if room >= 0 else 0)
+
+    @property
+    def sequence_tokens(self) -> int:
+        """Of one sequence at its end; where the engine has them in pages, whole ones."""
+        tokens = self.workload.prompt_tokens + self.workload.generated_tokens * self.workload.beams
+        return tokens if self.rule.record is None else -(-tokens // PAGE) * PAGE
 
     def kv_bytes(self) -> float:
         """Bytes of one sequence's keys and values at full length."""
-        work = self.workload
-        return self.model.kv_bytes_per_token() * (work.prompt_tokens + work.generated_tokens * work.beams)
+        return self.model.kv_bytes_per_token() * self.sequence_tokens
 
     def largest_batch(self, cache_on_card: float) -> int:
         """The largest N whose keys and values fit into RAM next to the weights."""
@@ -145,24 +180,17 @@ def search_policy(
     return best_of([found for attention, experts in places for found in policies(performance, attention, experts)])
 
 
-def policies(
-    performance: PerformanceModel, cpu_attention: bool, cpu_experts: bool, *, cache_in_ram: bool = False
-) -> Iterator[SearchedPolicy]:
-    """The grid of N, mu, r_w and, with attention on the card, r_c, as far as they fit.
-
-    Args:
-        cache_in_ram: try r_c = 0 only.
-    """
+def policies(performance: PerformanceModel, cpu_attention: bool, cpu_experts: bool) -> Iterator[SearchedPolicy]:
+    """The grid of N, mu, r_w and, with attention on the card, r_c, as far as they fit."""
     work = performance.workload
-    for resident, cached in itertools.product(_SHARES, (0.0,) if cpu_attention or cache_in_ram else _CACHED):
+    for resident, cached in itertools.product(performance.shares, (0.0,) if cpu_attention else _CACHED):
         kept = cached * performance.kv_bytes()
-        largest = min(performance.largest_micro_batch(resident, kept), work.sequences)
+        largest = min(performance.largest_micro_batch(resident, cached), work.sequences)
         if largest < 1:
             continue
-        for micro_batch in {largest, max(1, largest // 2), max(1, largest // 4)}:
-            # The cache on the card limits how many sequences fit next to their prefill.
-            room = performance.card_room(resident)
-            room -= micro_batch * performance.prefill_bytes_per_token() * work.prompt_tokens
+        for micro_batch in performance.micro_batches(largest):
+            # The cache on the card limits how many sequences fit next to a micro-batch.
+            room = performance.card_room(resident) - micro_batch * performance.micro_batch_bytes(cached)
             most = int(room // kept) if kept else work.sequences
             limit = min(performance.largest_batch(cached), work.sequences, most)
             count = 1

@@ -83,6 +83,13 @@ class Schedule:
     order: Callable[[Layers], Iterator[None]] | None
     whole_layers: bool = True
     in_ram: Schedule | None = None
+    experts_in_ram: bool = False
+    """F_g = 0: experts that do not stay on the card are computed by the CPU."""
+
+    @property
+    def attends_on_card(self) -> bool:
+        """A_g."""
+        return self.in_ram is not None
 
     def __str__(self) -> str:
         return self.name
@@ -254,9 +261,9 @@ MULTI_BATCH_ON_CARD = Schedule(
 )
 HOT_ONLY_ON_CARD = Schedule("hot-only-on-card", layer_by_layer(partial(_hot_only, _on_device)), False, HOT_ONLY)
 KLOTSKI_ON_CARD = Schedule("klotski-on-card", layer_by_layer(partial(_klotski, _on_device)), False, KLOTSKI)
-CPU_EXPERTS = Schedule("cpu-experts", layer_by_layer(partial(_experts_in_ram, _in_ram)), whole_layers=False)
+CPU_EXPERTS = Schedule("cpu-experts", layer_by_layer(partial(_experts_in_ram, _in_ram)), False, experts_in_ram=True)
 CPU_EXPERTS_ON_CARD = Schedule(
-    "cpu-experts-on-card", layer_by_layer(partial(_experts_in_ram, _on_device)), False, CPU_EXPERTS
+    "cpu-experts-on-card", layer_by_layer(partial(_experts_in_ram, _on_device)), False, CPU_EXPERTS, True
 )
 HYBRID = Schedule("hybrid", None)
 """Micro-batch by micro-batch through a layer, as in a chat: the expert cache handles one step at a time.  The order is

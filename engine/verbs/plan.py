@@ -183,13 +183,15 @@ def plan_text(plan: Plan) -> str:
     if cache.prefill_threshold is not None and not cache.all_experts:
         lines.append(f"An expert with {cache.prefill_threshold} rows or more is fetched, not computed by the CPU.")
     if plan.batch is not None:
-        batch = plan.batch
+        from engine.planner.schedules import SCHEDULES
+
+        batch, decode = plan.batch, SCHEDULES[plan.batch.decode]
         lines.append(
             ("batches       " if batch.schedule == plan.policy else "batches, if made like ")
             + f"{batch.schedule}: N = {batch.sequences}, mu = {batch.micro_batch}, n = {batch.batches}"
             + (f" (to hide the transfers: {batch.fewest_batches})" if batch.fewest_batches else "")
             + ", "
-            f"A_g = {batch.attention_on_card:d}, F_g = {batch.experts_on_card:d}, r_w = {batch.weights_on_card:g}, "
+            f"A_g = {decode.attends_on_card:d}, F_g = {not decode.experts_in_ram:d}, r_w = {batch.weights_on_card:g}, "
             f"r_c = {batch.cache_on_card:g}"
         )
     lines += ["", f"{'tokens/s':>10} {'steps/s':>9} {'TTFT, s':>9}  other ways"]

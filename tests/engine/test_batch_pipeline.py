@@ -267,8 +267,7 @@ def test_sweeps_whose_parts_are_timed_answer_as_ever(on_card: LoadedModel, wante
     assert all(predicted_seconds(each, timer.sweeps) for each in SCHEDULES.values() if each.order)
 
 
-def test_int8_caches_are_attended_on_the_cpu(on_card: LoadedModel) -> None:
-    """Their scales are not sent to cards."""
+def test_int8_caches_go_to_the_card_with_their_scales(on_card: LoadedModel) -> None:
     policies = [replace(_policy(schedule), kv_type=KvType.INT8) for schedule in (S4, CGOPIPE)]
     assert _answers(on_card, policies[0]) == _answers(on_card, policies[1])
 

@@ -1,4 +1,5 @@
-"""Attention of single tokens over pages by the kernel in `attention.cu`: one launch, however many tokens are held."""
+"""Attention of single tokens over pages by the kernel in `attention.cu`: one launch, however many tokens each sequence
+holds."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class AttentionArguments(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("table_step", "part_step")),
         *((name, ctypes.c_float) for name in ("scale", "softcap")),
         *((name, ctypes.c_int) for name in ("heads", "kv_heads", "key_dim", "value_dim")),
-        *((name, ctypes.c_int) for name in ("window", "ring", "splits", "states")),
+        *((name, ctypes.c_int) for name in ("window", "kept", "ring", "splits", "states")),
     )
 
 
@@ -68,15 +69,18 @@ class CudaAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         held: torch.Tensor,
+        *,
+        are_stored: bool = False,
     ) -> torch.Tensor:
         """Stores a token of each sequence in its pages and attends to what it sees.
 
         `engine.kernels.reference.attend_in_torch` is the definition.
 
         Args:
-            terms: `kept` is not for cards; sinks are on the card.
+            terms: sinks are on the card.
             queries, keys, values: [sequences, heads, dim] of one type: bf16, fp16 or fp32.
             held: int64 [sequences] on the card, tokens before.
+            are_stored: whether the tokens are in their pages already.
 
         Returns:
             [sequences, heads, value_dim], of the same type.
@@ -91,12 +95,13 @@ class CudaAttention:
         out = values.new_empty(sequences, heads, value_dim)
         parts = out.new_empty(sequences * heads * splits * (2 + value_dim), dtype=torch.float32)
         arguments = AttentionArguments(
-            queries=queries.data_ptr(), keys=keys.data_ptr(), values=values.data_ptr(), out=out.data_ptr(),
+            queries=queries.data_ptr(), keys=0 if are_stored else keys.data_ptr(),
+            values=0 if are_stored else values.data_ptr(), out=out.data_ptr(),
             held=held.data_ptr(), table=table.entries.data_ptr(), sinks=pointer(terms.sinks), parts=parts.data_ptr(),
             arrived=self._splits.arrived(table, runs * sequences).data_ptr(), table_step=table.entries.stride(0),
             part_step=table.entries.stride(1), scale=terms.scale, softcap=terms.softcap, heads=heads,
-            kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, window=terms.window, ring=table.ring,
-            splits=splits, states=STATES[queries.dtype],
+            kv_heads=kv_heads, key_dim=key_dim, value_dim=value_dim, window=terms.window, kept=terms.kept,
+            ring=table.ring, splits=splits, states=STATES[queries.dtype],
         )  # fmt: skip
         width = next(each for each in _WIDTHS if each >= max(key_dim, value_dim))
         self._card.launch(_kernel(table.kv_type, width, rows), (splits, runs, sequences), arguments)

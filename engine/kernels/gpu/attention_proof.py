@@ -44,6 +44,8 @@ class Attention(Protocol):
         keys: torch.Tensor,
         values: torch.Tensor,
         held: torch.Tensor,
+        *,
+        are_stored: bool = False,
     ) -> torch.Tensor: ...
 
 
@@ -62,6 +64,8 @@ class ProvenAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         held: torch.Tensor,
+        *,
+        are_stored: bool = False,
     ) -> torch.Tensor:
         """See `CudaAttention.attend`; a shape that is met for the first time is tried before.
 
@@ -74,7 +78,7 @@ class ProvenAttention:
             self._right[kind] = prove_attention(queries.device, self._attention, shape, table.kv_type, queries.dtype)
         if not self._right[kind]:
             raise LookupError("the card computes no attention with such heads")
-        return self._attention.attend(table, terms, queries, keys, values, held)
+        return self._attention.attend(table, terms, queries, keys, values, held, are_stored=are_stored)
 
 
 def attention_of(device: torch.device) -> ProvenAttention | None:
@@ -98,7 +102,7 @@ def prove_attention(
         with torch.inference_mode():
             sinks = torch.linspace(-1, 1, shape.heads)
             plain = AttentionTerms(shape.key_dim**-0.5)
-            for terms in (plain, replace(plain, window=_WINDOW, softcap=20.0, sinks=sinks)):
+            for terms in (plain, replace(plain, window=_WINDOW, kept=3, softcap=20.0, sinks=sinks)):
                 for held in _PROVEN_HELD:
                     if not _is_right(device, attention, shape, kv_type, states, terms, held):
                         _log.warning("attention of %s over %s is computed wrongly on %s", shape, kv_type.name, device)

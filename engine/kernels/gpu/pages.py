@@ -50,6 +50,16 @@ class PageTable:
             entries[part, 1:] = buffer.data_ptr() + step * torch.arange(pages)
         self.entries[sequence, :, : 1 + pages].copy_(entries)
 
+    @staticmethod
+    def entries_of(pages: torch.Tensor, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Entries on the host of sequences in these pages, int64 [sequences, n], of parts as of `set_pages`."""
+        count, most = pages.shape
+        entries = torch.empty(count, len(parts), 1 + most, dtype=torch.int64)
+        for part, held in enumerate(parts):
+            entries[:, part, 0] = held.stride(1) * held.element_size()
+            entries[:, part, 1:] = held.data_ptr() + held.stride(0) * held.element_size() * pages
+        return entries
+
     def set_pages(self, sequence: int, pages: torch.Tensor, parts: Sequence[torch.Tensor]) -> None:
         """The sequence lies in these pages, int [n], of parts [pages, heads, PAGE_TOKENS, ..]."""
         numbers = pages.to(torch.int64).cpu()

@@ -120,10 +120,12 @@ class PagedLayer:
         self.value_scales = empty() if scaled else None
 
     @classmethod
-    def of(cls, shape: KvShape, kv_type: KvType, keys: torch.Tensor, values: torch.Tensor) -> PagedLayer:
-        """Wraps pages allocated elsewhere, of a type without scales."""
+    def of(cls, shape: KvShape, kv_type: KvType, parts: Sequence[torch.Tensor]) -> PagedLayer:
+        """Wraps pages allocated elsewhere: keys, values and, where the type has them, the scales of both."""
         layer = cls(shape, kv_type, 0)
-        layer.keys, layer.values = keys, values
+        layer.keys, layer.values = parts[:2]
+        if len(parts) > 2:
+            layer.key_scales, layer.value_scales = parts[2:]
         return layer
 
     def of_heads(self, own: range) -> PagedLayer:

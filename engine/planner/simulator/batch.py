@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from engine.planner import schedules
 from engine.planner.costs import Costs
 from engine.planner.klotski import block_times, fewest_batches
-from engine.planner.memory import share_on_disk, usual_rule
-from engine.planner.policy_search import PerformanceModel, best_of, policies
+from engine.planner.memory import CHUNKS_TOGETHER, share_on_disk, usual_rule
+from engine.planner.policy_search import PAGE, PerformanceModel, best_of, policies
 from engine.planner.schedules import Schedule
 from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
 from engine.planner.simulator.outcome import Outcome, utilisation
@@ -36,13 +36,15 @@ class BatchSystem:
 
     Attributes:
         prefill, decode: its schedules.
-        expanded_attention, pinned: see `PassCosts`.
+        expanded_attention, pinned, page_tokens, dense_stays: see `PassCosts`.
     """
 
     prefill: Schedule
     decode: Schedule
     expanded_attention: bool = False
     pinned: bool = True
+    page_tokens: int = 1
+    dense_stays: bool = False
 
 
 def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterator[Outcome]:
@@ -58,22 +60,28 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
         in_ram = kv * (1 - policy.cached)
         if in_ram > rule.ram:
             continue
-        prefill = performance.prefill_bytes_per_token() * work.prompt_tokens * work.beams
-        on_card = prefill * policy.micro_batch + kv * policy.cached
+        on_card = performance.micro_batch_bytes(policy.cached) * policy.micro_batch + kv * policy.cached
         yield run_batch(
             name,
-            system_of(name, policy),
+            system_of(name, policy, own=rule.record is not None),
             costs,
             work,
             policy,
+            chunk=rule.chunk,
             disk_share=share_on_disk(machine, model, costs.precision, kv_bytes=in_ram, rule=rule),
             vram_bytes=rule.card - performance.card_room(policy.resident) + on_card,
             record=record,
         )
 
 
-def system_of(name: str, policy: OffloadPolicy) -> BatchSystem:
-    """The system that runs a policy; the simulator and the executor use the same schedules."""
+def system_of(name: str, policy: OffloadPolicy, *, own: bool = False) -> BatchSystem:
+    """The system that runs a policy; the simulator and the executor use the same schedules.
+
+    Args:
+        own: by this engine, which moves whole pages of keys and values, and of the weights only experts.
+    """
+    if own:
+        return replace(system_of(name, policy), page_tokens=PAGE, dense_stays=True)
     if name == FLEXGEN_S3:
         return BatchSystem(schedules.S4, schedules.S3, expanded_attention=True)
     if name == KLOTSKI:
@@ -86,13 +94,13 @@ def system_of(name: str, policy: OffloadPolicy) -> BatchSystem:
 
 def policies_to_try(name: str, performance: PerformanceModel, setting: Setting) -> list[OffloadPolicy]:
     """Policies without duplicates; none if not even one sequence fits on the card."""
-    tried = [] if setting.even_only else list(_searched(name, performance, cache_in_ram=setting.cache_in_ram))
+    tried = [] if setting.even_only else list(_searched(name, performance))
     for share in sorted({0.0, *(policy.resident for policy in tried)}):
         tried += _grid(name, performance, setting, share)
     return list(dict.fromkeys(tried))
 
 
-def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -> Iterator[OffloadPolicy]:
+def _searched(name: str, performance: PerformanceModel) -> Iterator[OffloadPolicy]:
     """The best policy by eqs. 12 to 14, for each placement of attention and experts that the schedule supports."""
     if name == DEEPSPEED:
         return
@@ -100,7 +108,7 @@ def _searched(name: str, performance: PerformanceModel, *, cache_in_ram: bool) -
     if name == CGOPIPE:
         places = [(True, False), (False, False), (True, True), (False, True)]
     for cpu_attention, cpu_experts in places:
-        found = best_of(list(policies(performance, cpu_attention, cpu_experts, cache_in_ram=cache_in_ram)))
+        found = best_of(list(policies(performance, cpu_attention, cpu_experts)))
         if found is not None:
             yield found.policy
 
@@ -110,19 +118,22 @@ def _grid(name: str, performance: PerformanceModel, setting: Setting, share: flo
     work = performance.workload
     # DeepSpeed keeps its cache on the card.
     kept = performance.kv_bytes() if name == DEEPSPEED else 0.0
-    per_sequence = performance.prefill_bytes_per_token() * work.prompt_tokens * work.beams + kept
+    per_sequence = performance.micro_batch_bytes() + kept
     largest = int(max(performance.card_room(share), 0.0) // per_sequence)
     if largest < 1:
         return
-    micro_batch = min(largest, work.sequences)
-    for count in _counts(name, setting, micro_batch, share):
-        yield OffloadPolicy(
-            min(micro_batch * count, work.sequences),
-            micro_batch,
-            share,
-            cpu_attention=name in _CPU_ATTENTION,
-            cached=1.0 if name == DEEPSPEED else 0.0,
-        )
+    sizes = [min(largest, work.sequences)]
+    if performance.rule.record is not None and name != DEEPSPEED:
+        sizes = performance.micro_batches(sizes[0])
+    for micro_batch in sizes:
+        for count in _counts(name, setting, micro_batch, share):
+            yield OffloadPolicy(
+                min(micro_batch * count, work.sequences),
+                micro_batch,
+                share,
+                cpu_attention=name in _CPU_ATTENTION,
+                cached=1.0 if name == DEEPSPEED else 0.0,
+            )
 
 
 def _counts(name: str, setting: Setting, micro_batch: int, share: float) -> list[int]:
@@ -143,6 +154,7 @@ def run_batch(
     workload: Workload,
     policy: OffloadPolicy,
     *,
+    chunk: int = 0,
     disk_share: float = 0.0,
     vram_bytes: float = 0.0,
     record: bool = False,
@@ -153,16 +165,24 @@ def run_batch(
     linearly with the context, so the mean step stands for all.
 
     Args:
+        chunk: prompt tokens that a micro-batch reads at most, `CHUNKS_TOGETHER` of which share a pass; 0: all prompts
+            are read in one.
         disk_share: share of the weights that is read from disk in every pass.
         vram_bytes: card memory of the policy, copied to the outcome.
     """
     prompt = workload.prompt_tokens
     width = policy.micro_batch * workload.beams
-    kernels = (disk_share, system.expanded_attention, system.pinned)
-    prefill = PassCosts(costs, width * prompt / workload.beams, width, prompt, True, *kernels)
+    kernels = (disk_share, system.expanded_attention, system.pinned, system.page_tokens, system.dense_stays)
+    at_once = min(chunk or policy.micro_batch * prompt, policy.micro_batch * prompt)
+    swept = min(policy.sequences * prompt, CHUNKS_TOGETHER * at_once) if chunk else policy.sequences * prompt
+    reading = OffloadPolicy(-(-swept // at_once), 1, policy.resident, cached=policy.cached) if chunk else policy
+    rows = swept / reading.micro_batches if chunk else width * prompt / workload.beams
+    prefill = PassCosts(costs, rows, max(1.0, rows / prompt) if chunk else width, prompt, True, *kernels)
     decode = PassCosts(costs, width, width, workload.mean_context, False, *kernels)
     timeline = Timeline(record=record)
-    first = pass_seconds(timeline, system.prefill, prefill, policy, start_up=True) + costs.gpu_head(policy.sequences)
+    passes = policy.sequences * prompt / swept
+    first = passes * pass_seconds(timeline, system.prefill, prefill, reading, start_up=True)
+    first += costs.gpu_head(policy.sequences)
     decoding = Timeline(record=record)
     step = pass_seconds(decoding, system.decode, decode, policy) + costs.gpu_head(policy.sequences * workload.beams)
     rounds = workload.sequences / policy.sequences

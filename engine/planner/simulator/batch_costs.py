@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.planner.costs import Cards, Costs
 from engine.planner.simulator.sweeps import CopyCost, LayerTimes
+
+
+_ROUTED_BYTES = 8
+"""Of a row's choice of an expert: its number and its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +60,8 @@ class PassCosts:
         disk_share: share of the weights that is read from disk in every pass.
         expanded_attention: CPU attention repeats keys and values for every query head (`Costs.cpu_attention`).
         pinned: weights are in pinned memory.
+        page_tokens: of a page of keys and values, which moves as a whole.
+        dense_stays: all weights but the experts stay on the card.
     """
 
     costs: Costs
@@ -65,6 +72,8 @@ class PassCosts:
     disk_share: float = 0.0
     expanded_attention: bool = False
     pinned: bool = True
+    page_tokens: int = 1
+    dense_stays: bool = False
 
     def times(self, policy: OffloadPolicy) -> LayerTimes:
         """Times of a layer under this policy."""
@@ -74,9 +83,13 @@ class PassCosts:
         visits = self.rows * model.experts_per_token
         projections = costs.gpu_layer(self.rows, 0, cached=False)
         states = model.attention.heads * model.attention.head_dim + model.attention.kv_elements
-        cached = 0.0 if self.prefill else costs.kv_read_bytes(self.sequences, self.context)
+        moved, page = self.context, self.page_tokens
+        if page > 1:  # the token's own is new
+            moved = math.ceil((moved - 1) / page) * page
+        cached = 0.0 if self.prefill else costs.kv_read_bytes(self.sequences, moved)
         leaving, away = costs.kv_read_bytes(self.rows, 1) * (1 - policy.cached), 1 - policy.resident
-        hidden = 2.0 * self.rows * model.hidden
+        hidden, attended = 2.0 * model.hidden, 2.0 * model.attention.heads * model.attention.head_dim
+        on_host = visits * away
         # Cards that share experts share heads of keys and values, too.
         is_cut = costs.cards is Cards.EXPERTS and not model.attention.latent
         heads = min(costs.expert_cards, model.attention.kv_heads) if is_cut else 1
@@ -87,14 +100,15 @@ class PassCosts:
             card_attention_s=max(0.0, self._attention() - projections) / heads + costs.together(self.rows, heads),
             experts_s=costs.gpu_experts(visits, used),
             expert_s=self._one_of(costs.gpu_experts(visits * count / wanted)),
-            host_experts_s=costs.cpu_experts(visits, used),
+            host_experts_s=costs.cpu_experts(on_host, used * away),
             host_disk_s=costs.disk(used * costs.expert_bytes * self.disk_share) if self.disk_share else 0.0,
             queries=_to_ram(costs, 2.0 * self.rows * states),
-            attended=_to_card(costs, hidden),
-            hidden=_to_ram(costs, hidden),
+            attended=_to_card(costs, self.rows * attended),
+            hidden=_to_ram(costs, self.rows * hidden + visits * _ROUTED_BYTES),
+            outputs=_to_card(costs, on_host * hidden),
             cache=_to_card(costs, cached * (1 - policy.cached) / heads),
             new_cache=_to_ram(costs, leaving / heads),
-            dense=self._weights(costs.card_layer_bytes * away),
+            dense=CopyCost() if self.dense_stays else self._weights(costs.card_layer_bytes * away),
             expert=self._weights(costs.expert_bytes * away, costs.h2d_of_experts),
             experts=model.experts,
             wanted=wanted,

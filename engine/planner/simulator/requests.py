@@ -47,7 +47,6 @@ class Setting:
         recorded: routing of consecutive tokens to use instead, int [tokens, layers, k].
         rule: usable memory of the machine; None for the usual shares.
         even_only: only try caches with slots spread evenly over the layers.
-        cache_in_ram: of batch schedules that search r_c, only try those without keys and values on the card.
         drawn_layers: simulate this many MoE layers to represent all: faster, and accurate to a few percent.
     """
 
@@ -60,7 +59,6 @@ class Setting:
     rule: MemoryRule | None = None
     drawn_layers: int | None = None
     even_only: bool = False
-    cache_in_ram: bool = False
 
     @property
     def drawn(self) -> int:

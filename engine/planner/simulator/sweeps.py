@@ -41,7 +41,7 @@ class LayerTimes:
         expert_s: one expert, for all micro-batches at once.
         host_experts_s: on the CPU.
         queries, attended: transfer of states to CPU attention, and of its output back.
-        hidden: transfer of states to experts on the CPU, and likewise back.
+        hidden, outputs: transfer of states to experts on the CPU, and of what each of them makes of each row back.
         cache, new_cache: keys and values to the card, and new ones back to RAM.
         dense: the layer's weights other than experts, if they do not stay on the card.
         expert: one expert, without the part that stays on the card.
@@ -67,6 +67,7 @@ class LayerTimes:
     queries: CopyCost = CopyCost()
     attended: CopyCost = CopyCost()
     hidden: CopyCost = CopyCost()
+    outputs: CopyCost = CopyCost()
     cache: CopyCost = CopyCost()
     new_cache: CopyCost = CopyCost()
     dense: CopyCost = CopyCost()
@@ -232,7 +233,7 @@ class _SimulatedLayer:
         self._copy(number, "d2h", times.hidden, "hidden")
         self._run(number, "disk", times.host_disk_s, "experts")
         self._run(number, "cpu_experts", times.host_experts_s, "experts")
-        self._copy(number, "small_copy", times.hidden, "hidden")
+        self._copy(number, "small_copy", times.outputs, "hidden")
         self._computed.add(number)
 
     def finish(self, number: int) -> None:

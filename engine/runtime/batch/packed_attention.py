@@ -79,6 +79,11 @@ class PagedStates:
     def _type_of(self, key: int, kv_type: KvType) -> KvType:
         return KvType.BF16 if key in self._latent else kv_type
 
+    @property
+    def layers(self) -> list[tuple[PagedLayer, PagedLayerStruct]]:
+        """The pages of all modules, in the order in which they were probed."""
+        return list(self._layers.values())
+
     def terms_of(self, module: Any) -> AttentionTerms:
         """The attention parameters of this module."""
         return self._terms[id(module)]

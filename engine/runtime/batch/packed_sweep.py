@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -16,7 +17,7 @@ from engine.common import clock
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
-from engine.planner.schedules import HYBRID, Schedule
+from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
@@ -27,6 +28,7 @@ from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.row import PagedRow
@@ -115,7 +117,7 @@ class PackedModel:
             raise LookupError("its attention does not go through the library's attention interface")
         if beside is not None:
             self._native = beside._native
-        elif loaded.kernels is not None and loaded.device.type == "cpu":
+        elif loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
             apart = self.mixers.apart if self.mixers is not None else frozenset[Any]()
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
         if policy.schedule is not HYBRID and self.mixers is None:
@@ -133,7 +135,7 @@ class PackedModel:
         if not self._loaded.caches:
             return None
         try:
-            pipeline = DevicePipeline(self._loaded, self._layers, self._states)
+            pipeline = DevicePipeline(self._loaded, self._layers, self._states, self._policy.resident)
         except (LookupError, DeviceMemoryError) as error:
             FALLS.say(_PIPELINE, _AS_CHATS, str(error))
             return None
@@ -153,6 +155,11 @@ class PackedModel:
         """Allocates `pages` pages of every layer; see `PagedStates.allocate`."""
         self.pages = pages
         self._states.allocate(self._kv_type, pages, by_head=by_head)
+        if self._policy.cached and self._pipeline is not None:
+            each = pages_for(self._policy.row_tokens)
+            among = min(pages, self._policy.rows * each)
+            moving = math.ceil((self._policy.micro_batch_rows or self._policy.rows) * each * (1 - self._policy.cached))
+            self._pipeline.keep_pages(self._policy.cached, among, moving)
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
@@ -180,6 +187,7 @@ class PackedModel:
         is_less = devices.shrink() or tokens < self._micro_batch_tokens
         self._micro_batch_tokens = tokens
         if not is_less and self._pipeline is not None:
+            self._pipeline.leave_pages()
             self.close()
             FALLS.say(_PIPELINE, _AS_CHATS, "a sweep found no memory on the card beside two layers")
             is_less = True
@@ -211,7 +219,8 @@ class PackedModel:
             if (logits := few()) is not None:
                 self._record(work, since_ns)
                 return logits
-        schedule = self._schedule(tokens, len(work), reads)
+        chosen = self._schedule(tokens, len(work), reads)
+        schedule = self._able(chosen)
         parts = self._parts(work, schedule)
         with self._advancing(work):
             micro_batches = [self._prepare(part) for part in parts]
@@ -220,7 +229,7 @@ class PackedModel:
                 step()
                 busy_s += clock.now() - begun_s
                 yield
-            self._choice.took(schedule, tokens, busy_s, reads=reads)
+            self._choice.took(chosen, tokens, busy_s, reads=reads)
             self._record(work, since_ns)
             return self._logits(work, parts, micro_batches)
 
@@ -295,16 +304,26 @@ class PackedModel:
             next(sweep)
 
     def _step(self, index: int, batch: _MicroBatch) -> None:
-        with self._attending(batch.pieces):
+        with self._attending(batch.pieces), self._where_pages_are():
             batch.hidden = self._run(index, batch)
+
+    @contextmanager
+    def _where_pages_are(self) -> Iterator[None]:
+        """Without a schedule attention is computed in RAM, unless some of the pages are on the device."""
+        pipeline = self._pipeline
+        if pipeline is not None and pipeline.keeps_pages:
+            self._states.elsewhere = pipeline.attend_now
+        try:
+            yield
+        finally:
+            self._states.elsewhere = None
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
         pipeline = self._pipeline
         if pipeline is None:
             return None
-        card_attention = self._kv_type is not KvType.INT8  # scales are not copied to devices
-        pipeline.timer = PartsTimer(pipeline.experts.most, pipeline.experts_per_token, card_attention=card_attention)
+        pipeline.timer = PartsTimer(pipeline.experts.most, pipeline.experts_per_token)
         return pipeline.timer
 
     def close(self) -> None:
@@ -323,10 +342,15 @@ class PackedModel:
         policy = self._policy
         as_planned = policy.planned is not None and rows >= policy.rows
         wants_most = tokens * self._pipeline.experts_per_token >= self._pipeline.experts.most
-        chosen = policy.schedule or (self._choice.of(tokens, reads=reads) if as_planned or wants_most else HYBRID)
-        if self._kv_type is KvType.INT8:  # scales are not copied to devices
-            return chosen.in_ram or chosen
-        return chosen
+        return policy.schedule or (self._choice.of(tokens, reads=reads) if as_planned or wants_most else HYBRID)
+
+    def _able(self, schedule: Schedule) -> Schedule:
+        """The same with attention on the device, where keys and values are."""
+        if self._pipeline is None or not self._pipeline.keeps_pages or schedule.in_ram is not None:
+            return schedule
+        return next(
+            (each for each in SCHEDULES.values() if each.in_ram is schedule), S4 if schedule.order else schedule
+        )
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:

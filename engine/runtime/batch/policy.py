@@ -11,6 +11,7 @@ from engine.devices.host_memory import available_ram
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
+from engine.planner.memory import CHUNKS_TOGETHER
 from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import SCHEDULES, Schedule
 from engine.runtime.kv.reuse import kinds_by_length
@@ -60,6 +61,9 @@ class BatchPolicy:
         schedule: on a device, the order of a layer's work; `None` for the measured fastest.
         planned, planned_reading: the schedules that the planner expects to be fastest, for decoding and for sweeps that
             read prompts: tried first.
+        resident: r_w, the share of each layer's experts that stays on the device; None for what there is memory for.
+        cached: r_c, the share of keys and values that stays there.
+        row_tokens: a row's tokens at its end, as planned, where keys and values stay on the device.
         kv_type: storage type of keys and values; `None` for the model's own precision.
         ahead: tokens of an answer for which a row reserves pages at a time; `None` for all of them before it begins, so
             that it never has to step aside for another of its kind.
@@ -75,6 +79,9 @@ class BatchPolicy:
     schedule: Schedule | None = None
     planned: Schedule | None = None
     planned_reading: Schedule | None = None
+    resident: float | None = None
+    cached: float = 0.0
+    row_tokens: int = 0
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0
@@ -96,8 +103,16 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
     sizes = BatchPolicy(rows, kv_bytes, max(BatchPolicy.sweep_tokens, chunk), at_once, kv_type=loaded.kv_type)
     if plan is None:
         return replace(sizes, micro_batch_rows=-(-rows // _MICRO_BATCHES)) if loaded.devices is not None else sizes
-    planned, reading = SCHEDULES[plan.decode], SCHEDULES[plan.prefill]
-    return replace(sizes, micro_batch_rows=plan.micro_batch, planned=planned, planned_reading=reading)
+    return replace(
+        sizes,
+        sweep_tokens=CHUNKS_TOGETHER * at_once,
+        micro_batch_rows=plan.micro_batch,
+        planned=SCHEDULES[plan.decode],
+        planned_reading=SCHEDULES[plan.prefill],
+        resident=plan.weights_on_card,
+        cached=plan.cache_on_card,
+        row_tokens=plan.row_tokens,
+    )
 
 
 def _room(loaded: LoadedModel, tokens: int) -> int:

@@ -36,6 +36,7 @@ inline void go_through_attention(bool is_small) {
     a.states = between(0, 2);
     a.ring = between(0, 3) ? 0 : between(1, most);
     a.window = a.ring || between(0, 1) ? 0 : between(1, most);
+    a.kept = a.window && between(0, 1) ? between(1, 40) : 0;
     const int state_bytes = a.states == 2 ? 4 : 2;
 
     std::vector<i64> held;
@@ -86,8 +87,9 @@ inline void go_through_attention(bool is_small) {
     const int rows = rows_choices[between(0, 2)], runs = a.kv_heads * ((group + rows - 1) / rows);
     std::vector<u32> arrived(static_cast<std::size_t>(runs * sequences), 0);
     a.queries = queries.data;
-    a.keys = keys.data;
-    a.values = values.data;
+    const bool are_stored = a.ring == 0 && between(0, 3) == 0;
+    a.keys = are_stored ? nullptr : keys.data;
+    a.values = are_stored ? nullptr : values.data;
     a.out = out.data;
     a.held = held.data();
     a.table = table.data();
@@ -109,7 +111,7 @@ inline void go_through_attention(bool is_small) {
         const auto scale_of = [&](int part, int token, int head) { return is_coded ? *reinterpret_cast<const float*>(row_of_part(2 + part, token, head)) : 1.0f; };
         for (int head = 0; head < a.heads; head++) {
             const int of = head / group, stored = a.ring ? before % a.ring : before;
-            for (int part = 0; part < 2; part++) {  // what was stored
+            for (int part = 0; part < 2 && !are_stored; part++) {  // what was stored
                 const int size = part ? a.value_dim : a.key_dim;
                 const u8* own = part ? a.values : a.keys;
                 double largest = 0;
@@ -122,24 +124,28 @@ inline void go_through_attention(bool is_small) {
             }
             std::vector<double> shares;
             double largest = a.sinks ? a.sinks[head] : -1e300, total = 0;
-            for (int token = oldest; token < seen; token++) {
+            const auto is_seen = [&](int token) { return token < a.kept || token >= oldest; };
+            for (int token = 0; token < seen; token++) {
+                shares.push_back(-1e300);
+                if (!is_seen(token)) continue;
                 double score = 0;
                 for (int i = 0; i < a.key_dim; i++) {
                     score += static_cast<double>(state_at(a.queries, a.states, static_cast<i64>(sequence * a.heads + head) * a.key_dim + i)) * a.scale *
                              kv_value(kind, row_of_part(0, token, of), i, scale_of(0, token, of));
                 }
                 if (a.softcap != 0) score = a.softcap * std::tanh(score / a.softcap);
-                shares.push_back(score);
+                shares.back() = score;
                 largest = std::max(largest, score);
             }
             for (double& share : shares) total += share = std::exp(share - largest);
             if (a.sinks) total += std::exp(a.sinks[head] - largest);
             for (int i = 0; i < a.value_dim; i++) {
                 double wanted = 0, size = 0;
-                for (int token = oldest; token < seen; token++) {
+                for (int token = 0; token < seen; token++) {
+                    if (!is_seen(token)) continue;
                     const double value = kv_value(kind, row_of_part(1, token, of), i, scale_of(1, token, of));
-                    wanted += shares[static_cast<std::size_t>(token - oldest)] / total * value;
-                    size += shares[static_cast<std::size_t>(token - oldest)] / total * std::fabs(value);
+                    wanted += shares[static_cast<std::size_t>(token)] / total * value;
+                    size += shares[static_cast<std::size_t>(token)] / total * std::fabs(value);
                 }
                 const double found = state_at(a.out, a.states, static_cast<i64>(sequence * a.heads + head) * a.value_dim + i);
                 const double rounding = a.states == 0 ? 1.0 / 256 : a.states == 1 ? 1.0 / 2048 : 1e-6;

@@ -3,7 +3,7 @@
 // normalizer calculation for softmax"; Dao et al. 2023, "Flash-Decoding").  The block that ends last adds the parts up.
 //
 // How many tokens are held and where their pages lie is read on the card: a graph need not be captured again when a
-// context grows, nor when its pages move.  The token's own keys and values are stored on the way.
+// context grows, nor when its pages move.  The token's own keys and values are stored on the way, unless they have been.
 #include "card.h"
 #include "pages.h"
 #include "splits.h"
@@ -11,7 +11,7 @@
 // As `AttentionArguments` in attention.py.
 struct AttentionArguments {
     const u8* queries;  // [sequences, heads, key_dim], of `states`
-    const u8* keys;     // [sequences, kv_heads, key_dim], the token's own
+    const u8* keys;     // [sequences, kv_heads, key_dim], the token's own, or null: they are in the pages
     const u8* values;   // [sequences, kv_heads, value_dim]
     u8* out;            // [sequences, heads, value_dim]
     const i64* held;    // [sequences] tokens before
@@ -23,6 +23,7 @@ struct AttentionArguments {
     float scale, softcap;       // softcap 0: none
     int heads, kv_heads, key_dim, value_dim;
     int window;  // tokens seen, itself included; 0: all
+    int kept;    // and so many first ones
     int ring;    // rows that tokens take in turn; 0: each has its own
     int splits;
     int states;  // type of queries, keys, values and out: see `state_at`
@@ -82,13 +83,13 @@ __device__ __forceinline__ void attend(const AttentionArguments& a) {
     const int first_head = kv_head * group + in_group, count = min(ROWS, group - in_group);
     const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x);
 
-    const KeysOfBlock keys_of_block = keys_of(a.held[sequence], a.ring, a.window, a.splits, split, ROUND);
+    const KeysOfBlock keys_of_block = keys_of(a.held[sequence], a.ring, a.window, a.kept, a.splits, split, ROUND);
     const int used = keys_of_block.used, begin = keys_of_block.begin, end = keys_of_block.end;
     if (split >= used) return;
     const Pages<Kv> pages{a.table + sequence * a.table_step, a.part_step, kv_head, a.key_dim, a.value_dim};
 
-    const int row_of_token = keys_of_block.row_of_token;
-    if (row_of_token >= begin && row_of_token < end) {  // blocks of the same keys write the same
+    if (a.keys != nullptr && keys_of_block.has_token()) {  // blocks of the same keys write the same
+        const int row_of_token = keys_of_block.row_of_token;
         const i64 from = static_cast<i64>(sequence) * a.kv_heads + kv_head;
         if (warp_number() == 0) pages.store(0, row_of_token, a.keys, a.states, from * a.key_dim);
         if (warp_number() == 1) pages.store(1, row_of_token, a.values, a.states, from * a.value_dim);
@@ -114,7 +115,8 @@ __device__ __forceinline__ void attend(const AttentionArguments& a) {
         float key_scales[DEPTH], value_scales[DEPTH];
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
-            const int key = min(round + i * AT_ONCE + which, end - 1);  // beyond the end: read again, and not counted
+            // Beyond the end: read again, and not counted.
+            const int key = keys_of_block.row_of(min(round + i * AT_ONCE + which, end - 1));
             keys[i] = values[i] = typename Kv::Piece{};
             if (has_key) keys[i] = pages.piece(0, key, piece);
             if (has_value) values[i] = pages.piece(1, key, piece);

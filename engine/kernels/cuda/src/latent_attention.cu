@@ -36,7 +36,7 @@ __device__ __forceinline__ void attend_to_latents(const LatentAttention& a) {
     __shared__ float largest_of[WARPS][ROWS], total_of[WARPS][ROWS];
     const int first_head = static_cast<int>(blockIdx.y) * ROWS, count = min(ROWS, a.heads - first_head);
     const int sequence = static_cast<int>(blockIdx.z), split = static_cast<int>(blockIdx.x), lane = lane_number();
-    const KeysOfBlock keys = keys_of(a.held[sequence], a.ring, a.window, a.splits, split, ROUND);
+    const KeysOfBlock keys = keys_of(a.held[sequence], a.ring, a.window, 0, a.splits, split, ROUND);
     if (split >= keys.used) return;
     const i64* entries = a.table + sequence * a.table_step;
 
@@ -67,7 +67,7 @@ __device__ __forceinline__ void attend_to_latents(const LatentAttention& a) {
         float rotated[DEPTH][TURNED];
 #pragma unroll
         for (int i = 0; i < DEPTH; i++) {
-            const int token = min(round + i, keys.end - 1);  // beyond the end: read again, and not counted
+            const int token = keys.row_of(min(round + i, keys.end - 1));  // beyond the end: read again, and not counted
             const u8* latent = row_in_pages(entries, 0, token, a.value_dim * Kv::BYTES);
             const u8* key = row_in_pages(entries + a.part_step, 0, token, a.rope * Kv::BYTES);
 #pragma unroll

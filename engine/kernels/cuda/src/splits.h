@@ -8,18 +8,25 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr int MOST_SPLITS = 64;
 constexpr float LEAST_SCORE = -3.0e38f;  // of heads that have seen no key
 
-// Keys [begin, end) are those of part `split`, as long as that is one of the parts that are used.
-struct KeysOfBlock { int row_of_token, begin, end, used; };
+// Keys [begin, end) of those that a token sees are those of part `split`, as long as that is one of the parts that are used.
+struct KeysOfBlock {
+    int row_of_token, begin, end, used;
+    int kept, hidden;  // the first rows are seen whatever the window, the next ones are not
+
+    __device__ __forceinline__ int row_of(int key) const { return key < kept ? key : key + hidden; }
+    __device__ __forceinline__ bool has_token() const { return row_of_token - hidden >= begin && row_of_token - hidden < end; }
+};
 
 // Of a sequence that holds so many tokens before its own: rows in turns of `ring`, of which a token sees `window`, itself
-// included (0: all).  A part is a multiple of `round` keys.
-__device__ __forceinline__ KeysOfBlock keys_of(i64 held, int ring, int window, int splits, int split, int round) {
+// included (0: all), and the first `kept`.  A part is a multiple of `round` keys.
+__device__ __forceinline__ KeysOfBlock keys_of(i64 held, int ring, int window, int kept, int splits, int split, int round) {
     const int row_of_token = static_cast<int>(ring ? held % ring : held);
     const int rows = static_cast<int>(ring && held >= ring ? ring : held + 1);
     const int oldest = window && !ring ? max(0, rows - window) : 0;
-    const int share = ((rows - oldest + splits - 1) / splits + round - 1) / round * round;
-    const int begin = oldest + split * share;
-    return KeysOfBlock{row_of_token, begin, min(rows, begin + share), (rows - oldest + share - 1) / share};
+    const int first = min(kept, oldest), hidden = oldest - first, seen = rows - hidden;
+    const int share = ((seen + splits - 1) / splits + round - 1) / round * round;
+    const int begin = split * share;
+    return KeysOfBlock{row_of_token, begin, min(seen, begin + share), (seen + share - 1) / share, first, hidden};
 }
 
 template <class Arguments>

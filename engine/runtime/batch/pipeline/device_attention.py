@@ -1,7 +1,12 @@
-"""Attention on the device: keys and values of each micro-batch come from RAM, new ones go back (FlexGen, S4)."""
+"""Attention on the device: keys and values of each micro-batch come from RAM, new ones go back (FlexGen, S4).
+
+A share of the pages may stay on the device (MoE-Lightning's r_c): every so-manieth one, so that whichever rows are in
+progress, that share of each of them need not cross the link.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,56 +14,130 @@ from dataclasses import dataclass
 import torch
 
 from engine.common.falls import passed_over
-from engine.devices.device import Device, Direction, Event
-from engine.devices.memory_budget import MemoryCategory
+from engine.devices.device import Device, Direction, Event, upload
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, PagedLayer, Piece, Pieces, attend
-from engine.kernels.reference import attend_in_torch
+from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, KvShape, PagedLayer, Pieces
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
+from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
+from engine.runtime.kv.parts import parts_of_pages
 from engine.telemetry import lanes
+
+_PLACES = 2
+"""Micro-batches whose pages have room on the device: one computes while the next one's arrive."""
+_GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of it are spread evenly over [0, 1), and repeat in no row's number of pages."""
+_SLACK = 4
+"""A context that grows gets room for one part in so many more."""
+
+
+class StayingPages:
+    """Which pages are on the device: a share of the first `among`, spread so evenly that rows have like shares.
+
+    Their places in RAM are not touched.
+
+    Attributes:
+        numbers: those on the device, in the order of their places.
+    """
+
+    def __init__(self, share: float = 0.0, among: int = 0) -> None:
+        pages = torch.arange(among)
+        self.numbers = pages[(pages * _GOLDEN) % 1.0 < share] if share < 1 else pages
+        self._places = torch.full((among + 1,), -1)
+        self._places[self.numbers] = torch.arange(len(self.numbers))
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.numbers)
+
+    def index(self, pages: torch.Tensor) -> torch.Tensor:
+        """The place of each page among those on the device; -1 for those in RAM."""
+        return self._places[pages.clamp(max=len(self._places) - 1)]
+
+
+class _Room:
+    """Pages on the device for layers with keys and values of one shape: those that stay, of all these layers, then two
+    places for micro-batches; and buffers in RAM, pinned where the device has that, for copies."""
+
+    def __init__(self, device: Device, like: PagedLayer) -> None:
+        self._device, self._like = device, like
+        self.layers: dict[int, int] = {}
+        """Number of each layer whose pages stay, by identity."""
+        self.staying, self.staged = 0, 0
+        self.pages: PagedLayer | None = None
+        self._memory: torch.Tensor | None = None
+        self._outgoing: list[torch.Tensor] = []
+        self._landing: torch.Tensor | None = None
+
+    def make(self, staying: int, staged: int) -> None:
+        """Makes room for so many pages; what was there is gone.
+
+        Raises:
+            DeviceMemoryError: there is none; nothing is held.
+        """
+        self.release()
+        sizes = [part[:1].nbytes for part in parts_of_pages(self._like)]
+        count = staying + _PLACES * staged
+        self._memory = memory = self._device.memory.allocate(count * sum(sizes), MemoryCategory.KV)
+        memory.zero_()  # pages that nobody sees are multiplied by zero here and there: they must be numbers
+        self._outgoing = [self._device.host_memory.allocate(staged * sum(sizes)) for _ in range(_PLACES)]
+        self.staying, self.staged = staying, staged
+        self.pages = PagedLayer.of(self._like.shape, self._like.kv_type, _parts_in(memory, self._like, count))
+
+    def put_back(self, held: Sequence[torch.Tensor], staged: int) -> None:
+        """What was there with room for `staged` pages of a micro-batch, some of which may be on their way."""
+        for part, before in zip(parts_of_pages(self.pages) if self.pages is not None else [], held, strict=False):
+            part[: self.staying].copy_(before[: self.staying])
+            for number in range(_PLACES):
+                begin, first = self.staying + number * staged, self.place(number)
+                part[first : first + staged].copy_(before[begin : begin + staged])
+
+    def place(self, number: int) -> int:
+        """The first page of a micro-batch's place."""
+        return self.staying + number * self.staged
+
+    def outgoing(self, number: int, count: int) -> list[torch.Tensor]:
+        """Memory in RAM for so many pages of a place."""
+        return _parts_in(self._outgoing[number], self._like, count)
+
+    def landing(self, tokens: int) -> list[torch.Tensor]:
+        """Memory in RAM for keys and values of so many tokens; one thread may use it at a time."""
+        pages = -(-tokens // PAGE_TOKENS)
+        needed = pages * sum(part[:1].nbytes for part in parts_of_pages(self._like))
+        if self._landing is None or self._landing.nbytes < needed:
+            if self._landing is not None:
+                self._device.host_memory.release(self._landing)
+            self._landing = self._device.host_memory.allocate(needed)
+        shapes = [(tokens, part.shape[1], *part.shape[3:]) for part in parts_of_pages(self._like)]
+        return _views(self._landing, shapes, [part.dtype for part in parts_of_pages(self._like)])
+
+    def release(self) -> None:
+        """Frees everything, once nothing is in flight."""
+        if self._memory is not None:
+            self._device.memory.release(self._memory)
+        for buffer in (*self._outgoing, *([self._landing] if self._landing is not None else [])):
+            self._device.host_memory.release(buffer)
+        self.pages = self._memory = self._landing = None
+        self._outgoing, self.staying, self.staged = [], 0, 0
 
 
 @dataclass(frozen=True, slots=True)
-class _Pages:
-    """Pages of some rows, in row order.
+class _Seen:
+    """Pages of a micro-batch's rows that its tokens see, the same for all layers with one window.
 
     Attributes:
-        all: page numbers in RAM [P].
-        pieces: the rows, with page numbers on the device.
-        changed: positions in `all` of pages that get new tokens.
+        moving: int64, those in RAM that hold something, each once.
+        room: pages of RAM in all: behind those that move there are new ones.
+        where: int64 [R, P], of each row's pages: the place among those, or -1 - the place among those on the device.
+        back: the new tokens [n] whose pages are in RAM.
     """
 
-    all: torch.Tensor
-    pieces: Pieces
-    changed: torch.Tensor
-
-
-class _PageMemory:
-    """Memory for the pages of one micro-batch: on the device, and a staging area in RAM."""
-
-    def __init__(self, device: Device) -> None:
-        self._device = device
-        self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def halves(self, nbytes: Sequence[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(device memory, host memory) of keys and of values.
-
-        Raises:
-            DeviceMemoryError: the device has no room.
-        """
-        if any(held.nbytes < wanted for (held, _), wanted in zip(self._memory, nbytes, strict=False)):
-            self.release()
-        while len(self._memory) < len(nbytes):
-            wanted = nbytes[len(self._memory)]
-            landed = self._device.memory.allocate(wanted, MemoryCategory.KV)
-            self._memory.append((landed, self._device.host_memory.allocate(wanted)))
-        return [(held[:wanted], host[:wanted]) for (held, host), wanted in zip(self._memory, nbytes, strict=True)]
-
-    def release(self) -> None:
-        for landed, host in self._memory:
-            self._device.memory.release(landed)
-            self._device.host_memory.release(host)
-        self._memory = []
+    rows: PlacedRows
+    moving: torch.Tensor
+    room: int
+    where: torch.Tensor
+    back: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,53 +145,97 @@ class CacheAhead:
     """Keys and values of a micro-batch in transfer to the device."""
 
     layer: PagedLayer
-    on_device: PagedLayer
-    pages: _Pages
+    room: _Room
+    place: int
+    seen: _Seen
     arrived: Future[Event]
 
 
 class DeviceAttention:
-    """Computes attention on the device over pages in RAM.  The device has room for two micro-batches.
+    """Computes attention on the device over pages in RAM and, if some stay, there.
 
     Args:
         kernels: native kernels that compute for an emulated device.
     """
 
     def __init__(self, device: Device, kernels: NativeKernels | None) -> None:
-        self._device, self._kernels = device, kernels
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch cache")
-        self._places = [_PageMemory(device), _PageMemory(device)]
+        self._device = device
+        self._paged = PagedAttention(device.torch_device, kernels)
+        self._reading = ThreadPoolExecutor(1, thread_name_prefix="batch cache")
+        self._writing = ThreadPoolExecutor(1, thread_name_prefix="batch cache back")
+        self.staying = StayingPages()
+        self._rooms: dict[KvShape, _Room] = {}
+        self._seen: dict[tuple[int, int, int], tuple[Pieces, _Seen]] = {}
+        self._turn = 0
+        self._used: list[Event | None] = [None] * _PLACES
         self._under_way: list[Future[Event]] = []
 
-    def fetch(self, layer: PagedLayer, pieces: Pieces, index: int) -> CacheAhead:
-        """Copies the keys and values of these rows to the device, after all weights already queued.
+    def keep(self, layers: Sequence[PagedLayer], staying: StayingPages, staged: int) -> None:
+        """From now on these pages of all layers are on the device, beside room for `staged` pages of a micro-batch.
+
+        Nothing may have been written to them yet.
+
+        Raises:
+            DeviceMemoryError: the device has no room; all pages are in RAM then.
+        """
+        for layer in layers:
+            room = self._room(layer)
+            room.layers[id(layer)] = len(room.layers)
+        try:
+            for room in self._rooms.values():
+                room.make(staying.count * len(room.layers), staged)
+        except DeviceMemoryError:
+            self._forget()
+            raise
+        self.staying = staying
+
+    def leave(self, layers: Sequence[PagedLayer]) -> None:
+        """From now on all pages of these layers, which are all, are in RAM.
+
+        Raises:
+            EngineError: the device failed.
+        """
+        if self.staying.count:
+            self._wait()
+            numbers = self.staying.numbers
+            for layer in layers:
+                room = self._rooms[layer.shape]
+                first = room.layers[id(layer)] * self.staying.count
+                assert room.pages is not None
+                for into, there in zip(parts_of_pages(layer), parts_of_pages(room.pages), strict=True):
+                    into[numbers] = there[first : first + self.staying.count].cpu()
+        self._forget()
+
+    def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> CacheAhead:
+        """Copies what these rows see of keys and values to the device, after all weights already queued.
 
         Args:
             index: index of the layer, for the timeline.
 
         Raises:
             DeviceMemoryError: the device has no room.
+            EngineError: the device failed.
         """
-        pages = _pages_of(pieces)
-        place = self._places.pop(0)
-        self._places.append(place)
-        count = len(pages.all)
-        stores = (layer.keys, layer.values)
-        memory = place.halves([store[:1].nbytes * count for store in stores])
-        views = [
-            [part.view(store.dtype).view(count, *store.shape[1:]) for part in parts]
-            for store, parts in zip(stores, memory, strict=True)
-        ]
-        on_device = PagedLayer.of(layer.shape, layer.kv_type, views[0][0], views[1][0])
+        seen, room = self._seen_by(pieces, terms), self._room(layer)
+        self._make_room(room, seen.room)
+        place, self._turn = self._turn, (self._turn + 1) % _PLACES
+        assert room.pages is not None
+        count, used, first = len(seen.moving), self._used[place], room.place(place)
+        landed = [part[first : first + count] for part in parts_of_pages(room.pages)]
         stream, label = self._device.h2d_stream, (lanes.KEYS_VALUES, index, -1, 1)
 
         def work() -> Event:
-            for store, (landed, gathered) in zip(stores, views, strict=True):
-                torch.index_select(store, 0, pages.all, out=gathered)
-                event = stream.copy(landed, gathered, label, direction=Direction.H2D)
-            return event
+            if used is not None:
+                used.wait()  # what is there, and the buffer that it came from, are needed no more
+            event = None
+            outgoing = room.outgoing(place, count) if count else []
+            for store, gathered, into in zip(parts_of_pages(layer), outgoing, landed, strict=False):
+                torch.index_select(store, 0, seen.moving, out=gathered)
+                event = stream.copy(into, gathered, label, direction=Direction.H2D)
+            return stream.record() if event is None else event
 
-        return CacheAhead(layer, on_device, pages, self._submit(work))
+        arrived = self._submit(self._reading, work)
+        return CacheAhead(layer, room, place, seen, arrived)
 
     def attend(self, call: AttentionCall, ahead: CacheAhead, terms: AttentionTerms, index: int) -> torch.Tensor:
         """[1, T, heads, value_dim] on the device; starts copying new keys and values back to RAM.
@@ -120,50 +243,53 @@ class DeviceAttention:
         Raises:
             EngineError: the device failed.
         """
-        device, pages = self._device, ahead.pages
-        compute, arrived = device.compute_stream, ahead.arrived.result()
-        compute.wait(arrived)
+        device, pages, seen = self._device, ahead.room.pages, ahead.seen
+        assert pages is not None
+        compute, place = device.compute_stream, device.torch_device
+        compute.wait(ahead.arrived.result())
         queries, keys, values = (
             states[0].transpose(0, 1).contiguous() for states in (call.queries, call.keys, call.values)
         )
-        shape = ahead.on_device.shape
-        result = queries.new_empty(len(queries), shape.heads, shape.value_dim)
-        changed, packed = pages.changed.to(device.torch_device), list[torch.Tensor]()
+        first, own = ahead.room.place(ahead.place), ahead.room.layers.get(id(ahead.layer), 0) * self.staying.count
+        there = seen.rows.at(torch.where(seen.where >= 0, first + seen.where, own - 1 - seen.where))
+        back = there.page[seen.back], there.slot[seen.back]
+        page, slot = upload(torch.stack(back), place).unbind()
+        found, packed = list[torch.Tensor](), list[torch.Tensor]()
 
         def work() -> None:
-            if self._kernels is not None and queries.dtype in (torch.bfloat16, torch.float32):
-                struct = ahead.on_device.struct(terms)
-                result.copy_(attend(self._kernels, struct, pages.pieces, queries, keys, values))
-            else:
-                result.copy_(attend_in_torch(ahead.on_device, terms, pages.pieces, queries, keys, values))
-            packed.extend(there.index_select(0, changed) for there in (ahead.on_device.keys, ahead.on_device.values))
+            found.append(self._paged.attend(pages, terms, there, queries, keys, values))
+            if len(seen.back):
+                packed.extend(part[page, :, slot] for part in parts_of_pages(pages))
 
         end = compute.submit(work, (lanes.ATTENTION, index, -1, 1))
+        self._used[ahead.place] = end
         if not device.compute_follows_caller:
             end.wait()
-        device.d2h_stream.wait(end)
+        if len(seen.back):
+            device.d2h_stream.wait(end)
+            self._submit(self._writing, lambda: self._store(ahead, end, packed, index))
+        return found[0][None]
 
-        def store() -> Event:
-            end.wait()
-            numbers = pages.all[pages.changed]
-            stores = (ahead.layer.keys, ahead.layer.values)
-            for into, new in zip(stores, packed, strict=True):
-                landed = torch.empty(new.shape, dtype=new.dtype)
-                label = lanes.KEYS_VALUES, index, -1, 1
-                event = device.d2h_stream.copy(landed, new, label, direction=Direction.D2H)
-                event.wait()
-                into.index_copy_(0, numbers, landed)
-            return event
-
-        self._submit(store)  # the same thread runs it before the next `fetch` into this place
-        return result[None]
+    def _store(self, ahead: CacheAhead, end: Event, packed: list[torch.Tensor], index: int) -> Event:
+        """Brings new keys and values to their pages in RAM."""
+        end.wait()
+        event, landing = end, ahead.room.landing(len(ahead.seen.back))
+        for landed, new in zip(landing, packed, strict=True):
+            label = lanes.KEYS_VALUES, index, -1, 1
+            event = self._device.d2h_stream.copy(landed, new, label, direction=Direction.D2H)
+        event.wait()
+        page, slot = (each[ahead.seen.back] for each in (ahead.seen.rows.page, ahead.seen.rows.slot))
+        for into, landed in zip(parts_of_pages(ahead.layer), landing, strict=True):
+            into[page, :, slot] = landed
+        return event
 
     def settle(self) -> None:
         """Waits until no work is left, whether it succeeds or fails."""
         for future in self._under_way:
             with passed_over("Attention under way was given up"):
                 future.result().wait()
-        self._under_way = []
+        self._under_way, self._used = [], [None] * _PLACES
+        self._seen.clear()
 
     def finish(self) -> None:
         """Waits until all new keys and values are in RAM; rows must not advance before.
@@ -174,30 +300,97 @@ class DeviceAttention:
         for future in self._under_way:
             future.result().wait()
         self._under_way = []
+        self._seen.clear()
 
     def close(self) -> None:
-        """Ends the thread and frees the memory.  Safe to call twice."""
+        """Ends the threads and frees the memory.  Safe to call twice."""
         self.settle()
-        self._thread.shutdown()
-        for place in self._places:
-            place.release()
+        self._reading.shutdown()
+        self._writing.shutdown()
+        self._forget()
 
-    def _submit(self, work: Callable[[], Event]) -> Future[Event]:
+    def _room(self, layer: PagedLayer) -> _Room:
+        return self._rooms.setdefault(layer.shape, _Room(self._device, layer))
+
+    def _make_room(self, room: _Room, pages: int) -> None:
+        """Room for so many pages of a micro-batch, beside those that stay."""
+        if room.pages is not None and pages <= room.staged:
+            return
+        self._wait()
+        before, staged = room.pages, room.staged
+        held = [part.cpu() for part in parts_of_pages(before)] if before is not None else []
+        try:
+            room.make(room.staying, pages + pages // _SLACK if staged else pages)
+        except DeviceMemoryError:
+            if before is not None:
+                room.make(len(held[0]) - _PLACES * staged, staged)
+            room.put_back(held, staged)
+            raise
+        room.put_back(held, staged)
+
+    def _wait(self) -> None:
+        """Until nothing reads or writes the device's pages."""
+        for future in self._under_way:
+            future.result().wait()
+        self._under_way = [future for future in self._under_way if not future.done()]
+        self._device.compute_stream.synchronize()
+
+    def _forget(self) -> None:
+        for room in self._rooms.values():
+            room.release()
+        self._rooms, self.staying = {}, StayingPages()
+
+    def _seen_by(self, pieces: Pieces, terms: AttentionTerms) -> _Seen:
+        key = id(pieces), terms.window, terms.kept
+        known = self._seen.get(key)
+        if known is None:
+            known = self._seen[key] = pieces, _seen(pieces, terms, self.staying)
+        return known[1]
+
+    def _submit(self, thread: ThreadPoolExecutor, work: Callable[[], Event]) -> Future[Event]:
         def run() -> Event:
             with torch.inference_mode():
                 return work()
 
-        future = self._thread.submit(run)
+        future = thread.submit(run)
         self._under_way.append(future)
         return future
 
 
-def _pages_of(pieces: Pieces) -> _Pages:
-    numbers, moved, changed, begin = list[torch.Tensor](), list[Piece](), list[int](), 0
-    for piece in pieces.pieces:
-        count = -(-(piece.held + piece.tokens) // PAGE_TOKENS)
-        numbers.append(piece.pages[:count])
-        moved.append(Piece(torch.arange(begin, begin + count, dtype=torch.int32), piece.held, piece.tokens))
-        changed += range(begin + piece.held // PAGE_TOKENS, begin + count)
-        begin += count
-    return _Pages(torch.cat(numbers).long(), Pieces(moved), torch.tensor(changed))
+def _seen(pieces: Pieces, terms: AttentionTerms, staying: StayingPages) -> _Seen:
+    rows = PlacedRows(pieces)
+    place = torch.arange(rows.pages.shape[1])
+    sees = place < -(-rows.end // PAGE_TOKENS)[:, None]
+    if terms.window:
+        oldest = (rows.held + 1 - terms.window).clamp(min=0) // PAGE_TOKENS
+        sees &= (place >= oldest[:, None]) | (place < -(-terms.kept // PAGE_TOKENS))
+    of_seen, where = torch.unique(rows.pages[sees], return_inverse=True)
+    holds = sees & (place < -(-rows.held // PAGE_TOKENS)[:, None])
+    index = staying.index(of_seen)
+    in_ram = index < 0
+    moves = in_ram & torch.isin(of_seen, rows.pages[holds])
+    is_new, moving = in_ram & ~moves, of_seen[moves]
+    numbers = torch.where(
+        moves, moves.cumsum(0) - 1, torch.where(is_new, len(moving) + is_new.cumsum(0) - 1, -1 - index)
+    )
+    placed = torch.zeros_like(rows.pages)  # pages that nobody sees: any will do
+    placed[sees] = numbers[where]
+    back = (staying.index(rows.page) < 0).nonzero()[:, 0]
+    return _Seen(rows, moving, int(in_ram.sum()), placed, back)
+
+
+def _parts_in(memory: torch.Tensor, like: PagedLayer, pages: int) -> list[torch.Tensor]:
+    """Keys, values and what else such pages have, so many of each, in this memory."""
+    parts = parts_of_pages(like)
+    return _views(memory, [(pages, *part.shape[1:]) for part in parts], [part.dtype for part in parts])
+
+
+def _views(
+    memory: torch.Tensor, shapes: Sequence[tuple[int, ...]], dtypes: Sequence[torch.dtype]
+) -> list[torch.Tensor]:
+    views, begin = [], 0
+    for shape, dtype in zip(shapes, dtypes, strict=True):
+        end = begin + math.prod(shape) * dtype.itemsize
+        views.append(memory[begin:end].view(dtype).view(shape))
+        begin = end
+    return views

@@ -9,15 +9,16 @@ from typing import Any, Protocol
 import torch
 
 from engine.common.errors import EngineError
+from engine.common.falls import FALLS
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import interrupted_by_experts
 from engine.kernels.native.library import load_kernels
-from engine.kernels.native.paged_attention import Pieces
+from engine.kernels.native.paged_attention import AttentionTerms, PagedLayer, Pieces
 from engine.planner.schedules import Schedule
 from engine.runtime.batch.layers import DecoderLayers, Recording
 from engine.runtime.batch.packed_attention import PagedStates
-from engine.runtime.batch.pipeline.device_attention import DeviceAttention
+from engine.runtime.batch.pipeline.device_attention import DeviceAttention, StayingPages
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
@@ -26,6 +27,9 @@ from engine.runtime.batch.pipeline.shared_attention import Cache, SharedAttentio
 from engine.runtime.batch.pipeline.shared_experts import SharedLayerExperts
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
+
+KEPT_PAGES = "Keeping keys and values on the card"
+"""What gives way where there is no room for them."""
 
 
 class Batch(Protocol):
@@ -41,13 +45,16 @@ class DevicePipeline:
 
     Args:
         states: the pages of the model's attention modules.
+        resident: see `LayerExperts`.
 
     Raises:
         LookupError: the model's experts are neither loaded to a single device nor shared by several, layer by layer.
         DeviceMemoryError: a device has no room for two layers.
     """
 
-    def __init__(self, loaded: LoadedModel, layers: DecoderLayers, states: PagedStates) -> None:
+    def __init__(
+        self, loaded: LoadedModel, layers: DecoderLayers, states: PagedStates, resident: float | None = None
+    ) -> None:
         if loaded.devices is None:
             raise LookupError("the model is on no device")
         if any(loaded.devices.layers.of_layer):
@@ -61,9 +68,9 @@ class DevicePipeline:
         self.experts_per_token: int = getattr(config, "num_experts_per_tok", None) or 1
         self.experts: LayerExperts | SharedLayerExperts
         if len(loaded.devices.devices) == 1:
-            self.experts = LayerExperts(self._held, layers, self.experts_per_token)
+            self.experts = LayerExperts(self._held, layers, self.experts_per_token, resident)
         else:
-            self.experts = SharedLayerExperts(self._held, layers, self.experts_per_token)
+            self.experts = SharedLayerExperts(self._held, layers, self.experts_per_token, resident)
         self.timer: PartsTimer | None = None
         """If set, times the parts of sweeps instead of running their schedules."""
         # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
@@ -75,6 +82,45 @@ class DevicePipeline:
         else:
             self._device_attention = DeviceAttention(self.device, self._held.kernels)
 
+    @property
+    def keeps_pages(self) -> bool:
+        """Whether some keys and values are on the device, so that attention has to be computed there."""
+        return bool(self._device_attention.staying.count)
+
+    def keep_pages(self, share: float, among: int, staged: int) -> None:
+        """Keeps a share of the first `among` pages of each layer on the device, as long as there is memory for them.
+
+        Args:
+            staged: pages of a micro-batch that come from RAM.
+        """
+        layers = [layer for layer, _ in self._states.layers]
+        for _ in range(2):
+            try:
+                self._device_attention.keep(layers, StayingPages(share, among), staged)
+                FALLS.is_over(KEPT_PAGES)
+                return
+            except DeviceMemoryError as refused:
+                if not self.experts.give_back(refused.asked):
+                    break
+        FALLS.say(KEPT_PAGES, "keys and values in RAM", "the graphics card has no room for the share that was planned")
+
+    def leave_pages(self) -> None:
+        """Takes all keys and values back to RAM, so that attention may be computed anywhere.
+
+        Raises:
+            EngineError: the device failed.
+        """
+        self._device_attention.leave([layer for layer, _ in self._states.layers])
+
+    def attend_now(self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """Attention on the device outside of a schedule, see `PagedStates.elsewhere`."""
+        assert self._states.pieces is not None
+        layer, terms = self._states.layer_of(module)[0], self._states.terms_of(module)
+        cache = self._fetched(layer, terms, self._states.pieces, RECORDER.layer)
+        attended = self.attend_there(RECORDER.layer, AttentionCall(module, queries, keys, values), cache)
+        self._device_attention.finish()
+        return attended
+
     def sweep(self, batches: Sequence[Batch], schedule: Schedule) -> Generator[None, None, None]:
         """Takes all micro-batches through all layers; yields after each layer, when others may use the model.
 
@@ -82,6 +128,7 @@ class DevicePipeline:
             EngineError: the device failed, or a record could not be read; no work is left in flight.
         """
         self.experts.whole = self.timer is not None or schedule.whole_layers
+        self.experts.begin()
         layers = [_Layer(self, index, batches) for index in range(len(self._layers))]
         issue = self.timer.order if self.timer is not None else schedule.order
         assert issue is not None, schedule.name
@@ -120,13 +167,15 @@ class DevicePipeline:
     def fetch_cache(self, index: int, pieces: Pieces) -> Cache:
         """See `LayerWork.fetch_cache`."""
         module = next(module for module in self._layers[index].modules() if id(module) in self._states.shapes)
-        layer = self._states.layer_of(module)[0]
+        return self._fetched(self._states.layer_of(module)[0], self._states.terms_of(module), pieces, index)
+
+    def _fetched(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> Cache:
         try:
-            return self._device_attention.fetch(layer, pieces, index)
+            return self._device_attention.fetch(layer, terms, pieces, index)
         except DeviceMemoryError as refused:
             if not self.experts.give_back(refused.asked):
                 raise
-        return self._device_attention.fetch(layer, pieces, index)
+        return self._device_attention.fetch(layer, terms, pieces, index)
 
     def attend_there(self, index: int, call: AttentionCall, cache: Cache) -> torch.Tensor:
         """See `LayerWork.attend_on_device`."""

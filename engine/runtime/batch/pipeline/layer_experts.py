@@ -37,7 +37,9 @@ class LayerExperts:
     The buffers take their memory from the expert caches and return it at the end.
 
     Args:
-        held: the expert caches of all devices; card: the index of this one.
+        held: the expert caches of all devices.
+        resident: r_w, the share of each layer's experts that stays in the cache; None for what there is memory for.
+        card: the index of this device.
 
     Attributes:
         sites: experts modules by identity.
@@ -49,7 +51,14 @@ class LayerExperts:
         DeviceMemoryError: the device has no room for two layers.
     """
 
-    def __init__(self, held: DeviceExperts, layers: DecoderLayers, per_token: int, card: int = 0) -> None:
+    def __init__(
+        self,
+        held: DeviceExperts,
+        layers: DecoderLayers,
+        per_token: int,
+        resident: float | None = None,
+        card: int = 0,
+    ) -> None:
         self.device = device = held.devices[card]
         self._held, self._per_token, self._card = held, per_token, card
         self.sites, self._first_of = sites_of(layers, card)
@@ -60,10 +69,13 @@ class LayerExperts:
         if len(layouts) != 1:
             raise LookupError("its layers' experts differ from each other")
         layout, self.most = layouts.pop(), max(experts.source.num_experts for experts in modules)
-        missing = 2 * self.most * layout.nbytes - device.memory.free
-        if missing > 0:
-            held.give_back(card, missing)
         try:
+            if resident is not None:
+                for cache in held.caches[card]:
+                    cache.remake(round(resident * self.most) * len(modules))
+            missing = 2 * self.most * layout.nbytes - device.memory.free
+            if missing > 0:
+                held.give_back(card, missing)
             self._buffers = LayerBuffers(device, layout, [experts.source for experts in modules])
         except DeviceMemoryError:
             held.take_back()
@@ -75,6 +87,13 @@ class LayerExperts:
         self._ends: dict[int, Event] = {}
         """End of the last computation issued for each layer in flight."""
         self._residents = Residents(modules, self._uses.hot)
+        self._awaits_residents = resident is not None
+
+    def begin(self) -> None:
+        """Before a sweep: those experts that are planned to stay are there, or as many as have room."""
+        if self._awaits_residents:
+            self._residents.fill()
+            self._awaits_residents = False
 
     def load(self, index: int) -> bool:
         """Transfers a layer's experts and waits for them; returns whether any was missing."""

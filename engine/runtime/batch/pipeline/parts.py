@@ -79,15 +79,14 @@ class PartsTimer:
 
     Args:
         experts, hot: experts of a layer, and how many a schedule transfers before it is known which are used.
-        card_attention: whether to time attention on the device too.
 
     Attributes:
         sweeps: times of the parts of each sweep, without what is outside the layers.
         inside_s: time inside the layers over all sweeps, including work that was repeated.
     """
 
-    def __init__(self, experts: int, hot: int, *, card_attention: bool) -> None:
-        self._experts, self._hot, self._card_attention = experts, hot, card_attention
+    def __init__(self, experts: int, hot: int) -> None:
+        self._experts, self._hot = experts, hot
         self.sweeps: list[SweepParts] = []
         self.inside_s = 0.0
 
@@ -148,7 +147,6 @@ class PartsTimer:
             return layer.attended(number)
 
         attended = times.time("attention", in_ram)
-        if self._card_attention:
-            cache = times.time("cache", lambda: layer.cache_there(number))
-            times.time("card attention", lambda: layer.attended_there(call, cache))
+        cache = times.time("cache", lambda: layer.cache_there(number))
+        times.time("card attention", lambda: layer.attended_there(call, cache))
         times.time("between", lambda: run.answer(attended))

@@ -1,7 +1,8 @@
 """Experts that stay on the device from sweep to sweep (MoE-Lightning's r_w, Klotski's tensor placement).
 
-They use the slots of the expert cache that the pipeline's buffers leave to it, and need not cross the link.  Free
-slots are filled during sweeps, with the experts that get the most tokens.
+They use the slots of the expert cache, and need not cross the link: as many of each layer as a plan says, which are
+there before the first sweep, or what the pipeline's buffers leave of the cache.  Free slots are filled during sweeps,
+with the experts that get the most tokens.
 """
 
 from __future__ import annotations
@@ -58,6 +59,15 @@ class Residents:
             self._held[number] = self._hold(number)
         return self._held[number]
 
+    def fill(self) -> None:
+        """Fills the free slots of all layers and waits until their experts are there."""
+        for number, experts in enumerate(self._layers):
+            left, room = 0, self._fill(number)
+            while room and room != left:
+                experts.cache.wait()
+                left, room = room, self._fill(number)
+            experts.cache.wait()
+
     def release(self, number: int, last_use: Event | None) -> None:
         """Makes them evictable after `last_use`, the end of all work on them, and fills free slots."""
         held = self._held.pop(number, None)
@@ -87,16 +97,18 @@ class Residents:
         placed = numbers.to(cache.device.torch_device)
         return Resident(lookup, placed, cache.slots, cache.kernel(experts.make_kernel))
 
-    def _fill(self, number: int) -> None:
-        """Fills free slots up to this layer's share with its missing experts."""
+    def _fill(self, number: int) -> int:
+        """Fills free slots up to this layer's share with its missing experts; returns how many are left."""
         experts = self._layers[number]
         cache, layer = experts.cache, experts.layer
         sharing = sum(other.cache is cache for other in self._layers)
         share = -(-cache.slots // sharing) if cache.slots else 0
         room = min(share - len(cache.residents(layer)), cache.free_slots(layer))
         if room <= 0:
-            return
+            return 0
         likeliest = self._likeliest(number, min(share, experts.source.num_experts))
         for expert in cache.absent(layer, likeliest)[:room]:
             if not cache.prefetch(layer, expert, experts.source):
-                return
+                break
+            room -= 1
+        return room

@@ -16,7 +16,7 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.shared import Ways
 from engine.kernels.native.paged_attention import AttentionTerms, PagedLayer, Pieces
 from engine.planner.placement import expert_ranges
-from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention
+from engine.runtime.batch.pipeline.device_attention import CacheAhead, DeviceAttention, StayingPages
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
 from engine.runtime.load.devices import DeviceExperts
 
@@ -46,14 +46,42 @@ class SharedAttention:
     def __init__(self, held: DeviceExperts, give_back: GiveBack) -> None:
         self._cards = [DeviceAttention(device, held.kernels) for device in held.devices]
         self._devices, self._ways, self._give_back = held.devices, held.ways, give_back
+        self._parts: dict[int, tuple[PagedLayer, list[PagedLayer]]] = {}
+        self._terms: dict[tuple[int, int], tuple[AttentionTerms, AttentionTerms]] = {}
 
-    def fetch(self, layer: PagedLayer, pieces: Pieces, index: int) -> SharedCache:
+    @property
+    def staying(self) -> StayingPages:
+        """See `DeviceAttention`: of each page, each card has its own heads, until it has to give them up."""
+        return max((card.staying for card in self._cards), key=lambda staying: staying.count)
+
+    def keep(self, layers: Sequence[PagedLayer], staying: StayingPages, staged: int) -> None:
+        """See `DeviceAttention.keep`; where one card has no room, none keeps any."""
+        own: list[list[PagedLayer]] = [[] for _ in self._cards]
+        for layer in layers:
+            for parts, part in zip(own, self._parts_of(layer), strict=False):
+                parts.append(part)
+        try:
+            for number, parts in enumerate(own):
+                if parts:  # else there are fewer heads than cards
+                    self._keep(number, parts, staying, staged)
+        except DeviceMemoryError:
+            for card in self._cards:
+                card.forget()
+            raise
+
+    def leave(self) -> None:
+        """See `DeviceAttention.leave`."""
+        for card in self._cards:
+            card.leave()
+        self._parts.clear()
+
+    def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> SharedCache:
         """See `DeviceAttention.fetch`."""
-        heads = heads_of(layer.shape.kv_heads, len(self._cards))
-        parts = [self._cards[0].fetch(layer.of_heads(heads[0]), pieces, index)]
-        for number, own in enumerate(heads[1:], 1):
-            parts.append(self._fetched(number, layer.of_heads(own), pieces, index))
-        return SharedCache(tuple(parts), heads)
+        own = self._parts_of(layer)
+        parts = [self._cards[0].fetch(own[0], terms, pieces, index)]
+        for number, part in enumerate(own[1:], 1):
+            parts.append(self._fetched(number, part, terms, pieces, index))
+        return SharedCache(tuple(parts), heads_of(layer.shape.kv_heads, len(self._cards)))
 
     def attend(self, call: AttentionCall, ahead: SharedCache, terms: AttentionTerms, index: int) -> torch.Tensor:
         """See `DeviceAttention.attend`."""
@@ -73,11 +101,11 @@ class SharedAttention:
             sent = torch.split(there, [each.numel() for each in states])
             landed = (part.view(each.shape) for part, each in zip(sent, states, strict=True))
             given = AttentionCall(call.module, *landed)
-            attended = self._cards[number].attend(given, ahead.parts[number], _terms(terms, own, group), index)
+            attended = self._cards[number].attend(given, ahead.parts[number], self._terms_of(terms, own, group), index)
             ways.there.read_until(compute.record())
             came.append((_queries(own, group), ways, *ways.back.carry(attended.contiguous())))
         own = ahead.heads[0]
-        first = self._cards[0].attend(_part(call, own, group), ahead.parts[0], _terms(terms, own, group), index)
+        first = self._cards[0].attend(_part(call, own, group), ahead.parts[0], self._terms_of(terms, own, group), index)
         return self._side_by_side(first, _queries(own, group), came, call.queries.shape[1])
 
     def settle(self) -> None:
@@ -95,13 +123,42 @@ class SharedAttention:
         for card in self._cards:
             card.close()
 
-    def _fetched(self, number: int, layer: PagedLayer, pieces: Pieces, index: int) -> CacheAhead:
+    def _parts_of(self, layer: PagedLayer) -> list[PagedLayer]:
+        """What each card has of a layer, the same object each time."""
+        known = self._parts.get(id(layer))
+        if known is None or known[0] is not layer:
+            heads = heads_of(layer.shape.kv_heads, len(self._cards))
+            self._parts[id(layer)] = known = layer, [layer.of_heads(own) for own in heads]
+        return known[1]
+
+    def _terms_of(self, terms: AttentionTerms, own: range, group: int) -> AttentionTerms:
+        """Of a card's own heads, the same object each time."""
+        if terms.sinks is None:
+            return terms
+        known = self._terms.get((id(terms), own.start))
+        if known is None or known[0] is not terms:
+            place = _queries(own, group)
+            its = replace(terms, sinks=terms.sinks[place.start : place.stop])
+            self._terms[id(terms), own.start] = known = terms, its
+        return known[1]
+
+    def _keep(self, number: int, layers: Sequence[PagedLayer], staying: StayingPages, staged: int) -> None:
         try:
-            return self._cards[number].fetch(layer, pieces, index)
+            self._cards[number].keep(layers, staying, staged)
+        except DeviceMemoryError as refused:
+            if number == 0 or not self._give_back(number, refused.asked):  # the caller gives back the first one's
+                raise
+            self._cards[number].keep(layers, staying, staged)
+
+    def _fetched(
+        self, number: int, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int
+    ) -> CacheAhead:
+        try:
+            return self._cards[number].fetch(layer, terms, pieces, index)
         except DeviceMemoryError as refused:
             if not self._give_back(number, refused.asked):
                 raise
-        return self._cards[number].fetch(layer, pieces, index)
+        return self._cards[number].fetch(layer, terms, pieces, index)
 
     def _side_by_side(
         self, first: torch.Tensor, own: range, came: Sequence[tuple[range, Ways, torch.Tensor, Event]], heads: int
@@ -141,10 +198,3 @@ def _part(call: AttentionCall, own: range, group: int) -> AttentionCall:
         call.keys[:, own.start : own.stop],
         call.values[:, own.start : own.stop],
     )
-
-
-def _terms(terms: AttentionTerms, own: range, group: int) -> AttentionTerms:
-    if terms.sinks is None:
-        return terms
-    place = _queries(own, group)
-    return replace(terms, sinks=terms.sinks[place.start : place.stop])

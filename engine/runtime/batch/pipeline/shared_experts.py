@@ -42,11 +42,11 @@ class SharedLayerExperts:
         DeviceMemoryError: a device has no room for two layers.
     """
 
-    def __init__(self, held: DeviceExperts, layers: DecoderLayers, per_token: int) -> None:
+    def __init__(self, held: DeviceExperts, layers: DecoderLayers, per_token: int, resident: float | None = None) -> None:
         with ExitStack() as opened:
             self._cards: list[_Card] = []
             for number, ways in enumerate([None, *held.ways]):
-                experts = LayerExperts(held, layers, per_token, number)
+                experts = LayerExperts(held, layers, per_token, resident, number)
                 opened.callback(experts.close)
                 self._cards.append(_Card(experts, ways))
             if len(self._cards) != len(held.devices):
@@ -63,6 +63,10 @@ class SharedLayerExperts:
     def whole(self, is_whole: bool) -> None:
         for card in self._cards:
             card.experts.whole = is_whole
+
+    def begin(self) -> None:
+        """See `LayerExperts.begin`."""
+        self._all(lambda each: each.begin())
 
     def load(self, index: int) -> bool:
         """See `LayerExperts.load`."""
