@@ -177,10 +177,11 @@ class HybridExperts(ExpertLayer):
 
     def _with_misses_on_cpu(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> Working:
         ways, self._ways = self._ways, [self._host]
+        after, self.after = self.after, None  # no expert of the next layer is brought ahead either
         try:
             return (yield from self._step(hidden, index, weights, is_prefill=True))
         finally:
-            self._ways = ways
+            self._ways, self.after = ways, after
 
     def _step(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, is_prefill: bool) -> Working:
         if not index.numel():

@@ -24,6 +24,7 @@ from engine.planner.klotski import block_times, fewest_batches
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
 from engine.planner.policy_search import PerformanceModel
+from engine.planner.schedules import SCHEDULES
 from engine.planner.simulator.batch import system_of
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.workload import Workload
@@ -64,6 +65,24 @@ def batch_plan_of(costs: Costs, workload: Workload, found: Outcome) -> BatchPlan
     )
 
 
+def why_not(plan: BatchPlan) -> str:
+    """Why a plan, written by hand or by another version, cannot be carried out, as the end of a sentence; empty if it
+    can."""
+    unknown = [name for name in (plan.prefill, plan.decode) if name not in SCHEDULES]
+    if unknown:
+        return f"there is no schedule {unknown[0]!r}, only {', '.join(SCHEDULES)}"
+    if not 1 <= plan.micro_batch <= plan.sequences:
+        return f"micro-batches of {plan.micro_batch} are no parts of {plan.sequences} sequences"
+    for share, of in ((plan.weights_on_card, "weights"), (plan.cache_on_card, "keys and values")):
+        if not 0 <= share <= 1:
+            return f"{share:g} is no share of the {of}"
+    if plan.cache_on_card and not all(SCHEDULES[name].attends_on_card for name in (plan.prefill, plan.decode)):
+        return "keys and values on the card are of no use to attention on the CPU"
+    if plan.cache_on_card and plan.row_tokens < 1:
+        return "sequences without tokens have no keys and values"
+    return ""
+
+
 def best_batch(
     machine: HardwareProfile, model: ModelShape, limits: Limits, precision: str, rows: JobRows
 ) -> tuple[BatchPlan, str] | None:
@@ -96,7 +115,7 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
         weights=round(rule.weights or 0),
         experts=record * round(policy.resident * model.experts) * model.moe_layers,
         staging=2 * model.experts * record + round(rule.staging),
-        kv=kv_on_card + round(performance.micro_batch_bytes(policy.cached) * policy.micro_batch),
+        kv=kv_on_card + round(performance.working_bytes(policy)),
         activations=round(rule.runtime),
         headroom=headroom_bytes(gpu),
         other_programs=limits.vram_of_others,

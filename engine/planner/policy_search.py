@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -89,6 +90,17 @@ class PerformanceModel:
             return self.prefill_bytes_per_token() * self.workload.prompt_tokens * self.workload.beams
         return PLACES * self.kv_bytes() / self.model.layers * (1.0 - cached)
 
+    def working_bytes(self, policy: OffloadPolicy) -> float:
+        """Those of a whole micro-batch; where the CPU attends to answers, only pieces of prompts are sent there."""
+        if self.rule.record is None or not policy.cpu_attention:
+            return self.micro_batch_bytes(policy.cached) * policy.micro_batch
+        prompt = self.workload.prompt_tokens
+        at_once = min(self.rule.chunk or prompt, policy.micro_batch * prompt)
+        swept = min(policy.sequences * prompt, CHUNKS_TOGETHER * at_once)
+        rows = math.ceil(math.ceil(swept / prompt) / math.ceil(swept / at_once))
+        pages = math.ceil(prompt / PAGE) * PAGE
+        return PLACES * self.model.kv_bytes_per_token() / self.model.layers * pages * rows
+
     def card_room(self, share: float) -> float:
         """Bytes left on the card after weights (a share stays, the rest goes through two buffers) and the runtime."""
         rule = self.rule
@@ -100,11 +112,16 @@ class PerformanceModel:
         staying = self.layer_bytes * self.model.layers * share + 2.0 * self.model.embedding_weights
         return rule.card - rule.runtime - staying - moving
 
-    def largest_micro_batch(self, share: float, cached: float = 0.0) -> int:
+    def largest_micro_batch(self, share: float, cached: float = 0.0, *, cpu_attention: bool = False) -> int:
         """The largest mu that fits next to its own share of keys and values."""
         each = self.micro_batch_bytes(cached)
         room = self.card_room(share) - cached * self.kv_bytes()
-        return max(0, int(room // each)) if each else (self.workload.sequences if room >= 0 else 0)
+        many = OffloadPolicy(
+            self.workload.sequences, self.workload.sequences, cpu_attention=cpu_attention, cached=cached
+        )
+        if self.rule.record is not None and self.working_bytes(many) <= room:
+            return self.workload.sequences
+        return max(0, int(room // each)) if each else 0
 
     @property
     def sequence_tokens(self) -> int:
@@ -185,7 +202,8 @@ def policies(performance: PerformanceModel, cpu_attention: bool, cpu_experts: bo
     work = performance.workload
     for resident, cached in itertools.product(performance.shares, (0.0,) if cpu_attention else _CACHED):
         kept = cached * performance.kv_bytes()
-        largest = min(performance.largest_micro_batch(resident, cached), work.sequences)
+        largest = performance.largest_micro_batch(resident, cached, cpu_attention=cpu_attention)
+        largest = min(largest, work.sequences)
         if largest < 1:
             continue
         for micro_batch in performance.micro_batches(largest):

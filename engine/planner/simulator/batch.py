@@ -60,7 +60,7 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
         in_ram = kv * (1 - policy.cached)
         if in_ram > rule.ram:
             continue
-        on_card = performance.micro_batch_bytes(policy.cached) * policy.micro_batch + kv * policy.cached
+        on_card = performance.working_bytes(policy) + kv * policy.cached
         yield run_batch(
             name,
             system_of(name, policy, own=rule.record is not None),

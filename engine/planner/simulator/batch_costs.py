@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from engine.planner.costs import Cards, Costs
 from engine.planner.simulator.sweeps import CopyCost, LayerTimes
 
-
 _ROUTED_BYTES = 8
 """Of a row's choice of an expert: its number and its share."""
 

@@ -21,7 +21,7 @@ from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
-from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
+from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy, packs_mixers
 from engine.runtime.batch.row_mixers import RowMixers
@@ -39,6 +39,9 @@ _LEFT = 8
 """Of the memory for keys and values an eighth holds what rows left, where that is not in pages."""
 
 _PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat"
+_PLANNED = "The schedule that was planned for rows"
+_SETTLED = 3
+"""Sweeps in a row by another schedule than the planned one: more than a trial."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +112,9 @@ class PackedModel:
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
         self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
+        self._last: Schedule | None = None
+        self._others = 0
+        """Sweeps in a row by `_last`, which is not the planned schedule."""
         self._micro_batch_tokens = policy.micro_batch_tokens
         """As many as there has been memory for."""
         if beside is None and self.mixers is None:
@@ -139,7 +145,8 @@ class PackedModel:
         except (LookupError, DeviceMemoryError) as error:
             FALLS.say(_PIPELINE, _AS_CHATS, str(error))
             return None
-        FALLS.is_over(_PIPELINE)
+        for what in (_PIPELINE, KEPT_PAGES, _PLANNED):
+            FALLS.is_over(what)
         return pipeline
 
     def layer_pages(self) -> list[PagedLayer]:
@@ -155,7 +162,8 @@ class PackedModel:
         """Allocates `pages` pages of every layer; see `PagedStates.allocate`."""
         self.pages = pages
         self._states.allocate(self._kv_type, pages, by_head=by_head)
-        if self._policy.cached and self._pipeline is not None:
+        planned = self._policy.planned
+        if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)
             among = min(pages, self._policy.rows * each)
             moving = math.ceil((self._policy.micro_batch_rows or self._policy.rows) * each * (1 - self._policy.cached))
@@ -186,8 +194,11 @@ class PackedModel:
         tokens = max(PAGE_TOKENS, self._micro_batch_tokens // 2)
         is_less = devices.shrink() or tokens < self._micro_batch_tokens
         self._micro_batch_tokens = tokens
-        if not is_less and self._pipeline is not None:
+        if not is_less and self._pipeline is not None and self._pipeline.keeps_pages:
             self._pipeline.leave_pages()
+            FALLS.say(KEPT_PAGES, "keys and values in RAM", "others need the graphics card's memory")
+            is_less = True
+        elif not is_less and self._pipeline is not None:
             self.close()
             FALLS.say(_PIPELINE, _AS_CHATS, "a sweep found no memory on the card beside two layers")
             is_less = True
@@ -230,6 +241,8 @@ class PackedModel:
                 busy_s += clock.now() - begun_s
                 yield
             self._choice.took(chosen, tokens, busy_s, reads=reads)
+            if not reads and len(work) >= self._policy.rows:
+                self._compare(schedule)
             self._record(work, since_ns)
             return self._logits(work, parts, micro_batches)
 
@@ -351,6 +364,18 @@ class PackedModel:
         return next(
             (each for each in SCHEDULES.values() if each.in_ram is schedule), S4 if schedule.order else schedule
         )
+
+    def _compare(self, schedule: Schedule) -> None:
+        """Says that sweeps have settled for another schedule than the planned one: a link may be slower than said."""
+        planned = self._policy.planned
+        if planned is None or self._policy.schedule is not None:
+            return
+        self._others = self._others + 1 if schedule is self._last and schedule is not planned else 0
+        self._last = schedule
+        if self._others >= _SETTLED:
+            FALLS.say(_PLANNED, str(schedule), f"{planned} was measured to be slower here")
+        elif schedule is planned:
+            FALLS.is_over(_PLANNED)
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:

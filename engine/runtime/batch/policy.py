@@ -6,10 +6,12 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.common.falls import FALLS
 from engine.common.footprint import activation_token_bytes
 from engine.devices.host_memory import available_ram
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
+from engine.planner.batch_plan import why_not
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
 from engine.planner.memory import CHUNKS_TOGETHER
 from engine.planner.plan_parts import BatchPlan
@@ -20,6 +22,7 @@ from engine.runtime.loaded_model import LoadedModel
 
 _MICRO_BATCHES = 8
 """Micro-batches of one sweep on a device without a plan: attention runs two ahead, a bubble is an eighth of a layer."""
+_GIVEN = "The plan that was given for rows"
 _KV_SHARE = 0.5
 """Share of the free RAM: the rest is for activations, the page cache of the input file, and other programs."""
 _LEAST_KV_BYTES = 64 * 2**20
@@ -92,8 +95,13 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
     """The policy that fits this machine: keys and values get half of the free RAM, or what the budget leaves of it.
 
     Args:
-        plan: sizes chosen by the planner, if it ran.
+        plan: sizes chosen by the planner, if it ran; one that cannot be carried out is left alone.
     """
+    if plan is not None:
+        if why := why_not(plan):
+            FALLS.say(_GIVEN, "the engine's own sizes", why)
+            return policy_for(loaded)
+        FALLS.is_over(_GIVEN)
     rows = plan.sequences if plan is not None else ROWS_TOGETHER
     # Where weights come from disk or over a link, prompts are read in long chunks, because each chunk loads them once.
     # On a card a chunk is as long as its memory allows.
