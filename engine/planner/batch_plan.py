@@ -21,11 +21,12 @@ from engine.planner.engine_memory import (
     written_bytes,
 )
 from engine.planner.klotski import block_times, fewest_batches
+from engine.planner.memory import with_all_visits
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
 from engine.planner.policy_search import PerformanceModel
 from engine.planner.schedules import SCHEDULES
-from engine.planner.simulator.batch import system_of
+from engine.planner.simulator.batch import KLOTSKI, system_of
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.workload import Workload
 
@@ -107,6 +108,8 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
     assert gpu is not None
     assert policy is not None
     rule = memory_rule(costs, limits)
+    if outcome.policy == KLOTSKI:
+        rule = with_all_visits(rule, model)
     performance = PerformanceModel(costs.machine, model, workload, memory=rule)
     record, kv = round(rule.record or 0), round(performance.kv_bytes()) * policy.sequences
     kv_on_card = round(kv * policy.cached)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
@@ -39,6 +39,13 @@ class MemoryRule:
     record: float | None = None
     chunk: int = 0
     staging: float = 0.0
+
+
+def with_all_visits(rule: MemoryRule, model: ModelShape) -> MemoryRule:
+    """The same for schedules that compute each expert for all micro-batches at once: a row for each choice of an expert
+    waits to be added up."""
+    visits = 2.0 * CHUNKS_TOGETHER * rule.chunk * model.experts_per_token * model.hidden
+    return replace(rule, runtime=rule.runtime + visits) if rule.record is not None else rule
 
 
 def usual_rule(machine: HardwareProfile) -> MemoryRule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
+from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.cuda.attention import CudaAttention
 from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.native.paged_attention import (
@@ -23,11 +26,14 @@ from engine.kernels.native.paged_attention import (
     Pieces,
 )
 from engine.kernels.reference import attend_in_torch
-from engine.planner.schedules import HYBRID, S4, Schedule
+from engine.planner.plan_parts import BatchPlan
+from engine.planner.schedules import CGOPIPE, HYBRID, S4, Schedule
+from engine.runtime.batch import packed_sweep
 from engine.runtime.batch.pipeline import paged
+from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_attention import StayingPages
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
-from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.kv.parts import parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
@@ -177,3 +183,97 @@ def test_without_a_schedule_attention_is_where_the_pages_are(folder: Path) -> No
         assert found == wanted
         with chatting(loaded) as session:
             assert answer(session, rows()[1].ids, 4).token_ids == wanted[1]
+
+
+# What goes otherwise than planned
+
+
+def run(loaded: LoadedModel, policy: BatchPolicy, on_text: Callable[[str, int], None]) -> tuple[dict[int, Any], str]:
+    """(answers, the note)"""
+    found: dict[int, tuple[int, ...]] = {}
+    executor = BatchExecutor(loaded, policy)
+    try:
+        asked = iter([replace(row, on_text=on_text) for row in rows()])
+        executor.run(asked, lambda answer: found.__setitem__(answer.row, answer.token_ids))
+        return found, executor.note
+    finally:
+        executor.close()
+
+
+@pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
+@pytest.mark.parametrize(("after", "left"), [(1, 2**18), (4, 2**18), (7, 2**19)])
+def test_a_card_that_fills_up_in_mid_job_goes_on_with_the_next_best(folder: Path, after: int, left: int) -> None:
+    with opened(folder, cache_slots=3) as loaded:
+        wanted, written = answers(loaded, HYBRID), [0]
+        assert loaded.devices is not None
+        (card,) = loaded.devices.devices
+        total = card.memory.total
+
+        def wrote(_text: str, _count: int) -> None:
+            written[0] += 1
+            if written[0] == after:
+                card.memory.limit(card.memory.use().by_category[MemoryCategory.WEIGHTS] + left)
+
+        policy = BatchPolicy(
+            rows=3, kv_bytes=2**22, micro_batch_rows=2, schedule=S4, resident=0.25, cached=0.5, row_tokens=64
+        )
+        found, note = run(loaded, policy, wrote)
+        card.memory.limit(total)
+        assert found == wanted
+        assert "card" in note, note
+
+
+@pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
+def test_pages_that_do_not_fit_stay_in_ram(folder: Path) -> None:
+    with opened(folder, cache_slots=3) as loaded:
+        wanted = answers(loaded, HYBRID)
+        policy = BatchPolicy(rows=3, kv_bytes=2**24, schedule=S4, cached=1.0, row_tokens=2**17)
+        found, note = run(loaded, replace(policy, rows=2**10), lambda _text, _count: None)
+        assert found == wanted
+        assert note == "Keys and values stay in RAM: the graphics card has no room for the share that was planned."
+
+
+@pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
+def test_another_schedule_than_the_planned_one_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a link is ten times slower than was said."""
+
+    class Settled(ScheduleChoice):
+        def of(self, tokens: int, *, reads: bool = False) -> Schedule:
+            return CGOPIPE
+
+    monkeypatch.setattr(packed_sweep, "ScheduleChoice", Settled)
+    with opened(folder, cache_slots=3) as loaded:
+        policy = BatchPolicy(rows=3, kv_bytes=2**22, planned=S4, planned_reading=S4)
+        asked = [replace(row, sampling=SamplingParams(max_tokens=8)) for row in rows()]
+        executor = BatchExecutor(loaded, policy)
+        executor.run(iter(asked), lambda answer: None)
+        assert executor.note == "Rows go by cgopipe and not by s4 as planned: that was measured to be slower here."
+        executor.close()
+
+
+PLAN = BatchPlan("Klotski", "klotski-on-card", "klotski-on-card", 8, 2, 0.5, 0.5, 64, 4, None, False, 1.0)
+
+
+@pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"decode": "fastest"}, "there is no schedule 'fastest', only cgopipe"),
+        ({"micro_batch": 0}, "micro-batches of 0 are no parts of 8 sequences"),
+        ({"micro_batch": 9}, "micro-batches of 9 are no parts of 8 sequences"),
+        ({"weights_on_card": 1.5}, "1.5 is no share of the weights"),
+        ({"cache_on_card": -1.0}, "-1 is no share of the keys and values"),
+        ({"decode": "cgopipe"}, "keys and values on the card are of no use to attention on the CPU"),
+        ({"row_tokens": 0}, "sequences without tokens have no keys and values"),
+    ],
+    ids=str,
+)
+def test_a_plan_that_cannot_be_is_left_alone(folder: Path, changes: dict[str, Any], why: str) -> None:
+    with opened(folder, cache_slots=3) as loaded:
+        policy = policy_for(loaded, replace(PLAN, **changes))
+        assert policy.note.startswith(f"The batch plan that was given cannot be, and rows do without: {why}")
+        assert policy.planned is None
+        found, note = run(loaded, replace(policy, kv_bytes=2**22), lambda _text, _count: None)
+        assert len(found) == 3
+        assert note == policy.note
+        assert policy_for(loaded, PLAN).note == ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from engine.planner import schedules
 from engine.planner.costs import Costs
 from engine.planner.klotski import block_times, fewest_batches
-from engine.planner.memory import CHUNKS_TOGETHER, share_on_disk, usual_rule
+from engine.planner.memory import CHUNKS_TOGETHER, share_on_disk, usual_rule, with_all_visits
 from engine.planner.policy_search import PAGE, PerformanceModel, best_of, policies
 from engine.planner.schedules import Schedule
 from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
@@ -53,8 +53,10 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
     machine, model = costs.machine, costs.model
     if machine.gpu is None:
         return
-    performance = PerformanceModel(machine, model, work, costs.expert_bytes / model.expert_weights, setting.rule)
     rule = setting.rule or usual_rule(machine)
+    if name == KLOTSKI:
+        rule = with_all_visits(rule, model)
+    performance = PerformanceModel(machine, model, work, costs.expert_bytes / model.expert_weights, rule)
     for policy in policies_to_try(name, performance, setting):
         kv = performance.kv_bytes() * policy.sequences
         in_ram = kv * (1 - policy.cached)
