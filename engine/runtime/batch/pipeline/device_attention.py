@@ -13,7 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over
+from engine.devices.clocked import Meter
 from engine.devices.device import Device, Direction, Event, upload
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.kernels.native.library import NativeKernels
@@ -62,8 +64,8 @@ class _Room:
 
     def __init__(self, device: Device, like: PagedLayer) -> None:
         self._device, self._like = device, like
-        self.layers: dict[int, int] = {}
-        """Number of each layer whose pages stay, by identity."""
+        self.layers: list[PagedLayer] = []
+        """Those whose pages stay, in the order in which these lie here."""
         self.staying, self.staged = 0, 0
         self.pages: PagedLayer | None = None
         self._memory: torch.Tensor | None = None
@@ -76,7 +78,7 @@ class _Room:
         Raises:
             DeviceMemoryError: there is none; nothing is held.
         """
-        self.release()
+        self.release()  # what is there may be smaller, and both have no room
         sizes = [part[:1].nbytes for part in parts_of_pages(self._like)]
         count = staying + _PLACES * staged
         self._memory = memory = self._device.memory.allocate(count * sum(sizes), MemoryCategory.KV)
@@ -92,6 +94,17 @@ class _Room:
             for number in range(_PLACES):
                 begin, first = self.staying + number * staged, self.place(number)
                 part[first : first + staged].copy_(before[begin : begin + staged])
+
+    def bring_home(self, held: Sequence[torch.Tensor], numbers: torch.Tensor) -> None:
+        """Writes the pages that stayed to their places in RAM."""
+        for number, layer in enumerate(self.layers):
+            first = number * len(numbers)
+            for into, there in zip(parts_of_pages(layer), held, strict=True):
+                into[numbers] = there[first : first + len(numbers)].cpu()
+
+    def number_of(self, layer: PagedLayer) -> int:
+        """Of a layer whose pages stay; 0 of any other."""
+        return next((number for number, each in enumerate(self.layers) if each is layer), 0)
 
     def place(self, number: int) -> int:
         """The first page of a micro-batch's place."""
@@ -179,8 +192,7 @@ class DeviceAttention:
             DeviceMemoryError: the device has no room; all pages are in RAM then.
         """
         for layer in layers:
-            room = self._room(layer)
-            room.layers[id(layer)] = len(room.layers)
+            self._room(layer).layers.append(layer)
         try:
             for room in self._rooms.values():
                 room.make(staying.count * len(room.layers), staged)
@@ -189,21 +201,17 @@ class DeviceAttention:
             raise
         self.staying = staying
 
-    def leave(self, layers: Sequence[PagedLayer]) -> None:
-        """From now on all pages of these layers, which are all, are in RAM.
+    def leave(self) -> None:
+        """From now on all pages are in RAM.  No micro-batch may be on its way.
 
         Raises:
             EngineError: the device failed.
         """
         if self.staying.count:
             self._wait()
-            numbers = self.staying.numbers
-            for layer in layers:
-                room = self._rooms[layer.shape]
-                first = room.layers[id(layer)] * self.staying.count
-                assert room.pages is not None
-                for into, there in zip(parts_of_pages(layer), parts_of_pages(room.pages), strict=True):
-                    into[numbers] = there[first : first + self.staying.count].cpu()
+            for room in self._rooms.values():
+                if room.pages is not None:
+                    room.bring_home(parts_of_pages(room.pages), self.staying.numbers)
         self._forget()
 
     def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> CacheAhead:
@@ -214,7 +222,7 @@ class DeviceAttention:
 
         Raises:
             DeviceMemoryError: the device has no room.
-            EngineError: the device failed.
+            EngineError: the device failed, or has not even the room any more that there was.
         """
         seen, room = self._seen_by(pieces, terms), self._room(layer)
         self._make_room(room, seen.room)
@@ -250,7 +258,7 @@ class DeviceAttention:
         queries, keys, values = (
             states[0].transpose(0, 1).contiguous() for states in (call.queries, call.keys, call.values)
         )
-        first, own = ahead.room.place(ahead.place), ahead.room.layers.get(id(ahead.layer), 0) * self.staying.count
+        first, own = ahead.room.place(ahead.place), ahead.room.number_of(ahead.layer) * self.staying.count
         there = seen.rows.at(torch.where(seen.where >= 0, first + seen.where, own - 1 - seen.where))
         back = there.page[seen.back], there.slot[seen.back]
         page, slot = upload(torch.stack(back), place).unbind()
@@ -258,17 +266,27 @@ class DeviceAttention:
 
         def work() -> None:
             found.append(self._paged.attend(pages, terms, there, queries, keys, values))
+            if device.meter is not None:
+                self._count(pages, terms, there, device.meter)
             if len(seen.back):
                 packed.extend(part[page, :, slot] for part in parts_of_pages(pages))
 
         end = compute.submit(work, (lanes.ATTENTION, index, -1, 1))
         self._used[ahead.place] = end
-        if not device.compute_follows_caller:
+        if not device.compute_follows_caller or not found:
             end.wait()
         if len(seen.back):
             device.d2h_stream.wait(end)
             self._submit(self._writing, lambda: self._store(ahead, end, packed, index))
         return found[0][None]
+
+    @staticmethod
+    def _count(pages: PagedLayer, terms: AttentionTerms, rows: PlacedRows, meter: Meter) -> None:
+        """What a kernel reads and computes of these rows."""
+        seen = rows.end.clamp(max=terms.window + terms.kept) if terms.window else rows.end
+        shape, tokens = pages.shape, torch.tensor(rows.tokens)
+        flops = 2.0 * float((seen * tokens).sum()) * shape.heads * (shape.key_dim + shape.value_dim)
+        meter.kernel(float(seen.sum()) * shape.page_bytes(pages.kv_type) / PAGE_TOKENS, flops)
 
     def _store(self, ahead: CacheAhead, end: Event, packed: list[torch.Tensor], index: int) -> Event:
         """Brings new keys and values to their pages in RAM."""
@@ -322,9 +340,14 @@ class DeviceAttention:
         try:
             room.make(room.staying, pages + pages // _SLACK if staged else pages)
         except DeviceMemoryError:
-            if before is not None:
-                room.make(len(held[0]) - _PLACES * staged, staged)
-            room.put_back(held, staged)
+            try:
+                if before is not None:
+                    room.make(len(held[0]) - _PLACES * staged, staged)
+                    room.put_back(held, staged)
+            except DeviceMemoryError as taken:  # not even that: others have taken it, and the sweep begins anew
+                room.bring_home(held, self.staying.numbers)
+                self.leave()
+                raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, str(taken)) from None
             raise
         room.put_back(held, staged)
 
@@ -339,6 +362,7 @@ class DeviceAttention:
         for room in self._rooms.values():
             room.release()
         self._rooms, self.staying = {}, StayingPages()
+        self._seen.clear()
 
     def _seen_by(self, pieces: Pieces, terms: AttentionTerms) -> _Seen:
         key = id(pieces), terms.window, terms.kept

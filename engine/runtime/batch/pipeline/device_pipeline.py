@@ -110,7 +110,7 @@ class DevicePipeline:
         Raises:
             EngineError: the device failed.
         """
-        self._device_attention.leave([layer for layer, _ in self._states.layers])
+        self._device_attention.leave()
 
     def attend_now(self, module: Any, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Attention on the device outside of a schedule, see `PagedStates.elsewhere`."""

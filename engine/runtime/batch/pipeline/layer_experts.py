@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.common.falls import FALLS
 from engine.devices.device import Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import BANK_LAYER, compute_experts
@@ -71,8 +72,8 @@ class LayerExperts:
         layout, self.most = layouts.pop(), max(experts.source.num_experts for experts in modules)
         try:
             if resident is not None:
-                for cache in held.caches[card]:
-                    cache.remake(round(resident * self.most) * len(modules))
+                wanted = round(resident * self.most) * len(modules)
+                self._say_how_many_stay(sum(cache.remake(wanted) for cache in held.caches[card]), wanted)
             missing = 2 * self.most * layout.nbytes - device.memory.free
             if missing > 0:
                 held.give_back(card, missing)
@@ -227,6 +228,13 @@ class LayerExperts:
         """The experts that do not stay on the device."""
         resident = self._residents.of(number)
         return experts if resident is None else [expert for expert in experts if expert not in resident.slots]
+
+    def _say_how_many_stay(self, count: int, wanted: int) -> None:
+        what = f"Keeping the planned number of experts on {self.device.name}"
+        if count < wanted:
+            FALLS.say(what, f"keeping {count} of {wanted}", "there is no room for more")
+        else:
+            FALLS.is_over(what)
 
     def _rows(self, weights: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         shape = (weights.numel(), hidden.shape[1])
