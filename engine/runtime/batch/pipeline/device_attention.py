@@ -200,6 +200,7 @@ class DeviceAttention:
             self._forget()
             raise
         self.staying = staying
+        self._device.h2d_stream.wait(self._device.compute_stream.record())
 
     def leave(self) -> None:
         """From now on all pages are in RAM.  No micro-batch may be on its way.
@@ -350,6 +351,7 @@ class DeviceAttention:
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, str(taken)) from None
             raise
         room.put_back(held, staged)
+        self._device.h2d_stream.wait(self._device.compute_stream.record())  # what was written here comes first
 
     def _wait(self) -> None:
         """Until nothing reads or writes the device's pages."""
