@@ -115,11 +115,11 @@ class PagedAttention:
         numbers = upload(rows.pages[of, first : -(-end // PAGE_TOKENS)], self._device)
         begin = first * PAGE_TOKENS
         keys, values = (part[:, :, : end - begin] for part in _gathered(layer, numbers, queries.dtype))
-        given = {"scale": terms.scale, "enable_gqa": layer.shape.heads != layer.shape.kv_heads}
+        is_grouped = layer.shape.heads != layer.shape.kv_heads
         asked = queries.transpose(1, 2)
         if count == 1 and not terms.window and terms.sinks is None:
-            mask = causal_lower_right(tokens, end) if tokens > 1 else None
-            return scaled_dot_product_attention(asked, keys, values, attn_mask=mask, **given).transpose(1, 2)
+            mine: torch.Tensor | None = causal_lower_right(tokens, end) if tokens > 1 else None
+            return _attended(asked, keys, values, mine, terms.scale, is_grouped=is_grouped).transpose(1, 2)
         place = torch.arange(begin, end, device=self._device)
         of_row = upload(held, self._device)
         # What no token of a row sees may be anything, also no number, which a share of zero would not take away.
@@ -136,7 +136,7 @@ class PagedAttention:
             some = asked[:, :, since : since + at_once]
             own = of_row[:, None] + torch.arange(since, since + some.shape[2], device=self._device)
             mask = self._mask(terms, own[:, None, :, None], place, queries.dtype)
-            out.append(scaled_dot_product_attention(some, keys, values, attn_mask=mask, **given))
+            out.append(_attended(some, keys, values, mask, terms.scale, is_grouped=is_grouped))
         return torch.cat(out, 2).transpose(1, 2)
 
     @staticmethod
@@ -223,6 +223,20 @@ class PlacedRows:
         """These tokens, each as the next one of a sequence of its own."""
         pages = self.pages.int()
         return Pieces([Piece(pages[self.of_row[place]], int(self.position[place]), 1) for place in places])
+
+
+def _attended(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+    *,
+    is_grouped: bool,
+) -> torch.Tensor:
+    return scaled_dot_product_attention(
+        queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+    )  # [R, heads, T, value_dim]
 
 
 def _gathered(layer: PagedLayer, numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
