@@ -7,7 +7,6 @@ from copy import copy
 from dataclasses import replace
 
 import torch
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
@@ -117,9 +116,8 @@ class PagedAttention:
         keys, values = (part[:, :, : end - begin] for part in _gathered(layer, numbers, queries.dtype))
         is_grouped = layer.shape.heads != layer.shape.kv_heads
         asked = queries.transpose(1, 2)
-        if count == 1 and not terms.window and terms.sinks is None:
-            mine: torch.Tensor | None = causal_lower_right(tokens, end) if tokens > 1 else None
-            return _attended(asked, keys, values, mine, terms.scale, is_grouped=is_grouped).transpose(1, 2)
+        if count == 1 and tokens in (1, end) and not terms.window and terms.sinks is None:
+            return _attended(asked, keys, values, None, terms.scale, is_grouped=is_grouped).transpose(1, 2)
         place = torch.arange(begin, end, device=self._device)
         of_row = upload(held, self._device)
         # What no token of a row sees may be anything, also no number, which a share of zero would not take away.
@@ -234,9 +232,11 @@ def _attended(
     *,
     is_grouped: bool,
 ) -> torch.Tensor:
+    """[R, heads, T, value_dim]; without a mask each of several tokens sees those before it."""
+    is_causal = mask is None and queries.shape[2] > 1
     return scaled_dot_product_attention(
-        queries, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped
-    )  # [R, heads, T, value_dim]
+        queries, keys, values, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=is_grouped
+    )
 
 
 def _gathered(layer: PagedLayer, numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
