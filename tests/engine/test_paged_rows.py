@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
+from engine.common.falls import FALLS
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.cuda.attention import CudaAttention
 from engine.kernels.gpu.attention_proof import ProvenAttention
@@ -142,7 +143,7 @@ def answers(loaded: LoadedModel, schedule: Schedule, **policy: Any) -> dict[int,
     executor = BatchExecutor(loaded, sizes)
     try:
         executor.run(iter(rows()), lambda answer: found.__setitem__(answer.row, answer.token_ids))
-        assert executor.note == ""
+        assert FALLS.note == ""
     finally:
         executor.close()
     return found
@@ -195,7 +196,7 @@ def run(loaded: LoadedModel, policy: BatchPolicy, on_text: Callable[[str, int], 
     try:
         asked = iter([replace(row, on_text=on_text) for row in rows()])
         executor.run(asked, lambda answer: found.__setitem__(answer.row, answer.token_ids))
-        return found, executor.note
+        return found, FALLS.note
     finally:
         executor.close()
 
@@ -230,7 +231,7 @@ def test_pages_that_do_not_fit_stay_in_ram(folder: Path) -> None:
         policy = BatchPolicy(rows=3, kv_bytes=2**24, schedule=S4, cached=1.0, row_tokens=2**17)
         found, note = run(loaded, replace(policy, rows=2**10), lambda _text, _count: None)
         assert found == wanted
-        assert note == "Keys and values stay in RAM: the graphics card has no room for the share that was planned."
+        assert "gives way to keys and values in RAM: the graphics card has no room for the share" in note
 
 
 @pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
@@ -247,7 +248,7 @@ def test_another_schedule_than_the_planned_one_is_said(folder: Path, monkeypatch
         asked = [replace(row, sampling=SamplingParams(max_tokens=8)) for row in rows()]
         executor = BatchExecutor(loaded, policy)
         executor.run(iter(asked), lambda answer: None)
-        assert executor.note == "Rows go by cgopipe and not by s4 as planned: that was measured to be slower here."
+        assert "gives way to cgopipe: s4 was measured to be slower here." in FALLS.note
         executor.close()
 
 
@@ -271,9 +272,10 @@ PLAN = BatchPlan("Klotski", "klotski-on-card", "klotski-on-card", 8, 2, 0.5, 0.5
 def test_a_plan_that_cannot_be_is_left_alone(folder: Path, changes: dict[str, Any], why: str) -> None:
     with opened(folder, cache_slots=3) as loaded:
         policy = policy_for(loaded, replace(PLAN, **changes))
-        assert policy.note.startswith(f"The batch plan that was given cannot be, and rows do without: {why}")
+        assert f"The plan that was given for rows gives way to the engine's own sizes: {why}" in FALLS.note
         assert policy.planned is None
         found, note = run(loaded, replace(policy, kv_bytes=2**22), lambda _text, _count: None)
         assert len(found) == 3
-        assert note == policy.note
-        assert policy_for(loaded, PLAN).note == ""
+        assert why in note
+        policy_for(loaded, PLAN)
+        assert FALLS.note == ""

@@ -14,6 +14,7 @@ import torch
 
 from engine.checkpoint.find_shape import find_shape
 from engine.common.config import SamplingParams
+from engine.common.falls import FALLS
 from engine.devices.device import Direction, Event, Stream
 from engine.devices.memory_budget import MemoryCategory
 from engine.hardware.machine import read_machine
@@ -226,7 +227,7 @@ def run(loaded: LoadedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> Ran
     executor = BatchExecutor(loaded, policy)
     try:
         executor.run(iter(rows), lambda answer: None)
-        assert executor.note == ""
+        assert FALLS.note == ""
     finally:
         executor.close()
     return ran

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from engine.planner.schedules import (
     S4,
     Schedule,
 )
+from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.shared_attention import heads_of
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.loaded_model import LoadedModel
@@ -267,14 +269,21 @@ def _rows() -> list[BatchRequest]:
     ]
 
 
-def _batched(loaded: LoadedModel, schedule: Schedule) -> dict[int, tuple[int, ...]]:
+def _batched(
+    loaded: LoadedModel,
+    schedule: Schedule | None,
+    on_text: Callable[[str, int], None] = lambda _text, _count: None,
+    **more: Any,
+) -> dict[int, tuple[int, ...]]:
     answers: dict[int, tuple[int, ...]] = {}
-    policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=2, schedule=schedule)
+    policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=120, micro_batch_rows=2, schedule=schedule, **more)
     executor = BatchExecutor(loaded, policy)
     try:
-        executor.run(iter(_rows()), lambda answer: answers.__setitem__(answer.row, answer.token_ids))
+        asked = iter([replace(row, on_text=on_text) for row in _rows()])
+        executor.run(asked, lambda answer: answers.__setitem__(answer.row, answer.token_ids))
     finally:
         executor.close()
+    assert {len(ids) for ids in answers.values()} == {5}
     return answers
 
 
@@ -301,6 +310,93 @@ def test_batches_on_several_cards_give_the_same_answers(
         assert loaded.devices is not None
         used = [device.memory.use() for device in loaded.devices.devices]
         assert all(use.by_category[MemoryCategory.EXPERTS] for use in used)
+
+
+def _most_held(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, category: MemoryCategory) -> list[int]:
+    """Bytes of each card, at most, in any sweep from now on."""
+    assert loaded.devices is not None
+    cards, sweep = loaded.devices.devices, DevicePipeline.sweep
+    most = [0] * len(cards)
+
+    def swept(pipeline: DevicePipeline, batches: Sequence[Any], schedule: Schedule) -> Iterator[None]:
+        for step in sweep(pipeline, batches, schedule):
+            for number, card in enumerate(cards):
+                most[number] = max(most[number], card.memory.use().by_category.get(category, 0))
+            yield step
+
+    monkeypatch.setattr(DevicePipeline, "sweep", swept)
+    return most
+
+
+@pytest.mark.parametrize(
+    ("family", "schedule", "policy"),
+    [
+        ("mixtral", S4, {"cached": 0.5, "resident": 0.5}),
+        ("mixtral", CPU_EXPERTS_ON_CARD, {"resident": 0.25, "cached": 1.0}),
+        ("gpt_oss", KLOTSKI_ON_CARD, {"cached": 1.0}),
+        ("qwen3_moe", S4, {"cached": 0.4, "kv_type": KvType.INT8}),
+        ("qwen3_moe", None, {"cached": 0.5, "resident": 0.5, "planned": S4}),
+        ("deepseek_v3", S4, {"cached": 0.5}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("devices", [2, 3])
+def test_what_is_planned_to_stay_is_shared_by_the_cards(
+    family: str,
+    schedule: Schedule | None,
+    policy: dict[str, Any],
+    devices: int,
+    checkpoints: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny_checkpoint(family, checkpoints / f"batches of {family}", num_hidden_layers=3)
+    plain = {name: policy[name] for name in policy if name == "kv_type"}
+    with opened(folder, 0) as loaded:
+        wanted = _batched(loaded, HYBRID, **plain)
+    with opened(folder, devices, sharing="experts", cache_slots=3) as loaded:
+        held = _most_held(monkeypatch, loaded, MemoryCategory.KV)
+        assert _batched(loaded, schedule, row_tokens=96, **policy) == wanted
+        assert FALLS.note == ""
+        heads = heads_of(loaded.model.config.num_key_value_heads, devices) if family != "deepseek_v3" else [range(1)]
+        assert [bool(nbytes) for nbytes in held][: len(heads)] == [True] * len(heads)
+
+
+@pytest.mark.parametrize(("after", "number", "left"), [(1, 0, 2**17), (4, 1, 2**17), (4, 1, 2**18), (9, 1, 2**17)])
+def test_one_of_the_cards_that_fills_up_in_mid_job_changes_no_answer(
+    after: int, number: int, left: int, checkpoints: Path
+) -> None:
+    folder = tiny_checkpoint("mixtral", checkpoints / "batches of mixtral", num_hidden_layers=3)
+    with opened(folder, 0) as loaded:
+        wanted = _batched(loaded, HYBRID)
+    with opened(folder, 2, sharing="experts", cache_slots=3) as loaded:
+        assert loaded.devices is not None
+        card, written = loaded.devices.devices[number], [0]
+        total = card.memory.total
+
+        def wrote(_text: str, _count: int) -> None:
+            written[0] += 1
+            if written[0] == after:
+                use = card.memory.use().by_category
+                card.memory.limit(use[MemoryCategory.WEIGHTS] + use[MemoryCategory.ACTIVATIONS] + left)
+
+        found = _batched(loaded, S4, wrote, cached=0.5, resident=0.25, row_tokens=96)
+        card.memory.limit(total)
+    assert found == wanted
+    assert "gives way to keys and values in RAM: others need" in FALLS.note
+
+
+def test_pages_that_one_of_the_cards_has_no_room_for_stay_in_ram(checkpoints: Path) -> None:
+    folder = tiny_checkpoint("mixtral", checkpoints / "batches of mixtral", num_hidden_layers=3)
+    with opened(folder, 0) as loaded:
+        wanted = _batched(loaded, HYBRID)
+    with opened(folder, 2, sharing="experts", cache_slots=3) as loaded:
+        assert loaded.devices is not None
+        second = loaded.devices.devices[1].memory
+        total = second.total
+        second.limit(second.use().used + 2**16)
+        assert _batched(loaded, S4, cached=1.0, row_tokens=2**12) == wanted
+        second.limit(total)
+    assert "gives way to keys and values in RAM: the graphics card has no room" in FALLS.note
 
 
 def test_batches_of_cards_that_share_layers_say_what_they_do_without(checkpoints: Path) -> None:

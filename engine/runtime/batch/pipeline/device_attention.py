@@ -197,7 +197,7 @@ class DeviceAttention:
             for room in self._rooms.values():
                 room.make(staying.count * len(room.layers), staged)
         except DeviceMemoryError:
-            self._forget()
+            self.forget()
             raise
         self.staying = staying
         self._device.h2d_stream.wait(self._device.compute_stream.record())
@@ -213,7 +213,7 @@ class DeviceAttention:
             for room in self._rooms.values():
                 if room.pages is not None:
                     room.bring_home(parts_of_pages(room.pages), self.staying.numbers)
-        self._forget()
+        self.forget()
 
     def fetch(self, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> CacheAhead:
         """Copies what these rows see of keys and values to the device, after all weights already queued.
@@ -321,12 +321,19 @@ class DeviceAttention:
         self._under_way = []
         self._seen.clear()
 
+    def forget(self) -> None:
+        """Frees the device's pages, and what is in them."""
+        for room in self._rooms.values():
+            room.release()
+        self._rooms, self.staying = {}, StayingPages()
+        self._seen.clear()
+
     def close(self) -> None:
         """Ends the threads and frees the memory.  Safe to call twice."""
         self.settle()
         self._reading.shutdown()
         self._writing.shutdown()
-        self._forget()
+        self.forget()
 
     def _room(self, layer: PagedLayer) -> _Room:
         return self._rooms.setdefault(layer.shape, _Room(self._device, layer))
@@ -359,12 +366,6 @@ class DeviceAttention:
             future.result().wait()
         self._under_way = [future for future in self._under_way if not future.done()]
         self._device.compute_stream.synchronize()
-
-    def _forget(self) -> None:
-        for room in self._rooms.values():
-            room.release()
-        self._rooms, self.staying = {}, StayingPages()
-        self._seen.clear()
 
     def _seen_by(self, pieces: Pieces, terms: AttentionTerms) -> _Seen:
         key = id(pieces), terms.window, terms.kept
@@ -399,7 +400,8 @@ def _seen(pieces: Pieces, terms: AttentionTerms, staying: StayingPages) -> _Seen
     numbers = torch.where(
         moves, moves.cumsum(0) - 1, torch.where(is_new, len(moving) + is_new.cumsum(0) - 1, -1 - index)
     )
-    placed = torch.zeros_like(rows.pages)  # pages that nobody sees: any will do
+    # Pages that nobody sees: any that there is will do.
+    placed = torch.full_like(rows.pages, 0 if in_ram.any() else -1)
     placed[sees] = numbers[where]
     back = (staying.index(rows.page) < 0).nonzero()[:, 0]
     return _Seen(rows, moving, int(in_ram.sum()), placed, back)

@@ -122,6 +122,7 @@ class SharedAttention:
         """See `DeviceAttention.close`."""
         for card in self._cards:
             card.close()
+        self._parts.clear()
 
     def _parts_of(self, layer: PagedLayer) -> list[PagedLayer]:
         """What each card has of a layer, the same object each time."""
@@ -150,9 +151,7 @@ class SharedAttention:
                 raise
             self._cards[number].keep(layers, staying, staged)
 
-    def _fetched(
-        self, number: int, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int
-    ) -> CacheAhead:
+    def _fetched(self, number: int, layer: PagedLayer, terms: AttentionTerms, pieces: Pieces, index: int) -> CacheAhead:
         try:
             return self._cards[number].fetch(layer, terms, pieces, index)
         except DeviceMemoryError as refused:

@@ -42,7 +42,9 @@ class SharedLayerExperts:
         DeviceMemoryError: a device has no room for two layers.
     """
 
-    def __init__(self, held: DeviceExperts, layers: DecoderLayers, per_token: int, resident: float | None = None) -> None:
+    def __init__(
+        self, held: DeviceExperts, layers: DecoderLayers, per_token: int, resident: float | None = None
+    ) -> None:
         with ExitStack() as opened:
             self._cards: list[_Card] = []
             for number, ways in enumerate([None, *held.ways]):
