@@ -49,22 +49,22 @@ def mixtral() -> LoadedModel:
     return tiny_loaded("mixtral")
 
 
-TURNS = {"doge", "longcat_flash", "qwen4_exp", "qwen4_exp_text"}
+TURNS = {
+    *("doge", "longcat_flash", "qwen4_exp", "qwen4_exp_text"),
+    *("inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"),
+}
 """Families whose rows are answered one by one, as far as the tiny models go."""
-BETWEEN_LAYERS = {"inkling2", "inkling2_loop", "inkling2_loop_text", "inkling2_text"}
-"""Also because models of these compute something between their layers."""
 
 
 @cache
 def _packs(family: str) -> bool:
-    return family not in TURNS | BETWEEN_LAYERS
+    return family not in TURNS
 
 
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_rows_share_sweeps_in_all_families_but_a_few(family: str) -> None:
     executor = BatchExecutor(tiny_loaded(family), POLICY)
     assert bool(executor.note) == (not _packs(family))
-    assert (family in BETWEEN_LAYERS) == ("between its layers" in executor.note)
     executor.close()
 
 
