@@ -338,7 +338,7 @@ def _most_held(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, category: M
         ("qwen3_moe", None, {"cached": 0.5, "resident": 0.5, "planned": S4}),
         ("deepseek_v3", S4, {"cached": 0.5}),
     ],
-    ids=str,
+    ids=["halves", "experts on the host", "klotski", "int8", "planned", "latents"],
 )
 @pytest.mark.parametrize("devices", [2, 3])
 def test_what_is_planned_to_stay_is_shared_by_the_cards(
