@@ -30,7 +30,7 @@ from engine.bench.report import Report
 from engine.checkpoint.model_shape import read_model
 from engine.checkpoint.profile import read_profile as read_dimensions
 from engine.common import clock
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import EngineConfig, Misses, SamplingParams
 from engine.common.errors import EngineError
 from engine.hardware.machine import read_machine
 from engine.hardware.profiles import EMULATED, DeviceProfile, lent
@@ -259,7 +259,8 @@ def _collaborative(bench: _Bench) -> Iterator[PublishedCell]:
 
 def _fiddler(bench: _Bench) -> Iterator[PublishedCell]:
     """Single batch, long prompts and beams, over ways to use a card that do not choose."""
-    single, whole, fetched, beams = [], [], [], []
+    single, whole, fetched, beams = (list[float]() for _ in range(4))
+    ways: tuple[tuple[Misses, list[float]], ...] = (("layer", whole), ("fetch", fetched))
     for machine in bench.machines("fiddler-quadro-rtx-6000", "fiddler-rtx-6000-ada"):
         slots = 56 if "quadro" in machine else 125
         with bench.opened(machine, slots, "mixed") as loaded:
@@ -267,7 +268,7 @@ def _fiddler(bench: _Bench) -> Iterator[PublishedCell]:
             searched = [bench.beams_s(loaded, width) for width in bench.plan.beams]
         with bench.opened(machine, slots, "cpu", policy="layers") as loaded:
             split = bench.answer_s(loaded)
-        for misses, gains in (("layer", whole), ("fetch", fetched)):
+        for misses, gains in ways:
             with bench.opened(machine, 0 if misses == "layer" else slots, misses) as loaded:
                 gains += [theirs / mine for theirs, mine in zip(bench.prompts_s(loaded), long, strict=True)]
         single.append(split / ours)
