@@ -22,7 +22,7 @@ from tests.engine.tiny_families import tiny_checkpoint
 CHECKOUT = Path(__file__).resolve().parents[2]
 FIELDS = {
     *("text", "reasoning", "prompt_tokens", "generated_tokens", "ttft_s", "tokens_per_s", "device", "finish_reason"),
-    *("model", "precision", "threads", "device_note", "template_note"),
+    *("model", "precision", "threads", "device_note", "template_note", "gave_way"),
 }
 
 

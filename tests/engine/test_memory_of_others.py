@@ -244,7 +244,8 @@ def test_answers_stay_the_same_while_another_program_takes_the_memory_and_leaves
         for _ in range(2):
             assert tokens(ask(engine, [PROMPT] * 2)[0]) == expected.first
         assert devices.experts.slots == slots
-        assert [info.device_note for info in said[1:]] == [before.device_note]
+        # Beside what was said before there may be what a batch that began meanwhile does without.
+        assert [info.device_note.endswith(before.device_note) for info in said[1:]] == [True]
         assert tokens(ask(engine, [expected.second_prompt])[0]) == expected.second
     finally:
         engine.unload()
