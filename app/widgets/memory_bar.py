@@ -10,6 +10,7 @@ from PySide6.QtGui import QBrush, QColor, QPainter, QPainterPath, QPaintEvent, Q
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import ColourName, themed
+from app.widgets.quantities import count
 
 if TYPE_CHECKING:  # it imports numpy, and the window has a bar when it opens
     from engine.planner.plan_parts import TierBytes
@@ -64,7 +65,7 @@ class TierBar:
 def memory_parts(tier: TierBytes, slots: int = 0) -> tuple[BarPart, ...]:
     """What a memory is planned for; `slots` is how many experts have a place in it, 0 to leave that out."""
     experts = (
-        translate("PlanBars", "experts, {0} slots").format(f"{slots:,}") if slots else translate("PlanBars", "experts")
+        translate("PlanBars", "experts, {0} slots").format(count(slots)) if slots else translate("PlanBars", "experts")
     )
     return (
         BarPart(translate("PlanBars", "model"), tier.weights, "gpu"),
