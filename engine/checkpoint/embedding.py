@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.checkpoint.config_file import MAX_CONFIG_BYTES
+from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_json
 from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import parse_json, read_foreign
@@ -67,10 +67,9 @@ def embedding_of(path: Path) -> Embedding | None:
         return None
     found: dict[str, Any] = {"normalises": False}
     dense: list[Path] = []
-    for module in _modules(path):
-        kind, folder = module
+    for kind, folder in _modules(path):
         if kind == "Pooling":
-            found["pooling"] = _pooling(path, _object(folder / "config.json"))
+            found["pooling"] = _pooling(path, read_json(folder / "config.json", MAX_CONFIG_BYTES))
         elif kind == "Dense":
             dense.append(folder)
         elif kind == "Normalize":
@@ -79,8 +78,8 @@ def embedding_of(path: Path) -> Embedding | None:
             raise _unknown(path, f"a part of the kind {quoted(kind[:40])}")
     if "pooling" not in found:
         raise _unknown(path, "no pooling")
-    length = _object(path / _LENGTH).get("max_seq_length") if (path / _LENGTH).is_file() else None
-    settings = _object(path / _SETTINGS) if (path / _SETTINGS).is_file() else {}
+    length = read_json(path / _LENGTH, MAX_CONFIG_BYTES).get("max_seq_length") if (path / _LENGTH).is_file() else None
+    settings = read_json(path / _SETTINGS, MAX_CONFIG_BYTES) if (path / _SETTINGS).is_file() else {}
     prompts, default = settings.get("prompts"), settings.get("default_prompt_name")
     prompt = prompts.get(default) if isinstance(prompts, dict) and isinstance(default, str) else ""
     return Embedding(
@@ -128,7 +127,10 @@ def _of_gguf(gguf: Path) -> Embedding | None:
 
 def _modules(path: Path) -> list[tuple[str, Path]]:
     """The kind and the folder of each part, in order."""
-    listed = _json(path / MODULES)
+    try:
+        listed = parse_json(read_foreign(path / MODULES, MAX_CONFIG_BYTES))
+    except (OSError, ValueError) as error:
+        raise _damaged(path / MODULES, f"cannot be read ({str(error)[:80]})") from None
     found: list[tuple[str, Path]] = []
     for each in listed if isinstance(listed, list) else [None]:
         kind, folder = (each.get("type"), each.get("path")) if isinstance(each, dict) else (None, None)
@@ -147,20 +149,6 @@ def _pooling(path: Path, said: dict[str, Any]) -> Pooling:
     if len(wanted) == 1 and wanted[0] in _POOLING:
         return _POOLING[wanted[0]]
     raise _unknown(path, "a pooling other than of the first token, the last one, or the mean of all")
-
-
-def _object(file: Path) -> dict[str, Any]:
-    value = _json(file)
-    if not isinstance(value, dict):
-        raise _damaged(file, "is no JSON object")
-    return value
-
-
-def _json(file: Path) -> Any:
-    try:
-        return parse_json(read_foreign(file, MAX_CONFIG_BYTES))
-    except (OSError, ValueError) as error:
-        raise _damaged(file, f"cannot be read ({str(error)[:80]})") from None
 
 
 def _damaged(file: Path, what: str) -> EngineError:

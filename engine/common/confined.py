@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import psutil
@@ -59,9 +59,13 @@ def dies_after(seconds: float) -> Iterator[None]:
 # --- the parent's end ---
 
 
-def started(module: str) -> subprocess.Popen[bytes]:
-    """The child, which runs one of our modules."""
-    command, variables = confined_module(module)
+def started(module: str, variables: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+    """The child, which runs one of our modules.
+
+    Args:
+        variables: its whole environment, if not that of what runs others' code.
+    """
+    command, confined = confined_module(module)
     # Ctrl-C in a terminal is for the parent, which ends the child.
     apart: dict[str, Any] = {"start_new_session": True}
     if sys.platform == "win32":
@@ -71,7 +75,7 @@ def started(module: str) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=variables,
+        env=confined if variables is None else variables,
         **apart,
     )
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.batch_files.openai_requests import BadRequestError
 from engine.checkpoint.embedding import how_it_embeds
-from engine.common.confined import Exchange, end
+from engine.common.confined import Exchange, end, started
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.paths import python_module
 from engine.process.failures import as_engine_error, log_failure
@@ -192,19 +192,9 @@ def _died() -> EngineError:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    command, variables = python_module("engine.serving.embeddings")
-    apart: dict[str, Any] = {"start_new_session": True}
-    if sys.platform == "win32":
-        apart = {"creationflags": subprocess.CREATE_NEW_PROCESS_GROUP | subprocess.CREATE_NO_WINDOW}
+    module = "engine.serving.embeddings"
     try:
-        return subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env={**os.environ, **variables},
-            **apart,
-        )
+        return started(module, {**os.environ, **python_module(module)[1]})
     except OSError as error:
         raise EngineError(ErrorCode.ENGINE_DIED, f"The engine cannot be started: {error.strerror}.") from None
 

@@ -65,14 +65,7 @@ struct DeltaTokens {
 
 // To the length `length`, as far as what is nearly 0 can have one.
 void scale_to_length(float *x, int64_t n, float length) {
-    float sums[16] = {};  // side by side, which the compiler keeps in vectors
-    int64_t at = 0;
-    for (; at + 16 <= n; at += 16)
-        for (int64_t i = 0; i < 16; ++i) sums[i] += x[at + i] * x[at + i];
-    float squares = 0;
-    for (; at < n; ++at) squares += x[at] * x[at];
-    for (float sum : sums) squares += sum;
-    const float scale = length / std::sqrt(squares + 1e-6f);
+    const float scale = length / std::sqrt(squares_of(x, n) + 1e-6f);
     for (int64_t i = 0; i < n; ++i) x[i] *= scale;
 }
 

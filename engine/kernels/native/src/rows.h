@@ -11,11 +11,8 @@ constexpr int64_t padded(int64_t n) { return (n + 31) & ~int64_t{31}; }
 inline void put(float value, float *out) { *out = value; }
 inline void put(float value, uint16_t *out) { *out = to_bf16(value); }
 
-// An RMS norm, rounded at most once, at the end.  Hidden states are floats throughout a model: what bf16 would lose of a sum
-// that grows from layer to layer is more than what is lost anywhere else.
-// `offset` is added to the weights.
-template <class Number>
-void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, Number *out, float offset = 0.0f) {
+// The sum of the squares of x [n].
+inline float squares_of(const float *x, int64_t n) {
     // Sixteen sums side by side, which the compiler keeps in vectors.
     float sums[16] = {};
     int64_t at = 0;
@@ -24,7 +21,15 @@ void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, 
     float squares = 0;
     for (; at < n; ++at) squares += x[at] * x[at];
     for (float sum : sums) squares += sum;
-    const float scale = 1.0f / std::sqrt(squares / static_cast<float>(n) + epsilon);
+    return squares;
+}
+
+// An RMS norm, rounded at most once, at the end.  Hidden states are floats throughout a model: what bf16 would lose of a sum
+// that grows from layer to layer is more than what is lost anywhere else.
+// `offset` is added to the weights.
+template <class Number>
+void rms_norm(const float *x, const uint16_t *weight, float epsilon, int64_t n, Number *out, float offset = 0.0f) {
+    const float scale = 1.0f / std::sqrt(squares_of(x, n) / static_cast<float>(n) + epsilon);
     for (int64_t i = 0; i < n; ++i) put((offset + from_bf16(weight[i])) * (x[i] * scale), &out[i]);
 }
 
