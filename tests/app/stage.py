@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import openpyxl
 from PySide6.QtCore import QEventLoop, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QColor, QImage, QPainter
 from PySide6.QtWidgets import QApplication, QScrollArea, QWidget
@@ -313,6 +314,18 @@ class Stage:
         self.batch.open_files([self.table()])
         self.until(self.batch.form.foot.start.isEnabled)
         self.until(lambda: self.batch.form.input.caption.text().startswith("40"))
+
+    def fill_workbook(self) -> None:
+        book, file = openpyxl.Workbook(), self.folder / "tickets.xlsx"
+        book.remove(book.active)
+        for name, text in (("Open tickets", "The parcel has not come."), ("Closed tickets", "It came, thank you.")):
+            sheet = book.create_sheet(name)
+            sheet.append(["customer", "text"])
+            sheet.append(["Rossi", text])
+        book.save(file)
+        self.window.show_page(BATCH)
+        self.batch.open_files([file])
+        self.until(self.batch.form.foot.start.isEnabled)
 
     def start_job(self) -> None:
         self.fill_form()
@@ -1289,6 +1302,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "first-run-engine-trouble": _first_run_engine_trouble,
     "batch-empty": lambda stage: stage.window.show_page(BATCH),
     "batch-new": lambda stage: stage.fill_form(),
+    "batch-sheet": lambda stage: stage.fill_workbook(),
     "batch-schema": _batch_schema,
     "batch-tried": _batch_tried,
     "batch-servers": _servers,
