@@ -84,7 +84,9 @@ def test_it_is_hardly_slower_than_the_better_way_of_nearly_any_machine() -> None
             ways = {way: machine.token_s(ratio, by_itself=way, is_noisy=False) for way in (True, False)}
             times.append(ways[choice.by_itself] / min(ways.values()))
     times.sort()
-    assert times[int(0.95 * len(times))] < 1.1, f"seed {seed}"
+    # About 3.5% of all such cases lose more than a tenth: of some 400 drawn ones, 5% are now and then.
+    assert times[int(0.9 * len(times))] < 1.1, f"seed {seed}"
+    assert times[int(0.95 * len(times))] < 1.2, f"seed {seed}"
 
 
 def test_only_what_is_clearly_better_is_worth_it() -> None:
