@@ -267,10 +267,10 @@ def _heading(info: ModelInfo) -> str:
 
 def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None) -> int:
     """Has a server elsewhere answer the question, or converses with it."""
-    from engine.remote.chat_form import read_pictures
+    from engine.common.pictures import pictures_in_files
     from engine.verbs import remote_chat
 
-    parts = parts_with(question or "", read_pictures(args.picture or ()))
+    parts = parts_with(question or "", pictures_in_files(args.picture or ()))
 
     def use(talk: remote_chat.RemoteTalk, heading: str, sampling: SamplingParams) -> int:
         if question is None:
