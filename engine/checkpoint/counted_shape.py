@@ -13,6 +13,7 @@ from engine.checkpoint.gguf.codes import KEPT_IN
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.checkpoint.packed import is_blocks
+from engine.checkpoint.pictures import why_blind
 from engine.checkpoint.profile import is_expert_key, number_of, profile_of
 from engine.checkpoint.stored import (
     StoredWeights,
@@ -49,7 +50,7 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
     out, as in the engine. A dense model gets one expert of minimal width.
     """
     text = text_part(config)
-    found = profile_of(config, [])
+    found, tensors = profile_of(config, []), list(tensors)
     mine = [entry for entry in tensors if _is_mine(entry.key, found.layers)]
     profile = profile_of(config, mine)
     moe_layers = len({_layer(entry.key) for entry in mine if is_expert_key(entry.key)}) if profile.experts else 0
@@ -85,6 +86,7 @@ def shape_of(name: str, config: dict[str, Any], tensors: Iterable[TensorEntry], 
         table_weights=sum(entry.numel for entry in tables),
         table_rows=_rows_of_token(text, tables),
         table_columns=max((entry.shape[-1] for entry in tables), default=0),
+        sees=not why_blind(config, (entry.key for entry in tensors)),
     )
     return replace(shape, stored=_stored(shape, mine, kept))
 

@@ -75,6 +75,7 @@ class ModelShape:
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
+        sees: whether it is given pictures, too.
     """
 
     name: str
@@ -104,6 +105,7 @@ class ModelShape:
     table_rows: int = 0
     table_columns: int = 0
     stored: StoredWeights | None = None
+    sees: bool = False
 
     @property
     def moe_layers(self) -> int:
