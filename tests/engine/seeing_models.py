@@ -18,8 +18,8 @@ from tests.engine.tiny_families import model_class, tiny_checkpoint
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|picture_begin|><|image|><|picture_end|>{% else %}{{ p['text'] }}"
-    "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% for p in m['content'] %}{% if p['type'] == 'image' %}<|picture_begin|><|image|><|picture_end|>"
+    "{% else %}{{ p['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKS = ("<|picture_begin|>", "<|image|>", "<|picture_end|>")
@@ -35,6 +35,18 @@ _PREPARED: dict[str, dict[str, Any]] = {
     "mistral3": {"size": {"longest_edge": 32}, "patch_size": 4},
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
 }
+_GEMMA4_TOWER = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "patch_size": 4,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 64,
+}
 SEEING = tuple(_PREPARED)
 
 
@@ -48,6 +60,7 @@ def seeing_checkpoint(family: str, folder: Path, **more: Any) -> Path:
         tokens |= {"boi_token_index": _FIRST, "eoi_token_index": _FIRST + 2}
     elif family == "gemma4":
         tokens |= {"boi_token_id": _FIRST, "eoi_token_id": _FIRST + 2, "audio_token_id": _FIRST + 4}
+        more = {"vision_config": _GEMMA4_TOWER, **more}
     folder = tiny_checkpoint(family, folder, prepare=_with_more_tokens, **tokens, **more)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     while len(tokenizer) < _FIRST:
