@@ -13,7 +13,7 @@ import torch
 from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
-from engine.checkpoint.pictures import is_of_tower, why_blind
+from engine.checkpoint.pictures import is_of_tower, why_blind, why_gguf_is_blind
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
@@ -127,7 +127,7 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     tensors = read_tensors(directory, guesses=guesses)
     check_filled(tensors.values())
     profile = profile_of(raw, tensors.values())
-    why = why_blind(raw, tensors)
+    why = why_gguf_is_blind(directory) or why_blind(raw, tensors)
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
     sight, tower_weights = None, 0
