@@ -120,9 +120,8 @@ def with_picture_tokens(file: Path, target: Path) -> Path:
     """A GGUF model whose vocabulary and chat template know pictures."""
     read = read_gguf(file)
     tokens = [*read.metadata["tokenizer.ggml.tokens"]]  # type: ignore[misc]
-    kinds = [
-        3 if at >= len(tokens) - 3 else int(kind) for at, kind in enumerate(read.metadata["tokenizer.ggml.token_type"])
-    ]  # type: ignore[arg-type]
+    said: Any = read.metadata["tokenizer.ggml.token_type"]
+    kinds = [*(int(kind) for kind in said[:-3]), 3, 3, 3]
     marks = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
     merges = [*read.metadata["tokenizer.ggml.merges"]]  # type: ignore[misc]
     gone = set(tokens[-3:])

@@ -309,7 +309,7 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, whole: str, tmp_path: Path)
     write_mmproj(written, drawn_tower(whole, 2 * width), 2 * width)
     with loaded(file, "fp32") as ours:
         assert ask(Scheduler(ours), text)[0].token_ids == alone
-        with pytest.raises(EngineError, match="mmproj-a-model-f32.gguf beside it is the part of another model"):
+        with pytest.raises(EngineError, match=r"mmproj-a-model-f32\.gguf beside it is the part of another model"):
             Preparation(ours).prompt(MESSAGES, never)
     written.write_bytes(written.read_bytes()[:3000])
     with loaded(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
