@@ -149,7 +149,7 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
             assert list(answer.token_ids) == tokens, again
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"])
 def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
     place = checkpoint(family, folder)
     with loaded(place, "bf16") as model:
@@ -191,6 +191,8 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
     with opened(place, vram_bytes=8 * MIB) as model:
         scheduler = Scheduler(model)
         assert ask(scheduler, MESSAGES)[0].token_ids == alone[0]
+        assert model.sight is not None
+        assert model.sight.read_on_card == 2
         scheduler.close()
 
 

@@ -23,6 +23,7 @@ from engine.experts.sites import ExpertsSite, find_sites
 from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for
 from engine.runtime.draft_head import add_draft_head, draft_head_of
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
 from engine.runtime.load.library_models import (
     build_beside,
@@ -50,7 +51,7 @@ class OpenedCheckpoint:
         sites: its experts modules, in the checkpoint's own precision.
         weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
-        sight: makes what sees, of the tokenizer and the place of embeddings; None for a model that reads text only.
+        sight: makes what sees, of the tokenizer, the place of embeddings and cards; None for one that reads text only.
         tower_weights: how many weights what sees has.
         why_blind: why it reads text only, completing a sentence.
         left_out: a sentence about what the checkpoint wants quantised besides weights; may be empty.
@@ -67,7 +68,7 @@ class OpenedCheckpoint:
     unread: str
     left_out: str
     guesses: bool = False
-    sight: Callable[[Any, torch.device], Sight] | None = None
+    sight: Callable[[Any, torch.device, ModelDevices | None], Sight] | None = None
     why_blind: str = ""
     tower_weights: int = 0
 
