@@ -133,10 +133,13 @@ class Sight:
         self._features = OrderedDict[bytes, Features]()
         self._turn = threading.Lock()
         self.placeholder_id = _token_id(config, "image_token_id", "image_token_index")
-        names = {"image": tokenizer.convert_ids_to_tokens(self.placeholder_id)}
+        known = self.placeholder_id < len(tokenizer)
+        names = {"image": tokenizer.convert_ids_to_tokens(self.placeholder_id) if known else ""}
         for short in ("boi", "eoi"):
             if (found := _token_id(config, f"{short}_token_id", f"{short}_token_index", default=-1)) >= 0:
                 names[short] = tokenizer.convert_ids_to_tokens(found)
+        self._follows = None if known else _token_id(config, "boi_token_id", "boi_token_index")
+        """The token that pictures' tokens follow, where no text is one: GGUF files of Gemma 3 have no placeholder."""
         self._names = names
         self.mark: str = names[self.sizes.sight.mark]
         """What the chat template writes for a picture."""
@@ -176,6 +179,16 @@ class Sight:
         Raises:
             EngineError: `MODEL_UNSUPPORTED`: the chat template has no place for them.
         """
+        if self._follows is not None:
+            left = list(pictures)
+            found = [
+                each
+                for token in ids
+                for each in (token, *(left.pop(0).ids() if token == self._follows and left else ()))
+            ]
+            if left:
+                raise self.no_place()
+            return found
         own = (token for each in pictures for token in each.ids())
         found = [next(own, -1) if token == self.placeholder_id else token for token in ids]
         if -1 in found or next(own, -1) != -1:
@@ -193,6 +206,11 @@ class Sight:
     def plain(self, ids: Sequence[int]) -> list[int]:
         """The same with the placeholder in place of pictures' tokens, as the library has it."""
         return [self.placeholder_id if token >= FIRST else token for token in ids]
+
+    def text(self, ids: Sequence[int]) -> list[int]:
+        """The same with a token that the tokenizer knows in their place."""
+        stands = self.placeholder_id if self._follows is None else self._follows
+        return [stands if token >= FIRST else token for token in ids]
 
     def layout(self, ids: Sequence[int]) -> Layout | None:
         """Where pictures lie in a prompt; `None` without any."""
