@@ -58,8 +58,10 @@ class SettingsCard(QFrame):
         row.addSpacing(16)
         for control in controls:
             row.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
+            if isinstance(control, QLabel):  # it says the value of the control before it
+                continue
             does = control.text() if isinstance(control, QPushButton) else ""
-            control.setAccessibleName(control.accessibleName() or (f"{name}: {does}" if does else name))
+            control.setAccessibleName(control.accessibleName() or ": ".join(filter(None, (name, does))))
             control.setAccessibleDescription(explanation)
             if isinstance(control, QCheckBox) and not control.text():  # the room for its text goes to the left
                 control.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
