@@ -138,6 +138,9 @@ class Sight:
         for short in ("boi", "eoi"):
             if (found := _token_id(config, f"{short}_token_id", f"{short}_token_index", default=-1)) >= 0:
                 names[short] = tokenizer.convert_ids_to_tokens(found)
+        ends = (_token_id(config, f"image_{end}_token_id", default=-1) for end in ("start", "end"))
+        self._ends = frozenset(ends)
+        """The tokens that begin and end a picture, where those have a part of their own."""
         self._follows = None if known else _token_id(config, "boi_token_id", "boi_token_index")
         """The token that pictures' tokens follow, where no text is one: GGUF files of Gemma 3 have no placeholder."""
         self._names = names
@@ -338,6 +341,9 @@ class Sight:
         else:
             found["position_ids"] = torch.arange(begin, end, device=self._place)[None]
         rows, deep = self._rows(layout, begin, end)
+        if sight.experts:
+            own = [int(token >= FIRST or token in self._ends) for token in layout.ids[begin:end]]
+            found[sight.experts] = torch.tensor([own], device=self._place)
         if sight.both_ways:
             kinds = torch.tensor([[int(token >= FIRST) for token in layout.ids[:end]]], device=self._place)
             found[sight.both_ways] = kinds
@@ -435,7 +441,8 @@ class Layout:
 
     def given(self, begin: int, end: int, model: Any) -> dict[str, Any] | None:
         """Arguments of the model for these tokens; `None` where they are those of text at shifted positions."""
-        if begin >= self.end or end <= self.spans[0].begin:
+        ends = bool(self.sight.sizes.sight.experts)  # which begin and end a picture
+        if begin >= self.end + ends or end <= self.spans[0].begin - ends:
             return None
         return self.sight.given(self, begin, end, model)
 

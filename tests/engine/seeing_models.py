@@ -31,6 +31,7 @@ _FIRST = 320
 
 _QWEN = {"size": {"shortest_edge": 64, "longest_edge": 64 * 40}, "temporal_patch_size": 2}
 _PREPARED: dict[str, dict[str, Any]] = {
+    "ernie4_5_vl_moe": {**_QWEN, "temporal_patch_size": 1},
     "gemma3": {"size": {"height": 16, "width": 16}, "image_mean": [0.5] * 3, "image_std": [0.5] * 3},
     "gemma4": {"image_processor": {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3}},
     "glm4v_moe": _QWEN,
@@ -57,6 +58,8 @@ def seeing_checkpoint(family: str, folder: Path, **more: Any) -> Path:
     """Writes a tiny model of the family that sees."""
     kinds = ("vision_start", "image", "vision_end", "video")
     tokens = {f"{kind}_token_id": _FIRST + at for at, kind in enumerate(kinds)}
+    if family == "ernie4_5_vl_moe":
+        tokens = {name.replace("vision_", "image_"): at for name, at in tokens.items()}
     if family in ("gemma3", "mistral3"):
         tokens = {"image_token_index": _FIRST + 1}
     if family == "gemma3":

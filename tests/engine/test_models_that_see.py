@@ -80,6 +80,9 @@ def library_answer(
     kinds = (prompt == model.sight.placeholder_id).int()
     family = model.info.family
     given |= {} if family == "mistral3" else {"token_type_ids" if family == "gemma3" else "mm_token_type_ids": kinds}
+    if family == "ernie4_5_vl_moe":
+        marks = torch.tensor([model.sight.placeholder_id + at for at in (-1, 0, 1)])
+        given["moe_mm_token_type_ids"] = torch.isin(prompt, marks).int()
     for unread in ("num_crops", "num_soft_tokens_per_image"):
         given.pop(unread, None)
     out = reference(folder).generate(
