@@ -108,6 +108,9 @@ class Sight:
         open_tower: reads its weights, at the first picture.
         place: where embeddings are.
         devices: cards on which the tower may compute.
+
+    Raises:
+        LookupError: it cannot be used, for a reason that completes a sentence.
     """
 
     def __init__(
@@ -145,8 +148,10 @@ class Sight:
         self._follows = None if known else _token_id(config, "boi_token_id", "boi_token_index")
         """The token that pictures' tokens follow, where no text is one: GGUF files of Gemma 3 have no placeholder."""
         self._names = names
-        self.mark: str = names[self.sizes.sight.mark]
+        self.mark: str = names.get(self.sizes.sight.mark) or ""
         """What the chat template writes for a picture."""
+        if not (self.mark and all(names.values() if known else (self.mark,))):
+            raise LookupError("its tokenizer has no token for pictures")
         self.read_pictures = self.read_on_card = 0
         """How often the tower has computed one, and has done so on a card."""
 
@@ -466,7 +471,7 @@ def _token_id(config: Any, *names: str, default: int | None = None) -> int:
         if isinstance(found := getattr(config, name, None), int):
             return found
     if default is None:
-        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "The model's configuration names no token for pictures.")
+        raise LookupError("its tokenizer has no token for pictures")
     return default
 
 
