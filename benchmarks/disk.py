@@ -26,8 +26,6 @@ from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.ranges import RecordRanges
-from engine.experts.record import LayerSpec
 from engine.kernels.native.library import load_kernels
 from engine.measure.disk import forget_cached, read_rate, write_rate
 from engine.runtime.load.checkpoint import read_headers
@@ -161,9 +159,9 @@ def _finish(disk: DiskTier, read: Read) -> int:
 def _load_rate(file: Converted) -> float:
     forget_cached([file.container.path])
     bank = ExpertBank(torch.device("cpu"))
-    layers = [LayerSpec(site.name, site.num_experts, site.layout) for site in file.conversion.sites]
+    container, layers = file.container, file.conversion.sites
     try:
-        with DiskTier(RecordRanges.of(file.container, layers)) as disk:
+        with DiskTier(layers, [container.parts(layer.name) for layer in layers], container) as disk:
             begun_s = time.perf_counter()
             load_prepared(disk, bank, _ignore)
             return disk.table.nbytes / (time.perf_counter() - begun_s)

@@ -11,7 +11,7 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
 from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.record import RecordLayout
+from engine.experts.record import LayerSpec, RecordLayout
 from engine.families.library import CHOSEN_EXPERTS, EXPERTS_INTERFACE
 from engine.formats import WeightFormat, careful, format_of
 from engine.formats.tiles import Pairing
@@ -27,34 +27,24 @@ DRAFT_HEAD = "draft_head"
 
 
 @dataclass(frozen=True)
-class ExpertsSite:
-    """An experts module, before its weights are loaded.
+class ExpertsSite(LayerSpec):
+    """An experts module, before its weights are loaded."""
 
-    Attributes:
-        name: its name in the model.
-        num_experts: E.
-        layout: of one expert's record.
-    """
-
-    name: str
     module: Any
-    num_experts: int
-    layout: RecordLayout
 
     @property
-    def is_beside(self) -> bool:
-        """Whether it is no layer of the model but guesses its tokens."""
-        return DRAFT_HEAD in self.name.split(".")
+    def is_on_demand(self) -> bool:
+        """Whether its experts may come from disk: kernels compute them, where a module with its own forward needs all
+        its records in RAM.
+
+        So do those that guess tokens, which a bank of the same model has or has not, as it is asked to guess or not.
+        """
+        return hasattr(self.module, "has_gate") and DRAFT_HEAD not in self.name.split(".")
 
     @property
     def targets(self) -> dict[str, str]:
         """Full parameter name -> part name."""
         return {f"{self.name}.{part.name}": part.name for part in self.layout.unquantised.parts}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its records."""
-        return self.num_experts * self.layout.nbytes
 
 
 def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
@@ -80,7 +70,7 @@ def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
             )
         shapes = {part: (tuple(own[part].shape[1:]), dtype_of(f"{name}.{part}", own[part])) for part in names}
         layout = RecordLayout.of(shapes, transposed=bool(getattr(module, "is_transposed", False)))
-        sites.append(ExpertsSite(name, module, own[names[0]].shape[0], layout))
+        sites.append(ExpertsSite(name, own[names[0]].shape[0], layout, module))
     return sites
 
 

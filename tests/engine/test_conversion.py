@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from engine.experts.bank import ExpertBank
 from engine.experts.container import ContainerWriter, part_path
 from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
-from engine.experts.ranges import RecordRanges
 from engine.kernels.native import linear
 from engine.runtime.load import conversion as conversion_module
 from engine.runtime.load.checkpoint import read_headers
@@ -75,6 +75,11 @@ def in_memory(source: Conversion) -> ExpertBank:
     return bank
 
 
+def disk_over(there: Converted, source: Conversion, **options: Any) -> DiskTier:
+    container = there.container
+    return DiskTier(source.sites, [container.parts(site.name) for site in source.sites], container, **options)
+
+
 def assert_holds(path: Path, source: Conversion) -> None:
     """The file has the same bytes as a bank in memory, part by part, and zeros between."""
     expected, loaded = in_memory(source), ExpertBank(CPU)
@@ -82,8 +87,7 @@ def assert_holds(path: Path, source: Conversion) -> None:
     assert not there.made
     specs = there.container.entries.keys()
     assert list(specs) == [site.name for site in source.sites] + list(source.linears)
-    layers = source.contents.tensors[: len(source.sites)]
-    with DiskTier(RecordRanges.of(there.container, layers), readers=2) as disk:
+    with disk_over(there, source) as disk:
         load_prepared(disk, loaded, _nothing)
     for name, layer in expected.layers.items():
         for part in layer.layout.parts:
@@ -341,9 +345,7 @@ def test_reading_repairs_by_itself(
         change_weights(mixtral)
     layers = source.contents.tensors[: len(source.sites)]
     record = torch.empty(layers[2].layout.nbytes, dtype=torch.uint8)
-    with DiskTier(
-        RecordRanges.of(there.container, layers), repair=lambda layer, expert: source.record(layers[layer].name, expert)
-    ) as disk:
+    with disk_over(there, source, repair=lambda layer, expert: source.record(layers[layer].name, expert)) as disk:
         read = disk.read(2, 1, record)
         if changed:
             with pytest.raises(EngineError, match=r"Expert 1 of .* is damaged"):

@@ -12,10 +12,9 @@ import pytest
 import torch
 
 from engine.common.errors import EngineError
-from engine.experts.disk_tier import DiskTier
-from engine.experts.ram_tier import Acquired
-from tests.engine.made_up_records import flip, place_of, ranges_of, write_records
-from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, make_tier
+from engine.experts.record_source import Held
+from tests.engine.made_up_records import disk_of, flip, place_of, write_records
+from tests.engine.ram_tier_parts import BUDGET, CONTENTS, POLICIES, RECORDS, HeldDisk, arrived, make_tier
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -35,14 +34,16 @@ def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
             while left:
                 acquired = tier.acquire(layer, left)
                 try:
-                    acquired.wait()
-                    for expert, slot in acquired.slots.items():
-                        if not torch.equal(tier.slots(layer).records[slot], RECORDS[layer][expert]):
-                            wrong.append(f"{layer} {expert}")
+                    arrived(acquired)
+                    wrong.extend(
+                        f"{layer} {expert}"
+                        for expert in acquired.rows
+                        if not torch.equal(acquired.record(expert), RECORDS[layer][expert])
+                    )
                 except EngineError as error:
                     damaged.append((layer, 4 if "Expert 4" in error.message else -1))
                 left = acquired.left
-                tier.release(acquired)
+                acquired.release()
                 if not acquired.arriving:
                     time.sleep(0)
             if dice.random() < 0.5:
@@ -52,7 +53,7 @@ def test_many_threads_on_a_real_disk(policy: str, tmp_path: Path) -> None:
             if dice.random() < 0.1:
                 tier.resize(dice.randrange(2 * BUDGET))
 
-    with DiskTier(ranges_of(path, CONTENTS), readers=3) as disk, make_tier(disk, BUDGET, policy) as tier:
+    with disk_of(path, CONTENTS, readers=3) as disk, make_tier(disk, BUDGET, policy) as tier:
         threads = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
         for thread in threads:
             thread.start()
@@ -80,8 +81,8 @@ def test_a_prefetch_that_is_wanted_is_hurried_and_counted() -> None:
     assert (counters.late, counters.hits, counters.misses, counters.prefetches_used) == (1, 0, 0, 1)
     for read in list(disk.waiting):
         disk.end(read)
-    acquired.wait()
-    tier.release(acquired)
+    arrived(acquired)
+    acquired.release()
     tier.acquire(0, [3, 4, 5])  # all slots are taken now: the next two take the places of the first two
     tier.acquire(2, [0, 1])
     assert tier.counters.prefetches_wasted == 1
@@ -94,12 +95,12 @@ def test_it_waits_for_prefetches_that_have_all_slots() -> None:
     disk = HeldDisk()
     tier = make_tier(disk)
     tier.prefetch(1, [0, 1])
-    given: list[Acquired] = []
+    given: list[Held] = []
     thread = threading.Thread(target=lambda: given.append(tier.acquire(1, [2])))
     thread.start()
     disk.end(disk.waiting[0])
     thread.join()
-    assert list(given[0].slots) == [2]
+    assert list(given[0].rows) == [2]
     for read in list(disk.waiting):
         disk.end(read)
     tier.close()
@@ -111,9 +112,9 @@ def test_a_closed_disk_fails_what_is_asked_for_and_nothing_hangs() -> None:
     disk.closed = True
     acquired = tier.acquire(0, [1])
     with pytest.raises(EngineError, match="closed"):
-        acquired.wait()
+        arrived(acquired)
     assert tier.prefetch(0, [2]) == 0
-    tier.release(acquired)
+    acquired.release()
     assert tier.counters.failures == 2
     tier.close()
     tier.close()

@@ -12,9 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.ram_tier import RamPressure, RamTier
+from engine.experts.ram_tier import RamPressure, RamTier, share_slots
 from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
-from engine.experts.slot_group import share_slots
 from tests.engine.made_up_records import LARGE, SMALL
 from tests.engine.ram_tier_parts import CONTENTS, RECORDS, HeldDisk, make_tier
 
@@ -28,10 +27,10 @@ def test_memory_that_is_refused_is_asked_for_again_by_half(monkeypatch: pytest.M
             raise MemoryError("no")
         return RecordMemory(count, nbytes)
 
-    monkeypatch.setattr("engine.experts.slot_group.RecordMemory", allocate)
+    monkeypatch.setattr("engine.experts.ram_tier.RecordMemory", allocate)
     tier = make_tier(HeldDisk(), CONTENTS.nbytes)
     assert refused
-    assert tier.note is not None
+    assert tier.note
     assert 0 < tier.nbytes <= CONTENTS.nbytes // 2
     tier.close()
 
@@ -43,14 +42,14 @@ def full_tier(disk: HeldDisk, **options: Any) -> RamTier:
         acquired = tier.acquire(layer, range(CONTENTS.tensors[layer].num_experts))
         for read in list(disk.waiting):
             disk.end(read)
-        tier.release(acquired)
+        acquired.release()
     return tier
 
 
 def test_a_smaller_tier_keeps_who_was_used_last_and_gives_the_last_slots_back() -> None:
     disk = HeldDisk()
     tier = full_tier(disk)
-    tier.release(tier.acquire(0, [4, 5]))
+    tier.acquire(0, [4, 5]).release()
     assert tier.resize(5 * SMALL.nbytes + LARGE.nbytes) == 5 * SMALL.nbytes + LARGE.nbytes
     assert tier.resident(0).keys() == {4, 5}
     assert tier.resident(2).keys() == {3, 4, 5}
@@ -85,13 +84,13 @@ def test_another_program_takes_the_ram_and_gives_it_back() -> None:
     pressure = RamPressure(whole, 2 * LARGE.nbytes, available=lambda: free, clock=lambda: now_s)
     disk = HeldDisk()
     tier = full_tier(disk, pressure=pressure)
-    assert tier.note is None
+    assert not tier.note
     held = tier.acquire(1, [0])
 
     def step() -> None:
         nonlocal now_s
         now_s += 1.0
-        tier.release(tier.acquire(0, [0]))
+        tier.acquire(0, [0]).release()
         for read in list(disk.waiting):
             disk.end(read)
 
@@ -102,7 +101,7 @@ def test_another_program_takes_the_ram_and_gives_it_back() -> None:
     smaller = tier.nbytes
     assert smaller <= whole - 2 * LARGE.nbytes
     assert "Other programs need RAM" in str(tier.note)
-    assert held.slots.items() <= tier.resident(1).items()
+    assert held.rows.items() <= tier.resident(1).items()
     free = 10**9
     step()
     assert tier.nbytes == smaller  # whoever took it may want more
@@ -110,8 +109,8 @@ def test_another_program_takes_the_ram_and_gives_it_back() -> None:
     for _ in range(3):
         step()
     assert tier.nbytes == whole
-    assert tier.note is None
-    tier.release(held)
+    assert not tier.note
+    held.release()
     tier.close()
 
 

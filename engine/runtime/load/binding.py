@@ -20,7 +20,6 @@ from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens, choice_for
 from engine.experts.card_trial import tried_tokens
-from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor
@@ -37,6 +36,7 @@ from engine.experts.prediction.target import (
     over_disk,
     over_link,
 )
+from engine.experts.ram_tier import RamTier
 from engine.experts.record import HugePages, RecordLayout
 from engine.experts.record_source import PartOfRecords, RecordSource
 from engine.experts.shared import Part, SharedExperts, SharedPrefetch, Ways
@@ -99,7 +99,7 @@ def bind_dense(plan: Plan, parts: LoadingParts) -> None:
 def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
     file, devices, cache = plan.file, parts.devices, plan.cache
     profile, key = file.profile, file.key
-    able = [site for site in plan.sites if can_be_disk_backed(site)]
+    able = [site for site in plan.sites if site.is_on_demand]
     if plan.placement.all_experts or not able:
         return
     assert parts.bank is not None
@@ -213,9 +213,10 @@ def _records_in_ram(
     held, over_disk = parts.bank.layers.get(site.name), parts.disk_backed
     if held is None:
         assert over_disk is not None
-        seen = over_disk.slots(site)
+        layer = over_disk.disk.table.index_of[site.name]
+        seen = over_disk.slots(layer)
         kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
-        return seen, kernel, over_disk.source(site, kernel)
+        return seen, kernel, over_disk.source(layer, kernel)
     kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
     whole = len(own) == site.num_experts
     return held, kernel, RecordSource(held, kernel) if whole else PartOfRecords(held, kernel, own)
@@ -397,12 +398,12 @@ def _prefetcher_of_parts(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetcher 
     )
 
 
-def _prefetcher_of_ram(plan: Plan, bank: DiskBackedBank) -> Prefetcher | None:
+def _prefetcher_of_ram(plan: Plan, ram: RamTier) -> Prefetcher | None:
     """A prefetcher over the slots in RAM of a bank on disk, which layers of one layout share."""
     layouts = [site.layout for site in plan.on_disk]
     nbytes = max(layout.nbytes for layout in layouts)
     pools = [layouts.index(layout) for layout in layouts]
-    return _prefetcher(plan, plan.on_disk, bank.ram, lambda: over_disk(bank.disk, nbytes), pools)
+    return _prefetcher(plan, plan.on_disk, ram, lambda: over_disk(ram.disk, nbytes), pools)
 
 
 def _prefetcher(

@@ -38,7 +38,6 @@ from engine.experts.container import (
     open_container,
     reopen,
 )
-from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import LayerSpec, RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite, empty_modules
@@ -92,7 +91,7 @@ class Conversion:
         cls, opened: OpenedCheckpoint, precision: str, *, linears: bool, kernels: NativeKernels | None = None
     ) -> Conversion:
         """All experts that may be read from disk, and the linear layers if these are wanted."""
-        sites = [site for site in sites_in(opened, precision) if can_be_disk_backed(site)]
+        sites = [site for site in sites_in(opened, precision) if site.is_on_demand]
         return cls(opened, precision, sites, linears_in(opened, precision) if linears else {}, kernels)
 
     @property
@@ -107,10 +106,9 @@ class Conversion:
         Raises:
             EngineError: `CHECKPOINT_DAMAGED` if a file of it is gone.
         """
-        experts = [LayerSpec(site.name, site.num_experts, site.layout) for site in self.sites]
         linears = [LayerSpec(name, 1, layout) for name, layout in self.linears.items()]
         source = {**fingerprint(self.opened.directory), CONVERTER: _CONVERTER}
-        return Contents(self.opened.name, self.precision, source, (*experts, *linears))
+        return Contents(self.opened.name, self.precision, source, (*self.sites, *linears))
 
     @property
     def nbytes(self) -> int:

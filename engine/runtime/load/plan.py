@@ -18,7 +18,6 @@ from engine.common.config import CacheSettings, EngineConfig, Graphs, KvPrecisio
 from engine.common.footprint import PASSING_MATRICES, activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
-from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.early_reads import EARLY_READS
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.sites import ExpertsSite
@@ -150,12 +149,12 @@ class Plan:
     @property
     def on_disk(self) -> list[ExpertsSite]:
         """Experts modules whose records come into slots in RAM from disk."""
-        return [site for site in self.sites if can_be_disk_backed(site)] if self.placement.on_disk else []
+        return [site for site in self.sites if site.is_on_demand] if self.placement.on_disk else []
 
     @property
     def resident(self) -> list[ExpertsSite]:
         """Experts modules all of whose records are held, in RAM or on the device."""
-        return [site for site in self.sites if not (self.placement.on_disk and can_be_disk_backed(site))]
+        return [site for site in self.sites if not (self.placement.on_disk and site.is_on_demand)]
 
     @property
     def activations(self) -> list[int]:
@@ -268,7 +267,7 @@ def _conversion(
     if not placement.converted:
         return None
     kinds = (Made.ONCE, Made.FOR_DISK) if placement.on_disk else (Made.ONCE,)
-    chosen = [site for site in sites if can_be_disk_backed(site) and _made(file, site, in_place=in_place) in kinds]
+    chosen = [site for site in sites if site.is_on_demand and _made(file, site, in_place=in_place) in kinds]
     return Conversion(
         file, placement.precision, chosen, _linears(machine, file, placement.precision, in_place=in_place)
     )
@@ -313,7 +312,7 @@ def _weights(
                 site.num_experts,
                 layers.index_of(site.name),
                 layouts.setdefault(site.layout, len(layouts)),
-                can_be_disk_backed(site),
+                site.is_on_demand,
                 _made(file, site, in_place=in_place),
             )
             for site in sites

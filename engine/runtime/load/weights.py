@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,20 @@ from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import ExpertBank
 from engine.experts.cache.tier import ADAPTIVE
-from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed
 from engine.experts.disk_tier import DiskTier
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.executor import ExpertExecutor
 from engine.experts.layer_stream import LayerStream
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.ram_tier import RamPressure, RamTier
-from engine.experts.ranges import Part, RecordRanges, converted_part
-from engine.experts.record import HugePages, LayerSpec, RecordTable
+from engine.experts.ranges import Part
+from engine.experts.record import HugePages
 from engine.experts.sites import ExpertsSite, bind, empty_modules
 from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix
+from engine.kernels import choose_kernel
 from engine.kernels.dense import card_layers, quantise_on_cards
+from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import StoredMatrices, keep_linears, keepable
 from engine.planner.placement import InRam, Streamed
 from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, matrix_in, removed
@@ -85,7 +88,7 @@ def read_weights(plan: Plan, parts: LoadingParts, on_progress: OnProgress, cance
             bind(plan.resident, parts.bank, parts.kernels)
         if plan.on_disk:
             parts.disk_backed = _slots_over(source.disk_tier(), plan.placement.ram)
-            bind_disk_backed(plan.on_disk, parts.disk_backed, parts.kernels)
+            _bind_slots(plan.on_disk, parts.disk_backed, parts.kernels)
         parts.on_phase("reading")
         source.read_rest()
     return note
@@ -200,7 +203,7 @@ class _Source:
     def _ranges(self, site: ExpertsSite) -> list[Part] | None:
         """Where the records of an experts module lie; None if they have to be made."""
         if self.container is not None and site.name in self.entries:
-            return converted_part(self.container, _spec(site))
+            return self.container.parts(site.name)
         if self.plan.in_place:
             return parts_in_place(self.plan.file, site, self.reader)
         own = self.plan.file.plan
@@ -241,15 +244,16 @@ class _Source:
         Raises:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
-        specs = tuple(map(_spec, self.plan.on_disk))
-        found = [self._ranges(site) for site in self.plan.on_disk]
+        sites, converted = self.plan.on_disk, self.converted
+        found = [self._ranges(site) for site in sites]
         parts = [each for each in found if each is not None]
         assert len(parts) == len(found)
-        ranges = RecordRanges(RecordTable(specs), parts, self.container, direct=True)
-        if self.converted is None:
-            return DiskTier(ranges)
-        record = self.converted.conversion.record
-        return DiskTier(ranges, repair=lambda layer, expert: record(specs[layer].name, expert))
+
+        def repair(layer: int, expert: int) -> torch.Tensor:
+            assert converted is not None
+            return converted.conversion.record(sites[layer].name, expert)
+
+        return DiskTier(sites, parts, self.container, repair=repair if converted is not None else None)
 
     def read_rest(self) -> None:
         """Everything but the experts; where cards hold it quantised, it comes by way of RAM.
@@ -323,10 +327,6 @@ class _Source:
                         _move(own, key, place)
 
 
-def _spec(site: ExpertsSite) -> LayerSpec:
-    return LayerSpec(site.name, site.num_experts, site.layout)
-
-
 def _move(own: Any, key: str, place: torch.device) -> None:
     """A parameter stays the one that it is, for others may share it."""
     if isinstance(own[key], torch.nn.Parameter):
@@ -335,12 +335,19 @@ def _move(own: Any, key: str, place: torch.device) -> None:
         own[key] = own[key].to(place)
 
 
-def _slots_over(disk: DiskTier, placed: InRam) -> DiskBackedBank:
+def _bind_slots(sites: Sequence[ExpertsSite], ram: RamTier, kernels: NativeKernels | None) -> None:
+    """Lets the kernels compute experts modules from their slots."""
+    for layer, site in enumerate(sites):
+        slots = ram.slots(layer)
+        kernel = choose_kernel(site.module, slots, kernels)
+        assert kernel is not None
+        setattr(site.module, BANK_LAYER, (slots, ExpertExecutor(ram.source(layer, kernel), layer, ahead=ram)))
+
+
+def _slots_over(disk: DiskTier, placed: InRam) -> RamTier:
     try:
         budget = min(placed.slots, disk.table.nbytes)
-        pressure = RamPressure(budget)
-        ram = RamTier(disk, budget, at_least=placed.at_least, policy=_POLICY, pressure=pressure)
-        return DiskBackedBank(disk, ram)
+        return RamTier(disk, budget, at_least=placed.at_least, policy=_POLICY, pressure=RamPressure(budget))
     except BaseException:
         disk.close()
         raise
@@ -359,11 +366,10 @@ def layers_note(streamed: Streamed) -> str:
     )
 
 
-def disk_note(bank: DiskBackedBank) -> str:
+def disk_note(ram: RamTier) -> str:
     """One sentence for the user, with the figures."""
-    total = bank.disk.table.nbytes
     note = (
-        f"Experts are read from disk as they are needed, which is slower: there is RAM for {rounded_down(bank.nbytes)} "
-        f"of their {rounded_up(total)}."
+        f"Experts are read from disk as they are needed, which is slower: there is RAM for {rounded_down(ram.nbytes)} "
+        f"of their {rounded_up(ram.disk.table.nbytes)}."
     )
-    return " ".join([note, *bank.notes])
+    return f"{note} {ram.note}".rstrip()
