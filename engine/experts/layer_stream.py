@@ -7,7 +7,6 @@ same, and one that nobody brought is read by the system, page by page: nothing b
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from engine.common import clock
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.footprint import LAYERS_AT_ONCE
 from engine.experts.direct_file import DirectFile
-from engine.experts.file_image import HUGE, MappedFile
+from engine.experts.file_image import MappedFile
 from engine.experts.ranges import unreadable
 from engine.hardware.surroundings import count_as_used
 from engine.telemetry import lanes
@@ -37,42 +36,23 @@ _CLOSE = 2**16
 """Bytes between tensors that are read with them."""
 
 
-class _File:
-    """A mapped file, whose size is looked at before it is relied on: beyond its end nothing can be read any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = DirectFile(path)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        try:
-            self.nbytes = os.fstat(self._file.descriptor).st_size
-            self.mapped = MappedFile(self._file.descriptor, self.nbytes, is_held=False)
-        except (OSError, ValueError) as error:
-            self._file.close()
-            raise unreadable(path, error if isinstance(error, OSError) else EOFError()) from error
-
-    def check(self) -> None:
-        """Raises `EOFError`: it has become shorter."""
-        if os.fstat(self._file.descriptor).st_size < self.nbytes:
-            raise EOFError
-
-    def leave(self, begin: int, end: int) -> None:
-        """Gives pages back, also those of the page cache."""
-        self.mapped.leave(begin, end - begin)
-        begin, end = begin // HUGE * HUGE, -(-end // HUGE) * HUGE  # a large page goes as a whole or not at all
-        self._file.drop(begin, end - begin)
-
-    def close(self) -> None:
-        self._file.close()
+def _mapped(path: Path) -> MappedFile:
+    try:
+        file = DirectFile(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        return MappedFile(file, is_held=False)
+    except (OSError, ValueError) as error:
+        file.close()
+        raise unreadable(path, error if isinstance(error, OSError) else EOFError()) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
     """Pages of a file."""
 
-    file: _File
+    file: MappedFile
     begin: int
     end: int
 
@@ -95,10 +75,10 @@ class LayerStream:
         self.nbytes = sum(entry.nbytes for entries in layers.values() for entry in entries)
         self.window, self.bytes_read = window, 0
         self._cancelled: CancelCheck = never_cancelled
-        self._files: dict[Path, _File] = {}
+        self._files: dict[Path, MappedFile] = {}
         try:
             for path in sorted({entry.file for entries in layers.values() for entry in entries}):
-                self._files[path] = _File(path)
+                self._files[path] = _mapped(path)
         except BaseException:
             self._close_files()
             raise
@@ -118,7 +98,7 @@ class LayerStream:
         """The bytes of a tensor that comes and goes, uint8; None for all others."""
         if (entry.file, entry.offset) not in self._places:
             return None
-        memory = memoryview(self._files[entry.file].mapped.memory)
+        memory = memoryview(self._files[entry.file].memory)
         return torch.frombuffer(memory[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
 
     def follow(self, modules: Sequence[Any]) -> None:
@@ -167,7 +147,7 @@ class LayerStream:
         if failure is None:
             failure = self._shortened(layer)
         if failure is not None:
-            raise unreadable(self._ranges[layer][0].file.path, failure) from failure
+            raise unreadable(self._ranges[layer][0].file.file.path, failure) from failure
 
     def close(self) -> None:
         """Reads no more.  Idempotent; the memory lives as long as anything refers to it."""
@@ -183,8 +163,8 @@ class LayerStream:
         count_as_used(-self.window)
 
     def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
+        for mapped in self._files.values():
+            mapped.file.close()
 
     def _pages_of(self, entries: Sequence[TensorEntry]) -> list[_Range]:
         found: list[_Range] = []
@@ -259,5 +239,5 @@ class LayerStream:
                     return
                 each.file.check()
                 nbytes = min(_PIECE, each.end - begin)
-                each.file.mapped.bring(begin, nbytes)
+                each.file.bring(begin, nbytes)
                 self.bytes_read += nbytes

@@ -34,6 +34,7 @@ from engine.runtime.load.conversion import Conversion, Converted, convert, made_
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.records import RecordMaker
 from engine.runtime.load.tensor_reader import TensorReader
+from tests.engine.conversions import conversion_of
 from tests.engine.made_up_records import CPU
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint
@@ -54,7 +55,7 @@ def mixtral(tmp_path: Path) -> Path:
 
 def opened(folder: Path, precision: str = "int4", *, linears: bool = False) -> Conversion:
     with torch.no_grad(), quiet_library():
-        return Conversion.of(read_headers(folder, precision), precision, linears=linears)
+        return conversion_of(read_headers(folder, precision), precision, linears=linears)
 
 
 def converted(source: Conversion, path: Path, **options: object) -> Converted:
@@ -149,6 +150,7 @@ from engine.experts import container, direct_file
 from engine.kernels.native import linear
 from engine.runtime.load.checkpoint import read_headers
 from engine.runtime.load import conversion
+from tests.engine.conversions import conversion_of
 linear.SMALLEST, left = 256, int(sys.argv[3])
 def counted(real):
     def call(*arguments, **options):
@@ -166,7 +168,7 @@ container.os.replace = counted(os.replace)
 container._TOGETHER = 1
 with torch.no_grad():
     found = read_headers(Path(sys.argv[1]), "int4")
-source = conversion.Conversion.of(found, "int4", linears=False)
+source = conversion_of(found, "int4")
 done = conversion.convert(source, lambda *_: None, lambda: False, path=Path(sys.argv[2]))
 print(done.resumed_bytes)
 """
