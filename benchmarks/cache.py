@@ -19,9 +19,9 @@ from engine.bench.report import Report
 from engine.devices.cpu import open_cpu
 from engine.experts.bank import BankLayer
 from engine.experts.cache.selection import CANDIDATES
+from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
-from engine.experts.ranges import Part
 from engine.experts.record import LayerSpec, RecordLayout, allocate_records
 from engine.experts.record_source import RecordSource
 from engine.experts.replay import ADOPTED, RoutingTrace, belady_hits, read_trace, replay

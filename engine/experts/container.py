@@ -36,8 +36,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import is_full, try_lock, unlock
 from engine.common.sizes import rounded_down, rounded_up
-from engine.experts.direct_file import DirectFile, bytes_of
-from engine.experts.ranges import Part
+from engine.experts.direct_file import DirectFile, Part, bytes_of
 from engine.experts.record import RECORD_ALIGNMENT, LayerSpec, RecordLayout
 
 VERSION = 3

@@ -15,8 +15,7 @@ import torch
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.container import Container
-from engine.experts.direct_file import DirectFile, bytes_of
-from engine.experts.ranges import OpenFiles, Part
+from engine.experts.direct_file import DirectFile, OpenFiles, Part, bytes_of
 from engine.experts.record import LayerSpec, RecordTable
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER

@@ -21,9 +21,8 @@ from engine.checkpoint.headers import TensorEntry
 from engine.common import clock
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.footprint import LAYERS_AT_ONCE
-from engine.experts.direct_file import DirectFile
+from engine.experts.direct_file import DirectFile, unreadable
 from engine.experts.file_image import MappedFile
-from engine.experts.ranges import unreadable
 from engine.hardware.surroundings import count_as_used
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER

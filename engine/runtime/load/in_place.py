@@ -18,9 +18,8 @@ from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf
 from engine.experts.bank import LayerInPlace
-from engine.experts.direct_file import bytes_of
+from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.quantised_layout import BlockLayout
-from engine.experts.ranges import Part, Place
 from engine.experts.record import HugePages, PartSpec, RecordLayout
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, ROUTERS, STORED

@@ -20,9 +20,8 @@ from engine.checkpoint.stored import format_of_codes, pieces_of, rows_of
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer
-from engine.experts.direct_file import bytes_of
+from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.ranges import Part, Place
 from engine.experts.record import PartSpec, RecordLayout, RecordMemory, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, TiledMatrix

@@ -23,8 +23,7 @@ from engine.checkpoint.packed import PackedEntry, as_array, is_blocks, is_packed
 from engine.checkpoint.quantised.packings import ByRows, Codes
 from engine.checkpoint.stored import format_of_codes, in_rows, order_of
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.experts.direct_file import bytes_of
-from engine.experts.ranges import OpenFiles
+from engine.experts.direct_file import OpenFiles, bytes_of
 from engine.experts.record import empty_in_huge_pages
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import Blocks, unpack_into
