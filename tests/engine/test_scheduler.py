@@ -235,7 +235,7 @@ def test_time_is_shared_evenly_once_everybody_has_begun() -> None:
 native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 
-@pytest.fixture(scope="module", params=["auto", "int8"])
+@pytest.fixture(scope="module", params=[("qwen3_moe", "auto"), ("qwen3_moe", "int8"), ("deepseek_v3", "auto")])
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the kernels compute."""
 
@@ -243,8 +243,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
 
-    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("moving") / "model", prepare=spread)
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
+    family, kv_precision = request.param
+    path: Path = tiny_checkpoint(family, tmp_path_factory.mktemp("moving") / "model", prepare=spread)
+    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=kv_precision)
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     yield model
     model.close()

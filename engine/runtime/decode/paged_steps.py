@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from engine.common.errors import CancelCheck
+from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
@@ -15,6 +17,7 @@ from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import knows_layer
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
+from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.loaded_model import LoadedModel
@@ -53,7 +56,8 @@ class PagedSteps:
             and loaded.kernels is not None
             and loaded.device.type == "cpu"
             and not getattr(model.config, "is_encoder_decoder", False)
-            and all(knows_layer(layer) and GroupedAttention.can_step(layer) for layer in layers)
+            and family_of(model.config.get_text_config(decoder=True).model_type).packs_rows
+            and all(knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers)
             and exact_tokens(model) >= loaded.context_tokens
             and not (loaded.speculates and draft_head_of(model) is not None)
         )
@@ -119,3 +123,8 @@ class PagedSteps:
             yield
         finally:
             torch.set_num_threads(threads)
+
+
+def _can_attend(layer: Any, kv_type: KvType | None) -> bool:
+    """Whether native attention over pages holds of a decoder layer's tokens what the library does."""
+    return GroupedAttention.can_step(layer) or (kv_type is None and LatentAttention.can_step(layer))
