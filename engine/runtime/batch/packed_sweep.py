@@ -155,7 +155,8 @@ class PackedModel:
 
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
-        self._exact = PagedSteps.of(self._loaded, self.layer_pages(), self._native.windows) if self._native else None
+        if self._native is not None and (pages := self.layer_pages()):
+            self._exact = PagedSteps.of(self._loaded, pages, self._native.windows)
         return self._exact
 
     def allocate(self, pages: int, *, by_head: bool = False) -> None:
@@ -264,8 +265,7 @@ class PackedModel:
             logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled)
         else:
             ids = [token for each in work for token in each.ids]
-            pieces = Pieces([each.row.piece(each.tokens) for each in work])
-            logits = self._exact.write(ids, pieces)
+            logits = self._exact.write(ids, [piece for each in work for piece in each.row.pieces(each.tokens)])
         if RECORDER.on and RECORDER.request != row.recorded:
             written = 0 if reads else len(work)
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)

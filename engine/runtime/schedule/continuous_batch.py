@@ -7,10 +7,13 @@ sequence were alone, bit by bit; tokens that are guessed are further rows of the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -26,6 +29,7 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import from_pages
 from engine.runtime.kept.prefixes import KeptPrefixes
@@ -370,7 +374,7 @@ class ContinuousBatch(Lane):
     def _drop_cancelled(self) -> None:
         for row in [*self.rows, *self._aside]:
             with self._work_for(row):
-                if row.request.cancelled():
+                if row.beams is None and row.request.cancelled():
                     row.sequence.end("cancelled")
                     row.over = "cancelled"
             if row.over is not None and row.error is None:
@@ -422,7 +426,9 @@ class ContinuousBatch(Lane):
     def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
         most_tokens = new.limits.max_tokens
         row = PagedRow(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s)
-        if self._exact is not None and self._exact.guesses:
+        if new.request.sampling.beams > 1:
+            row.search = partial(new.search, prefix=new.prompt)
+        elif self._exact is not None and self._exact.guesses:
             row.speculation = Speculation(self._prices, new.prompt, most_tokens)
         return row
 
@@ -479,17 +485,18 @@ class ContinuousBatch(Lane):
             yield [Work(only, tokens, is_exact=True)]
         shared = [row for row in reading if row is not only and not row.request.repeats]
         if shared or len(writing) > most:
-            shared += [row for row in writing if not row.request.repeats]
-            writing = [row for row in writing if row.request.repeats]
+            shared += [row for row in writing if not (row.request.repeats or row.beams)]
+            writing = [row for row in writing if row.request.repeats or row.beams]
         if work := self._packed([row for row in shared if row in self.rows]):
             yield work
-        for first in range(0, len(writing), most):
-            if rows := [row for row in writing[first : first + most] if row in self.rows]:
-                yield self._with_guesses(rows, most)
+        while writing := [row for row in writing if row in self.rows]:
+            count = max(1, bisect_right(list(accumulate(row.width for row in writing)), most))
+            rows, writing = writing[:count], writing[count:]
+            yield self._with_guesses(rows, most)
 
     def _with_guesses(self, rows: list[PagedRow], most: int) -> list[Work]:
         """The next tokens of answers, and what may come after them."""
-        work, tokens = list[Work](), len(rows)
+        work, tokens = list[Work](), sum(row.width for row in rows)
         for row in rows:
             guess = None
             if tokens < most:
@@ -497,9 +504,9 @@ class ContinuousBatch(Lane):
                     guess = row.guess(1 + most - tokens, len(rows), tokens)
                 if row.error is not None:
                     continue
-            count = 1 + len(guess.ids) if guess is not None else 1
-            tokens += count - 1
-            work.append(Work(row, count, is_exact=True, guess=guess))
+            tried = len(guess.ids) if guess is not None else 0
+            tokens += tried
+            work.append(Work(row, row.width + tried, is_exact=True, guess=guess))
         return work
 
     def _packed(self, rows: Sequence[PagedRow]) -> list[Work]:
@@ -569,13 +576,14 @@ class ContinuousBatch(Lane):
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
-        self._prices.took(tokens, self._sweep_s)
+        if tokens <= MOST_ROWS:  # else they were several steps
+            self._prices.took(tokens, self._sweep_s)
         for each in work:
             row, guess, of_row = each.row, each.guess, logits[at : at + each.tokens]
             at += each.tokens
             taken = self._goes_on(row, of_row, guess)
             chosen += taken
-            if row.error is not None:
+            if row.error is not None or row.search is not None:
                 continue
             row.has_read(taken)
             if guess is not None and row.speculation is not None:
@@ -589,6 +597,10 @@ class ContinuousBatch(Lane):
 
     def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
+        if row.search is not None and self._exact is not None:
+            with self._work_for(row):
+                row.search_on(logits, self._exact.copy_page)
+            return 1
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
             with self._work_for(row):

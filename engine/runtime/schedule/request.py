@@ -12,9 +12,11 @@ from engine.common import clock
 from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.runtime.decode.beam_search import Beams, decode_beams
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.generation import (
     ChanceLog,
+    Decoded,
     GenerationResult,
     ProgressCallback,
     ReusedCallback,
@@ -157,6 +159,14 @@ class PreparedRow:
             earlier=self.earlier,
             chances=request.chances,
             shown=request.shown,
+        )
+
+    def search(self, logits: torch.Tensor, prefix: Sequence[int]) -> Beams[Decoded]:
+        """Its answer, searched for with beams from logits [1, V] after the prompt."""
+        request = self.request
+        return decode_beams(
+            *(logits, request.sampling, self.limits, prefix, self.tokenizer, request.on_text, request.cancelled),
+            earlier=self.earlier,
         )
 
     def ended(self, reason: Literal["failed", "cancelled"], error: EngineError | None = None) -> BatchAnswer:

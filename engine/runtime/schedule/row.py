@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
@@ -11,7 +12,9 @@ from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece
+from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.generation import Decoded
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BlockLayout
@@ -65,6 +68,10 @@ class PagedRow:
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
         self._pages: list[int] = []
         self._reserved = 0
+        self.search: Callable[[torch.Tensor], Beams[Decoded]] | None = None
+        """Begins the search for its answer, from logits after the prompt, if it has beams."""
+        self.beams: _RowBeams | None = None
+        self._least_of_beams = 0
         self.over: FinishReason | None = None
         """Why its answer has ended, once it has."""
         self.error: EngineError | None = None
@@ -107,12 +114,19 @@ class PagedRow:
 
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
+        if self.beams is not None:
+            return self._reserve_pages(len(self._pages) + self.beams.taken + self.beams.needs)
         if len(self._pages) + self._pool.beside < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
             return True
         return self._reserve_up_to(self.held + self._ahead) or self._reserve_up_to(self.held + 1)
 
     def step_aside(self) -> None:
-        """Returns its pages; once it has reserved some again, it reads its prompt and its answer so far."""
+        """Returns its pages; once it has reserved some again, it reads its prompt and its answer so far.
+
+        A search begins again then, with as many pages as it had.
+        """
+        if self.beams is not None:
+            self._least_of_beams = len(self.beams.own) + self.beams.needs
         self.close()
         self._once_read = max(self._once_read, self.held)
         self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
@@ -207,8 +221,41 @@ class PagedRow:
             self._add(self._pool.take())
         return Piece(self._table, self.held, tokens)
 
+    @property
+    def width(self) -> int:
+        """Tokens that it has in a step at least."""
+        return 1 if self.beams is None else len(self.beams.tokens)
+
+    def pieces(self, tokens: int) -> list[Piece]:
+        """The same as several sequences if it has beams."""
+        return [self.piece(tokens)] if self.beams is None else self.beams.pieces()
+
+    def search_on(self, logits: torch.Tensor, copy_page: Callable[[int, int], None]) -> None:
+        """Beams choose their next tokens, from logits [B, V], or [1, V] after the prompt.
+
+        Args:
+            copy_page: from one page to another one.
+        """
+        try:
+            if self.beams is None:
+                assert self.search is not None
+                begun = self.search(logits)
+                step = next(begun)
+                self.beams = _RowBeams(begun, self._pool, self._pages, self.held, copy_page)
+            else:
+                step = self.beams.search.send(logits)
+                self.beams.held += 1
+        except StopIteration as end:
+            found: Decoded = end.value
+            self.sequence.become(found.ids, found.text)
+            self.over = found.reason
+        else:
+            self.beams.follow(step)
+
     def next_ids(self, tokens: int) -> list[int]:
         """The ids of its next tokens."""
+        if self.beams is not None:
+            return self.beams.tokens
         return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1:]
 
     def has_read(self, tokens: int) -> None:
@@ -274,7 +321,12 @@ class PagedRow:
 
     def close(self) -> None:
         """Returns its pages."""
-        self._pool.give_back_reservation(self._reserved - len(self._pages))
+        taken = len(self._pages)
+        if self.beams is not None:
+            taken += self.beams.taken
+            self.beams.close()
+            self.beams = None
+        self._pool.give_back_reservation(self._reserved - taken)
         for page in self._pages:
             self._pool.release(page)
         self._pages = []
@@ -285,6 +337,9 @@ class PagedRow:
 
     def _reserve_up_to(self, tokens: int) -> bool:
         pages = min(pages_for(tokens), len(self._table)) + self._pool.beside
+        return self._reserve_pages(pages + self._least_of_beams)
+
+    def _reserve_pages(self, pages: int) -> bool:
         if not self._pool.reserve(pages - self._reserved):
             return False
         self._reserved = pages
@@ -308,3 +363,69 @@ class PagedRow:
         # The prompt's last token is always computed, because its logits are needed.
         follows = end < len(self.prompt) and self._pool.shares
         self.following = prefix_after(self._prefix, self.prompt[begin:end]) if follows else None
+
+
+class _RowBeams:
+    """Sequences that go on from a row's pages: forks of these, each with its own token in every step.
+
+    Attributes:
+        held: tokens of each.
+        tokens: the next one of each.
+        own: pages that the row's prompt does not have.
+        taken: pages so far, out of the row's reservation.
+    """
+
+    def __init__(
+        self,
+        search: Beams[Decoded],
+        pool: PagePool,
+        prompt: Sequence[int],
+        held: int,
+        copy_page: Callable[[int, int], None],
+    ) -> None:
+        self.search, self.held = search, held
+        self.tokens: list[int] = []
+        self.own = set[int]()
+        self.taken = 0
+        self._pool, self._copy_page = pool, copy_page
+        self._tables: list[list[int]] = []
+        self._prompt = list(prompt)
+
+    def follow(self, step: BeamStep) -> None:
+        """The next tokens, and which beam each goes on from."""
+        before, self.tokens = self._tables, step.tokens
+        self._tables = [list(before[source] if before else self._prompt) for source in step.sources]
+        for page in itertools.chain(*self._tables):
+            self._pool.fork(page)
+        self._release(before)
+
+    @property
+    def needs(self) -> int:
+        """Pages that the next tokens take."""
+        place = self.held // PAGE_TOKENS
+        return sum(place == len(table) or self._pool.is_forked(table[place]) for table in self._tables)
+
+    def pieces(self) -> list[Piece]:
+        """The next tokens, each in a page that nobody else holds."""
+        place = self.held // PAGE_TOKENS
+        for table in self._tables:
+            if place < len(table) and not self._pool.is_forked(table[place]):
+                continue
+            own = self._pool.take()
+            self.taken += 1
+            if place < len(table):
+                self._copy_page(table[place], own)
+                self._release([table[place:]])
+            table[place:] = [own]
+            self.own.add(own)
+        return [Piece(torch.tensor(table, dtype=torch.int32), self.held, 1) for table in self._tables]
+
+    def close(self) -> None:
+        """Returns their pages."""
+        self._release(self._tables)
+
+    def _release(self, tables: Sequence[Sequence[int]]) -> None:
+        for page in itertools.chain(*tables):
+            if not self._pool.is_forked(page):
+                self.own.discard(page)
+            self._pool.release(page)

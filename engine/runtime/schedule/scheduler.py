@@ -30,6 +30,7 @@ from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
+from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
@@ -115,6 +116,8 @@ class Scheduler:
         self._budget: SharedBudget | None = None
         """Of the pages of those who share sweeps, and of jobs that keep keys and values in another way."""
         self._are_exact = PagedSteps.are_likely(loaded)
+        self._drafts = loaded.speculates and draft_head_of(loaded.model) is not None
+        """Whether a draft head guesses for who is answered alone."""
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
         if self._are_exact:
@@ -405,8 +408,9 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if asked.prepared.request.cancelled():
             raise RequestCancelled
-        is_wanted = request.sampling.beams == 1 and (self._are_exact or self._single is not None)
-        together = self._shared() if is_wanted else None
+        has_beams = request.sampling.beams > 1
+        is_wanted = self._are_exact and (has_beams or not self._drafts)
+        together = self._shared() if is_wanted or not (has_beams or self._single is None) else None
         shares = together is not None and together.has_room_for(asked.prepared)
         if together is not None and shares and together.is_exact:
             self._share_steps(together, asked, asked.prepared)
@@ -417,7 +421,7 @@ class Scheduler:
                     asked.on_begin()
             self._single = asked
             self._stream.begin(asked.prepared, asked.begun)
-        elif shares and asked.begun is None and not self._is_read_alone(request):
+        elif shares and not (has_beams or asked.begun is not None or self._is_read_alone(request)):
             self._sharing[request.row] = asked
             self._joined.append(asked)
         else:

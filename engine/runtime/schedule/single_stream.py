@@ -17,7 +17,7 @@ from engine.common.chat import FinishReason
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check
-from engine.runtime.decode.beam_search import decode_beams
+from engine.runtime.decode.beam_search import over
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import (
     Decoded,
@@ -164,9 +164,7 @@ class SingleStream:
                 break
             if until():
                 return None
-        width, session = self._asked.request.sampling.beams, self._session
-        is_native = width == 1 or (isinstance(session, KvSession) and session.forks(width))
-        with self._loaded.token_by_token() if is_native else nullcontext():
+        with self._loaded.token_by_token() if self._asked.request.sampling.beams == 1 else nullcontext():
             while True:
                 try:
                     next(self._writing)
@@ -182,17 +180,7 @@ class SingleStream:
         asked, session, answer = self._asked, self._session, self._answer
         request, prefix = asked.request, session.answer_prefix(asked.prompt)
         if logits is not None and request.sampling.beams > 1:
-            return decode_beams(
-                logits,
-                session,
-                request.sampling,
-                asked.limits,
-                prefix,
-                asked.tokenizer,
-                request.on_text,
-                request.cancelled,
-                earlier=asked.earlier,
-            )
+            return over(session.beams(request.sampling.beams), asked.search(logits, prefix), logits.device)
         steps: Any = session
         with of_one():
             if self._guesses is not None:
