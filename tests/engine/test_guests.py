@@ -156,7 +156,7 @@ def beside_a_job(
     assert together is not None
     assert (together.pool.held, together.below) == (0, [])
     scheduler.close()
-    together.pool.elsewhere = 0
+    together.pool.elsewhere = int
     assert together.pool.reserve(together.pool.capacity)
     assert len(job.answers) == len(rows)
     return job, watched.guests

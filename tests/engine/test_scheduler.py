@@ -139,7 +139,7 @@ def test_chats_and_rows_are_answered_as_if_alone(
         scheduler.serve(arrive)
     executor.close()
     assert (batch.pool.held, len(answers), scheduler.is_busy) == (0, len(rows), False)
-    batch.pool.elsewhere = 0
+    batch.pool.elsewhere = int
     assert batch.pool.reserve(batch.pool.capacity)
     scheduler.close()
     alone = Alone(mixtral)

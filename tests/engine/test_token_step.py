@@ -154,7 +154,7 @@ def test_rows_over_pages_are_as_each_alone(
         packed.allocate(40)
         places = torch.randperm(40, dtype=torch.int32)
         pages = [places[10 * row : 10 * (row + 1)].contiguous() for row in range(3)]
-        layers = packed.layer_pages()
+        layers = packed.layer_pages
         states = [packed._states.layer_of(layer.self_attn)[1].held for layer in loaded.model.model.layers]
         alone, together = StepModel(loaded.model, 300), TokenStep.of(loaded.model)
         assert together is not None

@@ -183,7 +183,7 @@ class NativeRows:
         self._head = _linears(head, kernels) if head is not None else []
 
     def layer_pages(self) -> list[PagedLayer]:
-        """See `PackedModel.layer_pages`."""
+        """The pages of each layer, if what they hold is what the model's own cache would; else none."""
         if not self._has_all:
             return []
         return [self._states.layer_of(self._layers[index].self_attn)[0] for index in range(len(self._layers))]

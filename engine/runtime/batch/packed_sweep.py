@@ -128,6 +128,8 @@ class PackedModel:
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
         if policy.schedule is not HYBRID and self.mixers is None:
             self._pipeline = self._opened_pipeline()
+        self.layer_pages: list[PagedLayer] = beside.layer_pages if beside is not None else []
+        """The pages of each layer, once there are any, if what they hold is what the model's own cache would."""
         self.context_tokens = loaded.context_tokens
         self.page_bytes = self.mixers.page_bytes if self.mixers is not None else self._states.page_bytes(self._kv_type)
         """Of all layers."""
@@ -149,20 +151,21 @@ class PackedModel:
             FALLS.is_over(what)
         return pipeline
 
-    def layer_pages(self) -> list[PagedLayer]:
-        """The pages of each layer, if what they hold is what the model's own cache would; else none."""
-        return self._native.layer_pages() if self._native is not None else []
+    def shares_with(self, other: PackedModel) -> bool:
+        """Whether both use the same pages."""
+        return self._states is other._states
 
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
-        if self._native is not None and (pages := self.layer_pages()):
-            self._exact = PagedSteps.of(self._loaded, pages, self._native.windows)
+        if self._native is not None and self.layer_pages:
+            self._exact = PagedSteps.of(self._loaded, self.layer_pages, self._native.windows)
         return self._exact
 
     def allocate(self, pages: int, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer; see `PagedStates.allocate`."""
         self.pages = pages
         self._states.allocate(self._kv_type, pages, by_head=by_head)
+        self.layer_pages = self._native.layer_pages() if self._native is not None else []
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)

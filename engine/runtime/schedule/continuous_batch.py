@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
+from uuid import uuid4
 
 import torch
 
@@ -33,7 +34,7 @@ from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import from_pages
 from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.kv.pages import PagePool, Prefix, pages_for
+from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for
 from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
@@ -63,7 +64,7 @@ class ContinuousBatch(Lane):
         kept: where the beginnings of prompts are found.
         keeps: whether what rows leave is kept there too.
         exact: whether sequences are to be computed as if each were alone, where that is possible.
-        above: rows with priority over these, whose pages they share; the models must do so, too.
+        above: rows with priority over these, whose pages they share, even if they store something else in them.
     """
 
     def __init__(
@@ -93,14 +94,16 @@ class ContinuousBatch(Lane):
             pages = min(pages, most_pages or pages)
             model.allocate(pages, by_head=exact)
             self._exact = model.exact_steps() if exact else None
-            self.pool = PagePool(pages, model.pages_beside)
+            self.pool, self._kind = PagePool(pages, model.pages_beside), PageKind(discard=model.discard)
         else:
-            self.pool = above.pool
+            self.pool, self._kind = above.pool, above._kind
             above.below.append(self)
+            if not model.shares_with(above.model):
+                weight = -(-model.page_bytes // above.model.page_bytes)
+                self._kind = PageKind(uuid4().bytes, weight, model.discard)
+                model.allocate(self.pool.capacity)
         self.make_room: Check = never
         """Called when there is none left: gives up other memory for context, if there is any."""
-        self.on_free: Callable[[], None] = _nothing
-        """Called once when its pages are freed."""
         self.is_short: Check = model.are_others_in_the_way
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
         a job ends and can be resumed."""
@@ -108,6 +111,8 @@ class ContinuousBatch(Lane):
         """As many as there has been memory for."""
         self.rows: list[PagedRow] = []
         self._source_of: dict[PagedRow, RowSource] = {}
+        self._new: deque[PreparedRow] = deque()
+        self._arrived = _arriving(self._new)
         self._aside: deque[PagedRow] = deque()
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
@@ -130,9 +135,24 @@ class ContinuousBatch(Lane):
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
 
-    def sweep(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, until: Check = always) -> None:
+    def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
+        """Takes a request, which is answered in `sweep`.
+
+        Args:
+            begun: its answer, if some of it is there: what was read for it is read again.
+        """
+        self._asks(self._arrived, on_row)
+        if begun is None:
+            self._new.append(new)
+            return
+        row = self._row_of(new, begun)
+        row.step_aside()
+        self._own.rows.append(row)
+        self._source_of[row] = self._own
+        self._aside.append(row)
+
+    def sweep(self, until: Check = always) -> None:
         """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
-        self._asks(prepared, on_row)
         with self._recorded(), self._model.threads():
             while self._is_sweeping():
                 while self._continue():
@@ -144,14 +164,6 @@ class ContinuousBatch(Lane):
     def is_exact(self) -> bool:
         """Whether single sequences are computed here as well as over a cache of their own."""
         return self._exact is not None
-
-    def resume(self, new: PreparedRow, begun: AnswerSequence) -> None:
-        """Goes on with an answer that has begun elsewhere: what was read for it is read again."""
-        row = self._row_of(new, begun)
-        row.step_aside()
-        self._own.rows.append(row)
-        self._source_of[row] = self._own
-        self._aside.append(row)
 
     @property
     def kv_tokens(self) -> int:
@@ -181,6 +193,8 @@ class ContinuousBatch(Lane):
         if source in self.sources:
             self.sources.remove(source)
         source.next = None
+        if source is self._own:
+            self._new.clear()
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -291,8 +305,8 @@ class ContinuousBatch(Lane):
         self._model.close()
         if self._above is not None and self in self._above.below:
             self._above.below.remove(self)
-        on_free, self.on_free = self.on_free, _nothing
-        on_free()
+            if self._kind is not self._above._kind:
+                self.pool.leave(self._kind)
 
     def _continue(self) -> bool:
         """Goes on with the current sweep by a layer; whether it goes on after that."""
@@ -302,7 +316,8 @@ class ContinuousBatch(Lane):
             next(self._sweep)
         except StopIteration as end:
             self._sweep = None
-            self._took(self._sweep_s + clock.now() - begun_s)
+            each_s = (self._sweep_s + clock.now() - begun_s) / sum(each.tokens for each in self._work)
+            self._token_s += (_NEWEST if self._token_s else 1.0) * (each_s - self._token_s)
             self._take(end.value)
             return False
         except (RequestCancelled, SequenceError) as error:  # told while a single prompt is read
@@ -322,10 +337,6 @@ class ContinuousBatch(Lane):
             return False
         self._sweep_s += clock.now() - begun_s
         return True
-
-    def _took(self, seconds: float) -> None:
-        each_s = seconds / sum(each.tokens for each in self._work)
-        self._token_s += (_NEWEST if self._token_s else 1.0) * (each_s - self._token_s)
 
     def _lighten(self) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
@@ -354,12 +365,6 @@ class ContinuousBatch(Lane):
         sweep, self._sweep, self._work = self._sweep, None, []
         if sweep is not None:
             sweep.close()
-
-    def _begin(self, row: PagedRow, source: RowSource) -> None:
-        self.rows.append(row)
-        source.rows.append(row)
-        self._source_of[row] = source
-        self.most_rows = max(self.most_rows, len(self.rows))
 
     def _leave(self, row: PagedRow) -> RowSource:
         """A row is over, wherever it stands: returns its pages, and who asked."""
@@ -413,19 +418,24 @@ class ContinuousBatch(Lane):
             source.on_row(new.ended("cancelled"))
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
-        if self.pool.needs(needs) > self.pool.capacity:
+        if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:
             source.on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
             return True
         row = self._row_of(new, sequence)
         if not self._reserve(row):
             source.next = new
             return False
-        self._begin(row, source)
+        self.rows.append(row)
+        source.rows.append(row)
+        self._source_of[row] = source
+        self.most_rows = max(self.most_rows, len(self.rows))
         return True
 
     def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
         most_tokens = new.limits.max_tokens
-        row = PagedRow(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s)
+        row = PagedRow(
+            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind)
+        )
         if new.request.sampling.beams > 1:
             row.search = partial(new.search, prefix=new.prompt)
         elif self._exact is not None and self._exact.guesses:
@@ -446,7 +456,7 @@ class ContinuousBatch(Lane):
 
     def _has_outgrown(self, row: PagedRow) -> bool:
         """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
-        if self.pool.held or self.pool.elsewhere or self.pool.others():
+        if self.pool.held or self.pool.elsewhere():
             return False
         self._leave(row).on_row(row.answer("failed", _no_memory(row)))
         return True
@@ -458,12 +468,9 @@ class ContinuousBatch(Lane):
                 self.give_way()
 
     def _next(self) -> list[Work]:
-        self._admit()
-        return self._next_work()
-
-    def _next_work(self) -> list[Work]:
         """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep; of a round
         of sweeps one, where some of them are computed as if alone."""
+        self._admit()
         self._make_room()
         if self._exact is None:
             return self._packed([row for row in self.rows if not self._source_of[row].rests])
@@ -536,7 +543,7 @@ class ContinuousBatch(Lane):
                 row.share_steady_pages(exact.chunk_tokens)
             else:
                 row.share_pages()
-                if self._kept is not None and (layers := self._model.layer_pages()):
+                if self._kept is not None and (layers := self._model.layer_pages):
                     row.bring_kept(self._kept, layers)
                 if exact is not None:
                     row.copy_part(exact.copy_page)
@@ -648,7 +655,7 @@ class ContinuousBatch(Lane):
             self._left_by[row.request.chat] = self.pool.prefixes(pages.tolist())
             offer = _Offer(pages)
             self._offers.append(offer)
-            layers = self._model.layer_pages()
+            layers = self._model.layer_pages
             layout = BlockLayout.of_pages(layers)
             if layout is not None:
                 kept.offer(offer, row.read, layout, from_pages(layers, pages, layout), row.request.chat)
@@ -656,7 +663,7 @@ class ContinuousBatch(Lane):
         most = max(len(row.pages), kept.ram_budget // self._model.page_bytes if kept is not None else 0)
         too_many = len(self.pool.touched) - self.pool.held - most
         if too_many > 0:
-            self._discard(self.pool.give_back(too_many))
+            self.pool.give_back(too_many)
 
     def _drop_written(self) -> None:
         """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
@@ -667,12 +674,7 @@ class ContinuousBatch(Lane):
             kept.forget(offer)
             self._drop(offer)
         for chat in [each for each in self._left_by if not kept.keeps(each)]:
-            self._discard(self.pool.forget(self._left_by.pop(chat)))
-
-    def _discard(self, pages: list[int]) -> None:
-        """Nobody can share these any more: returns their memory."""
-        self.pool.touched -= set(pages)
-        self._model.discard(pages)
+            self.pool.discard(self.pool.forget(self._left_by.pop(chat)))
 
     def give_up_offers(self) -> bool:
         """Copies what the disk is to have of pages that are needed now; whether there was any."""
@@ -705,8 +707,9 @@ class _Offer:
     pages: torch.Tensor
 
 
-def _nothing() -> None:
-    pass
+def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:
+    while True:
+        yield new.popleft() if new else None
 
 
 def _nobody() -> Sequence[PagedRow]:

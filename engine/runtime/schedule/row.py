@@ -20,7 +20,7 @@ from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
-from engine.runtime.kv.pages import NO_PREFIX, PagePool, pages_for, prefix_after
+from engine.runtime.kv.pages import PageKind, PagePool, pages_for, prefix_after
 from engine.runtime.schedule.request import BatchAnswer, BatchRequest
 
 
@@ -58,11 +58,12 @@ class PagedRow:
         pool: PagePool,
         ahead: int | None = None,
         begun_s: float = 0.0,
+        kind: PageKind = PageKind(),  # noqa: B008 - it cannot be changed
     ) -> None:
         self.begun_s = begun_s
         self.request, self.prompt, self.sequence = request, prompt, sequence
         self._prompt_tokens = len(prompt)
-        self._pool = pool
+        self._pool, self._kind = pool, kind
         self._ahead = most_tokens if ahead is None else min(ahead, most_tokens)
         # The last token of an answer is never fed back.
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
@@ -85,7 +86,7 @@ class PagedRow:
         self._was_looked_for = self._has_copied = False
         self._once_read = 0
         """Tokens that had been read when it stepped aside: `shared` counts what it never had to read."""
-        self._prefix = NO_PREFIX
+        self._prefix = kind.root
         self._published = 0
         """Tokens at the beginning that lie in pages offered to others; `_prefix` identifies them."""
         self.steady = 0
@@ -97,6 +98,8 @@ class PagedRow:
         """Number of its recorded request, while nobody shares its sweeps."""
         self.following: bytes | None = None
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
+        # Kept pages that take several could be told from others no more.
+        self._shares = pool.shares and kind.weight == 1
         self._look_ahead()
 
     @property
@@ -116,7 +119,8 @@ class PagedRow:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
         if self.beams is not None:
             return self._reserve_pages(len(self._pages) + self.beams.taken + self.beams.needs)
-        if len(self._pages) + self._pool.beside < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
+        taken = len(self._pages) * self._kind.weight + self._pool.beside
+        if taken < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
             return True
         return self._reserve_up_to(self.held + self._ahead) or self._reserve_up_to(self.held + 1)
 
@@ -131,7 +135,7 @@ class PagedRow:
         self._once_read = max(self._once_read, self.held)
         self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
         self.held = self._published = self.steady = 0
-        self._prefix, self._has_copied = NO_PREFIX, False
+        self._prefix, self._has_copied = self._kind.root, False
         self._look_ahead()
 
     @property
@@ -181,7 +185,7 @@ class PagedRow:
         self._has_copied = True
         page, tokens = self._pool.longest(self._prefix, self.prompt[self.held : len(self.prompt) - 1][:PAGE_TOKENS])
         if tokens:
-            own = self._pool.take()
+            own = self._pool.take(self._kind)
             if own != page:
                 copy_page(page, own)
             self._add(own)
@@ -218,7 +222,7 @@ class PagedRow:
     def piece(self, tokens: int) -> Piece:
         """Its next tokens, with pages for them."""
         while len(self._pages) < pages_for(self.held + tokens):
-            self._add(self._pool.take())
+            self._add(self._pool.take(self._kind))
         return Piece(self._table, self.held, tokens)
 
     @property
@@ -241,7 +245,7 @@ class PagedRow:
                 assert self.search is not None
                 begun = self.search(logits)
                 step = next(begun)
-                self.beams = _RowBeams(begun, self._pool, self._pages, self.held, copy_page)
+                self.beams = _RowBeams(begun, self._pool, self._kind, self._pages, self.held, copy_page)
             else:
                 step = self.beams.search.send(logits)
                 self.beams.held += 1
@@ -265,7 +269,8 @@ class PagedRow:
             begin, end = self._published, self._published + PAGE_TOKENS
             prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
             page = self._pages[begin // PAGE_TOKENS]
-            self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=end <= self.steady)
+            if self._shares:
+                self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=end <= self.steady)
             self._published, self._prefix = end, prefix
             self._look_ahead()
 
@@ -278,7 +283,7 @@ class PagedRow:
     def leave_part(self) -> None:
         """It has ended: offers its last page, too, although that is not full."""
         rest = self._tokens(self._published, self.held)
-        if rest and len(self._pages) * PAGE_TOKENS > self._published:
+        if rest and self._shares and len(self._pages) * PAGE_TOKENS > self._published:
             prefix = prefix_after(self._prefix, rest)
             self._pool.publish(self._pages[self._published // PAGE_TOKENS], prefix, self._prefix, rest)
 
@@ -336,7 +341,7 @@ class PagedRow:
             self.own = None
 
     def _reserve_up_to(self, tokens: int) -> bool:
-        pages = min(pages_for(tokens), len(self._table)) + self._pool.beside
+        pages = min(pages_for(tokens), len(self._table)) * self._kind.weight + self._pool.beside
         return self._reserve_pages(pages + self._least_of_beams)
 
     def _reserve_pages(self, pages: int) -> bool:
@@ -361,7 +366,7 @@ class PagedRow:
     def _look_ahead(self) -> None:
         begin, end = self._published, self._published + PAGE_TOKENS
         # The prompt's last token is always computed, because its logits are needed.
-        follows = end < len(self.prompt) and self._pool.shares
+        follows = end < len(self.prompt) and self._shares
         self.following = prefix_after(self._prefix, self.prompt[begin:end]) if follows else None
 
 
@@ -379,6 +384,7 @@ class _RowBeams:
         self,
         search: Beams[Decoded],
         pool: PagePool,
+        kind: PageKind,
         prompt: Sequence[int],
         held: int,
         copy_page: Callable[[int, int], None],
@@ -387,7 +393,7 @@ class _RowBeams:
         self.tokens: list[int] = []
         self.own = set[int]()
         self.taken = 0
-        self._pool, self._copy_page = pool, copy_page
+        self._pool, self._kind, self._copy_page = pool, kind, copy_page
         self._tables: list[list[int]] = []
         self._prompt = list(prompt)
 
@@ -411,7 +417,7 @@ class _RowBeams:
         for table in self._tables:
             if place < len(table) and not self._pool.is_forked(table[place]):
                 continue
-            own = self._pool.take()
+            own = self._pool.take(self._kind)
             self.taken += 1
             if place < len(table):
                 self._copy_page(table[place], own)

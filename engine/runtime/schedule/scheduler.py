@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -44,10 +43,8 @@ from engine.runtime.schedule.request import (
     OnEnd,
     Outcome,
     Preparation,
-    PreparedRow,
 )
 from engine.runtime.schedule.row import PagedRow
-from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.single_stream import NOTHING_CAME, SingleStream
 from engine.runtime.schedule.times import Times
 
@@ -96,7 +93,6 @@ class Scheduler:
         self._waiting: deque[Asked] = deque()
         self._single: Asked | None = None
         """Who is answered over a cache of its own."""
-        self._joined: deque[Asked] = deque()
         self._sharing: dict[int, Asked] = {}
         self._numbers = 0
         self._rests = True
@@ -113,8 +109,6 @@ class Scheduler:
         self._kept = loaded.kept
         self._stream = SingleStream(loaded, kept=self._kept)
         self._together: ContinuousBatch | None = None
-        self._budget: SharedBudget | None = None
-        """Of the pages of those who share sweeps, and of jobs that keep keys and values in another way."""
         self._are_exact = PagedSteps.are_likely(loaded)
         self._drafts = loaded.speculates and draft_head_of(loaded.model) is not None
         """Whether a draft head guesses for who is answered alone."""
@@ -240,7 +234,6 @@ class Scheduler:
         for lane in self._beside():
             lane.send_guests_away()
         self._waiting.clear()
-        self._joined.clear()
         self._sharing.clear()
         self._single = None
         together = self._together
@@ -248,7 +241,7 @@ class Scheduler:
             if together is not None and together.below:
                 together.close()  # jobs go on in the same pages
             elif together is not None:
-                self._together = self._budget = None
+                self._together = None
                 together.free()
         self._forget()
         self._rest(True)
@@ -275,7 +268,10 @@ class Scheduler:
             self._advance(until)
         except BaseException as error:
             if not self._has_lost_card(error):
-                self._fail(error)
+                asked = self._asked()
+                self.forget()
+                for each in asked:
+                    each.end(error)
                 raise
             self._move(self._without_card)
 
@@ -296,7 +292,6 @@ class Scheduler:
     @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _advance(self, until: Check) -> None:
         self._heed()
-        self._count_alone()
         for lane in self._beside():
             lane.send_guests_away()
         self._admit()
@@ -304,7 +299,6 @@ class Scheduler:
             shares = bool(self._sharing)
             self._take_turn(self._single, lambda: shares or bool(self._waiting) or self._has_news() or until())
         if self._sharing:
-            self._count_alone()
             takes_turns = self._single is not None
             self._sweep(lambda: takes_turns or bool(self._waiting) or self._has_news() or until())
 
@@ -372,13 +366,6 @@ class Scheduler:
             asked.has_moved = asked.has_moved or asked.begun is not None
         return carried
 
-    def _fail(self, error: BaseException) -> None:
-        """Nobody who asked gets an answer."""
-        asked = self._asked()
-        self.forget()
-        for each in asked:
-            each.end(error)
-
     def _admit(self) -> None:
         """Finds a place for those who wait, as far as there is one."""
         for asked in list(self._waiting):
@@ -413,7 +400,11 @@ class Scheduler:
         together = self._shared() if is_wanted or not (has_beams or self._single is None) else None
         shares = together is not None and together.has_room_for(asked.prepared)
         if together is not None and shares and together.is_exact:
-            self._share_steps(together, asked, asked.prepared)
+            if not self._sharing:
+                with of_one():
+                    asked.on_begin()
+            self._sharing[request.row] = asked
+            together.submit(asked.prepared, self._answered, asked.begun)
             return True
         if self._single is None:
             if asked.begun is None:
@@ -422,21 +413,12 @@ class Scheduler:
             self._single = asked
             self._stream.begin(asked.prepared, asked.begun)
         elif shares and not (has_beams or asked.begun is not None or self._is_read_alone(request)):
+            assert together is not None
             self._sharing[request.row] = asked
-            self._joined.append(asked)
+            together.submit(asked.prepared, self._answered)
         else:
             return False
         return True
-
-    def _share_steps(self, together: ContinuousBatch, asked: Asked, prepared: PreparedRow) -> None:
-        if not self._sharing:
-            with of_one():
-                asked.on_begin()
-        self._sharing[asked.request.row] = asked
-        if asked.begun is not None:
-            together.resume(prepared, asked.begun)
-        else:
-            self._joined.append(asked)
 
     def _is_read_alone(self, request: BatchRequest) -> bool:
         """Whether a request shares no sweep, as its answer has to be the same another time; on a card, where that
@@ -453,36 +435,29 @@ class Scheduler:
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
+            self._together.pool.elsewhere = lambda: pages_for(self._stream.kv_tokens)
             self._together.make_room = self._forget_what_is_over
             self._together.is_short = self._are_short
         return self._together
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[Lane, str]:
-        """Where jobs are answered: over the pages of requests, if these keep keys and values in the same way.
+        """Where jobs are answered: over the pages of requests.
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
         together = self._shared() if self.loaded.devices is None else None
         if together is None:
             return lane_for(self.loaded, policy)
-        if policy.window or policy.kv_type is not self.loaded.kv_type:
-            budget = self._budget = self._budget or _budget_of(together)
-            lane, why = lane_for(self.loaded, replace(policy, kv_bytes=budget.nbytes))
-            if isinstance(lane, ContinuousBatch):
-                budget.join(lane.pool, lane.model.page_bytes, lane.model.discard)
-                together.below.append(lane)
-                lane.on_free = partial(_leave, budget, together, lane)
-            return lane, why
-        lane = ContinuousBatch(
-            PackedModel(self.loaded, policy, together.model), policy, above=together, kept=self._kept
-        )
-        lane.guests = self._guests
+        is_alike = not policy.window and policy.kv_type is self.loaded.kv_type
+        model = PackedModel(self.loaded, policy, together.model if is_alike else None)
+        lane = ContinuousBatch(model, policy, above=together, kept=self._kept)
+        if is_alike:
+            lane.guests = self._guests
         return lane, ""
 
     def _beside(self) -> list[ContinuousBatch]:
         """Where jobs are answered in the pages of requests."""
-        together = self._together
-        return [lane for lane in together.below if lane.pool is together.pool] if together is not None else []
+        return self._together.below if self._together is not None else []
 
     def _guests(self) -> list[PagedRow]:
         """Rows of those who are writing, for a sweep of jobs."""
@@ -493,17 +468,11 @@ class Scheduler:
     def _wrote(self) -> None:
         self._times.wrote(1 / max(1, len(self._sharing) + (self._single is not None)))
 
-    def _count_alone(self) -> None:
-        """The context of who is answered alone takes memory that pages would have."""
-        if self._together is not None:
-            self._together.pool.elsewhere = pages_for(self._stream.kv_tokens)
-
     def _forget_what_is_over(self) -> bool:
         """Gives up what is only held in case that somebody goes on with it; whether there was anything."""
         if self._single is not None or not self._stream.kv_tokens:
             return False
         self._stream.clear()
-        self._count_alone()
         return True
 
     def _take_turn(self, asked: Asked, until: Check) -> None:
@@ -528,22 +497,15 @@ class Scheduler:
     def _sweep(self, until: Check) -> None:
         assert self._together is not None
         try:
-            self._together.sweep(self._prepared(), self._answered, until)
+            self._together.sweep(until)
         except Exception as error:
             if self._has_lost_card(error):
                 raise
             sharing, self._sharing = self._sharing, {}
-            self._joined.clear()
             self._together.close()
             for asked in sharing.values():
                 asked.end(error)
             return
-
-    def _prepared(self) -> Iterator[PreparedRow]:
-        while self._joined:
-            prepared = self._joined.popleft().prepared
-            assert prepared is not None
-            yield prepared
 
     def _answered(self, answer: BatchAnswer) -> None:
         asked = self._sharing.pop(answer.row)
@@ -566,14 +528,3 @@ def _told(on_end: OnEnd) -> OnEnd:
             _log.warning("the end of a request could not be told: %s", error.code)
 
     return told
-
-
-def _budget_of(together: ContinuousBatch) -> SharedBudget:
-    """That of all pages of those who share sweeps."""
-    return SharedBudget(together.pool, together.model.page_bytes, together.model.discard)
-
-
-def _leave(budget: SharedBudget, together: ContinuousBatch, lane: ContinuousBatch) -> None:
-    """The pages of a job are gone."""
-    budget.leave(lane.pool)
-    together.below.remove(lane)
