@@ -84,7 +84,8 @@ class ContinuousBatch(Lane):
         self._keeps = keeps
         self._model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
-        self._exact: PagedSteps | None = None
+        self.exact: PagedSteps | None = None
+        """What computes single sequences here as well as over a cache of their own."""
         self._prices = StepPrices()
         if above is None:
             # Any one request has room; memory is only taken as tokens come.
@@ -93,12 +94,12 @@ class ContinuousBatch(Lane):
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             pages = min(pages, most_pages or pages)
             model.allocate(pages, by_head=exact)
-            self._exact = model.exact_steps() if exact else None
+            self.exact = model.exact_steps() if exact else None
             self.pool, self._kind = PagePool(pages, model.pages_beside), PageKind(discard=model.discard)
         else:
             self.pool, self._kind = above.pool, above._kind
             above.below.append(self)
-            if not model.shares_with(above.model):
+            if model is not above.model:
                 weight = -(-model.page_bytes // above.model.page_bytes)
                 self._kind = PageKind(uuid4().bytes, weight, model.discard)
                 model.allocate(self.pool.capacity)
@@ -159,11 +160,6 @@ class ContinuousBatch(Lane):
                     pass
                 if until():
                     break
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether single sequences are computed here as well as over a cache of their own."""
-        return self._exact is not None
 
     @property
     def kv_tokens(self) -> int:
@@ -302,11 +298,11 @@ class ContinuousBatch(Lane):
         """As `close`, and also releases the device memory: no further run is possible."""
         self.close()
         self.give_up_offers()
-        self._model.close()
+        if self._above is None or self._model is not self._above.model:
+            self._model.close()
+            self.pool.leave(self._kind)
         if self._above is not None and self in self._above.below:
             self._above.below.remove(self)
-            if self._kind is not self._above._kind:
-                self.pool.leave(self._kind)
 
     def _continue(self) -> bool:
         """Goes on with the current sweep by a layer; whether it goes on after that."""
@@ -438,7 +434,7 @@ class ContinuousBatch(Lane):
         )
         if new.request.sampling.beams > 1:
             row.search = partial(new.search, prefix=new.prompt)
-        elif self._exact is not None and self._exact.guesses:
+        elif self.exact is not None and self.exact.guesses:
             row.speculation = Speculation(self._prices, new.prompt, most_tokens)
         return row
 
@@ -472,12 +468,12 @@ class ContinuousBatch(Lane):
         of sweeps one, where some of them are computed as if alone."""
         self._admit()
         self._make_room()
-        if self._exact is None:
+        if self.exact is None:
             return self._packed([row for row in self.rows if not self._source_of[row].rests])
         for _ in range(2):  # rows may have gone since the round began
             if (work := next(self._round, None)) is not None:
                 return work
-            self._round = self._sweeps(self._exact)
+            self._round = self._sweeps(self.exact)
         return next(self._round, [])
 
     def _sweeps(self, exact: PagedSteps) -> Iterator[list[Work]]:
@@ -537,7 +533,7 @@ class ContinuousBatch(Lane):
 
     def _finds_more(self, row: PagedRow) -> bool:
         """Takes over what is there of a prompt; false if anything went wrong."""
-        exact, begins = self._exact, not row.held
+        exact, begins = self.exact, not row.held
         with self._work_for(row):
             if exact is not None and row.request.repeats:
                 row.share_steady_pages(exact.chunk_tokens)
@@ -563,8 +559,8 @@ class ContinuousBatch(Lane):
             with self._work_for(each.row):
                 if each.row.is_reading and not each.row.sequence.ids:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
-                if each.is_exact and self._exact is not None:
-                    each.row.has_read_exactly(each.tokens, self._exact.chunk_tokens)
+                if each.is_exact and self.exact is not None:
+                    each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
                 else:
                     each.row.has_read(each.tokens)
         if RECORDER.on and is_single:
@@ -604,9 +600,9 @@ class ContinuousBatch(Lane):
 
     def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
-        if row.search is not None and self._exact is not None:
+        if row.search is not None and self.exact is not None:
             with self._work_for(row):
-                row.search_on(logits, self._exact.copy_page)
+                row.search_on(logits, self.exact.copy_page)
             return 1
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
@@ -614,7 +610,7 @@ class ContinuousBatch(Lane):
                 token = _choose(row, logits[place])
                 text, row.over = row.sequence.take(token)
                 row.request.on_text(text, len(row.sequence.ids))
-                if row.over is None and self._exact is not None and row.request.cancelled():
+                if row.over is None and self.exact is not None and row.request.cancelled():
                     text, row.over = row.sequence.end("cancelled")
                     row.request.on_text(text, len(row.sequence.ids))
             if row.over is not None or row.error is not None or place == len(tried) or tried[place] != token:

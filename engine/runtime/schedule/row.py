@@ -64,6 +64,7 @@ class PagedRow:
         self.request, self.prompt, self.sequence = request, prompt, sequence
         self._prompt_tokens = len(prompt)
         self._pool, self._kind = pool, kind
+        self.is_of_job = ahead is None  # these have room for all of their answers
         self._ahead = most_tokens if ahead is None else min(ahead, most_tokens)
         # The last token of an answer is never fed back.
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)

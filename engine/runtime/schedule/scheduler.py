@@ -273,7 +273,9 @@ class Scheduler:
                 for each in asked:
                     each.end(error)
                 raise
-            self._move(self._without_card)
+            places = self._places
+            assert places is not None
+            self._move(lambda: places.without_card(is_lost=self._is_lost))
 
     def _has_news(self) -> bool:
         """Whether other programs have taken memory of the devices, or left it."""
@@ -334,10 +336,6 @@ class Scheduler:
         if self._places.may_return():
             self._move(self._places.with_card)
 
-    def _without_card(self) -> LoadedModel:
-        assert self._places is not None
-        return self._places.without_card(is_lost=self._is_lost)
-
     def _move(self, load: Callable[[], LoadedModel]) -> None:
         """Goes on with the model as `load` loads it."""
         carried = self._carried()
@@ -357,7 +355,8 @@ class Scheduler:
 
     def _carried(self) -> list[Asked]:
         """Requests that are under way, each with its answer so far."""
-        answers = {row.request.row: row.sequence for row in self._rows() if row.sequence.ids}
+        rows = self._together.rows if self._together is not None else []
+        answers = {row.request.row: row.sequence for row in rows if row.sequence.ids}
         if self._single is not None and (begun := self._stream.begun) is not None:
             answers[self._single.request.row] = begun
         carried = self._asked()
@@ -396,10 +395,12 @@ class Scheduler:
         if asked.prepared.request.cancelled():
             raise RequestCancelled
         has_beams = request.sampling.beams > 1
+        # On a card no answer can be the same another time.
+        is_read_alone = request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
         is_wanted = self._are_exact and (has_beams or not self._drafts)
         together = self._shared() if is_wanted or not (has_beams or self._single is None) else None
         shares = together is not None and together.has_room_for(asked.prepared)
-        if together is not None and shares and together.is_exact:
+        if together is not None and shares and together.exact is not None:
             if not self._sharing:
                 with of_one():
                     asked.on_begin()
@@ -412,18 +413,12 @@ class Scheduler:
                     asked.on_begin()
             self._single = asked
             self._stream.begin(asked.prepared, asked.begun)
-        elif shares and not (has_beams or asked.begun is not None or self._is_read_alone(request)):
-            assert together is not None
+        elif together is not None and shares and not (has_beams or asked.begun is not None or is_read_alone):
             self._sharing[request.row] = asked
             together.submit(asked.prepared, self._answered)
         else:
             return False
         return True
-
-    def _is_read_alone(self, request: BatchRequest) -> bool:
-        """Whether a request shares no sweep, as its answer has to be the same another time; on a card, where that
-        cannot be, it does."""
-        return request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
 
     def _shared(self) -> ContinuousBatch | None:
         """Where requests share sweeps; None if they cannot."""
@@ -449,7 +444,7 @@ class Scheduler:
         if together is None:
             return lane_for(self.loaded, policy)
         is_alike = not policy.window and policy.kv_type is self.loaded.kv_type
-        model = PackedModel(self.loaded, policy, together.model if is_alike else None)
+        model = together.model if is_alike else PackedModel(self.loaded, policy)
         lane = ContinuousBatch(model, policy, above=together, kept=self._kept)
         if is_alike:
             lane.guests = self._guests
@@ -512,9 +507,6 @@ class Scheduler:
         if self.loaded.foresight is not None:
             self.loaded.foresight.learn_while_idle()
         asked.end(asked.result(answer) if answer.error is None else answer.error)
-
-    def _rows(self) -> list[PagedRow]:
-        return self._together.rows if self._together is not None else []
 
 
 def _told(on_end: OnEnd) -> OnEnd:
