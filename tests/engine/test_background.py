@@ -23,7 +23,7 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.one_by_one import OneByOne
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
@@ -51,11 +51,15 @@ class Job:
         rows: list[BatchRequest],
         policy: BatchPolicy = POLICY,
         *,
-        on_row: Callable[[BatchAnswer], None] = lambda _answer: None,
+        on_row: Callable[[GenerationResult], None] = lambda _answer: None,
         cancelled: Callable[[], bool] = lambda: False,
         pauses_after: int = 0,
     ) -> None:
-        self.rows, self.answers, self.outcomes = rows, dict[int, BatchAnswer](), list[BatchOutcome | BaseException]()
+        self.rows, self.answers, self.outcomes = (
+            rows,
+            dict[int, GenerationResult](),
+            list[BatchOutcome | BaseException](),
+        )
         self.most_under_way = 0
         self._policy, self._told, self._cancelled, self._pauses_after = policy, on_row, cancelled, pauses_after
         self._background = scheduler.background
@@ -81,7 +85,7 @@ class Job:
         self.most_under_way = max(self.most_under_way, self.place.under_way[0])
         return bool(self._pauses_after) and len(self.answers) >= self._pauses_after * (len(self.outcomes) + 1)
 
-    def _on_row(self, answer: BatchAnswer) -> None:
+    def _on_row(self, answer: GenerationResult) -> None:
         assert answer.row not in self.answers
         self._told(answer)
         self.answers[answer.row] = answer
@@ -181,7 +185,7 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     scheduler = Scheduler(mixtral)
     full = EngineError(ErrorCode.DISK_FULL, "The disk is full.")
 
-    def breaks(_answer: BatchAnswer) -> None:
+    def breaks(_answer: GenerationResult) -> None:
         raise full
 
     def unreadable() -> Iterator[BatchRequest]:
@@ -269,7 +273,7 @@ def test_jobs_whose_rows_cannot_be_packed_take_turns(family: str, takes_turns: b
 def test_a_resting_job_lets_another_one_pass(family: str, tokens: int) -> None:
     """Whether it rests in its prompt or in its answer, which goes on where it was."""
     loaded = tiny_loaded(family)
-    lane, answers, written = OneByOne(loaded), dict[int, BatchAnswer](), list[int]()
+    lane, answers, written = OneByOne(loaded), dict[int, GenerationResult](), list[int]()
     first, second = replace(row(0, 40, 8), on_text=lambda _text, count: written.append(count)), row(1, 30, 5)
     with torch.inference_mode():
         sources = [

@@ -29,7 +29,7 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
@@ -119,9 +119,9 @@ def test_chats_and_rows_are_answered_as_if_alone(
         arrive()
         return scheduler.is_due()
 
-    row_list, answers = [Asked(*row) for row in rows], dict[int, BatchAnswer]()
+    row_list, answers = [Asked(*row) for row in rows], dict[int, GenerationResult]()
 
-    def answered(answer: BatchAnswer) -> None:
+    def answered(answer: GenerationResult) -> None:
         assert answer.row not in answers
         answers[answer.row] = answer
 

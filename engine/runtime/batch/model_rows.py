@@ -9,9 +9,10 @@ from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.decode.split_answer import SplitAnswer
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import AnswerCallback, BatchRequest
 
 
 class ModelExecutor(Protocol):
@@ -70,7 +71,7 @@ class ModelRows:
     ) -> BatchOutcome:
         """See `RowExecutor`."""
 
-        def answered(answer: BatchAnswer) -> None:
+        def answered(answer: GenerationResult) -> None:
             on_row(self._answer(answer))
 
         return self._executor.run(self._requests(rows, on_row), answered, should_yield, cancelled)
@@ -100,7 +101,7 @@ class ModelRows:
             self._constrained = self._make_constrained()
         return self._constrained.begin(asked.constraint)
 
-    def _answer(self, answer: BatchAnswer) -> RowAnswer:
+    def _answer(self, answer: GenerationResult) -> RowAnswer:
         split, constraint = self._under_way.pop(answer.row)
         error, is_complete = answer.error, False
         try:

@@ -353,7 +353,7 @@ class ContinuousBatch(Lane):
             return False
         elif work:
             row = work[0].row
-            self._leave(row).on_row(row.answer("failed", _no_memory(row)))
+            self._leave(row).on_row(row.answer(error=_no_memory(row)))
         return bool(work)
 
     def _end_sweep(self) -> None:
@@ -408,14 +408,14 @@ class ContinuousBatch(Lane):
             with of_one():
                 is_cancelled, sequence = new.request.cancelled(), new.begin()
         except SequenceError as error:
-            source.on_row(new.ended("failed", error))
+            source.on_row(new.ended(error))
             return True
         if is_cancelled:
-            source.on_row(new.ended("cancelled"))
+            source.on_row(new.ended())
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
         if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:
-            source.on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
+            source.on_row(new.ended(_too_long(new, self.pool.capacity)))
             return True
         row = self._row_of(new, sequence)
         if not self._reserve(row):
@@ -454,7 +454,7 @@ class ContinuousBatch(Lane):
         """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
         if self.pool.held or self.pool.elsewhere():
             return False
-        self._leave(row).on_row(row.answer("failed", _no_memory(row)))
+        self._leave(row).on_row(row.answer(error=_no_memory(row)))
         return True
 
     def _make_room(self) -> None:
@@ -634,7 +634,7 @@ class ContinuousBatch(Lane):
                 self._leaves(row)
             if row.error is None and self._model.mixers is not None:
                 self._model.mixers.ends(row)
-            answer = row.answer("failed" if row.error is not None else row.over or "cancelled", row.error)
+            answer = row.answer(row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
             self._above._ended(row)

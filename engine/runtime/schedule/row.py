@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -14,14 +14,14 @@ from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import Decoded
+from engine.runtime.decode.generation import Decoded, GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.kv.pages import PageKind, PagePool, pages_for, prefix_after
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 
 
 class RowOwn(Protocol):
@@ -306,23 +306,23 @@ class PagedRow:
         most = min(most, self.room)
         return self.speculation.guess(lambda count: count <= most, rows=rows, tokens=tokens)
 
-    def answer(self, reason: FinishReason | Literal["failed"], error: EngineError | None = None) -> BatchAnswer:
+    def answer(self, reason: FinishReason = "cancelled", error: EngineError | None = None) -> GenerationResult:
         """The row's outcome."""
-        ids = self.sequence.ids
-        return BatchAnswer(
-            self.request.row,
-            self.sequence.text,
+        sequence, speculation = self.sequence, self.speculation
+        return GenerationResult(
+            sequence.text,
             reason,
             self._prompt_tokens,
-            len(ids),
-            tuple(ids),
             self.shared,
-            error,
-            self.sequence.stopped_by,
-            self.kept.ram,
-            self.kept.disk,
-            self.speculation.guessed if self.speculation is not None else 0,
-            self.speculation.accepted if self.speculation is not None else 0,
+            len(sequence.ids),
+            token_ids=tuple(sequence.ids),
+            guessed_tokens=speculation.guessed if speculation is not None else 0,
+            accepted_tokens=speculation.accepted if speculation is not None else 0,
+            stopped_by=sequence.stopped_by,
+            from_ram=self.kept.ram,
+            from_disk=self.kept.disk,
+            row=self.request.row,
+            error=error,
         )
 
     def close(self) -> None:

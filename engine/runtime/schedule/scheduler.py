@@ -38,7 +38,6 @@ from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.request import (
     Asked,
-    BatchAnswer,
     BatchRequest,
     OnEnd,
     Outcome,
@@ -502,11 +501,11 @@ class Scheduler:
                 asked.end(error)
             return
 
-    def _answered(self, answer: BatchAnswer) -> None:
+    def _answered(self, answer: GenerationResult) -> None:
         asked = self._sharing.pop(answer.row)
         if self.loaded.foresight is not None:
             self.loaded.foresight.learn_while_idle()
-        asked.end(asked.result(answer) if answer.error is None else answer.error)
+        asked.end(asked.timed(answer) if answer.error is None else answer.error)
 
 
 def _told(on_end: OnEnd) -> OnEnd:

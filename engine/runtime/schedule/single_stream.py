@@ -35,7 +35,7 @@ from engine.runtime.schedule.request import PreparedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
 
-NOTHING_CAME = GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
+NOTHING_CAME = GenerationResult()
 """The outcome of what was cancelled before anything was read."""
 
 
