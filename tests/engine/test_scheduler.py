@@ -203,7 +203,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(
     assert isinstance(ends["alone"], EngineError)
     assert isinstance(ends["together"], GenerationResult)
     with monkeypatch.context() as patched:
-        patched.setattr(ContinuousBatch, "sweep", lambda *args: fails(*args[:3]))
+        patched.setattr(ContinuousBatch, "sweep", lambda batch, *_args: fails(batch, None, 0))
         ask("again", tuple(random_prompt(5)))
         ask("with it", tuple(random_prompt(6)))
         scheduler.serve()

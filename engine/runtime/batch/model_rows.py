@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
@@ -12,22 +11,9 @@ from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnsw
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.decode.split_answer import SplitAnswer
-from engine.runtime.schedule.request import AnswerCallback, BatchRequest
-
-
-class ModelExecutor(Protocol):
-    """Answers requests with a loaded model: see `BatchExecutor`."""
-
-    note: str
-
-    def run(
-        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
-    ) -> BatchOutcome: ...
-
-    @property
-    def under_way(self) -> tuple[int, int]: ...
-
-    def close(self) -> None: ...
+from engine.runtime.schedule.background import JobRows
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest
 
 
 class ModelRows:
@@ -40,7 +26,7 @@ class ModelRows:
     """
 
     def __init__(
-        self, executor: ModelExecutor, make_constrained: Callable[[], ConstrainedAnswers], family: str
+        self, executor: BatchExecutor | JobRows, make_constrained: Callable[[], ConstrainedAnswers], family: str
     ) -> None:
         self._executor, self._make_constrained, self._family = executor, make_constrained, family
         self._constrained: ConstrainedAnswers | None = None

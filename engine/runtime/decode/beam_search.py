@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck
@@ -112,10 +111,8 @@ def decode_beams(
     Args:
         prefix, earlier: see `AnswerSequence`.
     """
-    moments: list[float] = []
 
     def after_step(length: int) -> bool:
-        moments.append(clock.now())
         on_text("", length)
         return cancelled()
 
@@ -128,7 +125,6 @@ def decode_beams(
         ends_in_stop=_stop_check(tokenizer, limits.stop),
         after_step=alone_with(after_step),
     )
-    moments.append(clock.now())
     stops = StopStrings(limits.stop)
     ids = [token for token in result.ids if token not in limits.end_ids]
     text, stopped = stops.feed(alone_with(decode_text)(tokenizer, ids))
@@ -142,7 +138,7 @@ def decode_beams(
     else:
         reason = "stop" if result.finished else limits.reached
     on_text(text, len(result.ids))
-    return Decoded(result.ids, text, reason, moments[0], moments[-1], len(moments))
+    return Decoded(result.ids, text, reason)
 
 
 def beam_search(

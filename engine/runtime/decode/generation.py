@@ -175,14 +175,11 @@ class GenerationResult:
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An answer and when its tokens came: seconds of `perf_counter`, 0 if there was no token."""
+    """An answer."""
 
     ids: list[int]
     text: str
     reason: FinishReason
-    first_s: float
-    last_s: float
-    timed_tokens: int
     stopped_by: str = ""
 
 

@@ -278,7 +278,6 @@ class Asked:
     begun_s: float
     on_token: Callable[[], None] = lambda: None
     prepared: PreparedRow | None = None
-    has_moved: bool = False
     begun: AnswerSequence | None = None
     """Its answer so far, after the model has moved to another device."""
     tokens: int = 0

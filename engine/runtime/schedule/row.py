@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,18 +23,8 @@ from engine.runtime.kept.prefixes import KeptPrefixes, Reused
 from engine.runtime.kv.pages import PageKind, PagePool, pages_for, prefix_after
 from engine.runtime.schedule.request import BatchRequest
 
-
-class RowOwn(Protocol):
-    """What a row has beside its pages: a cache of its own, which holds so many tokens."""
-
-    cache: Any
-    tokens: int
-
-    def close(self) -> None:
-        """Frees it."""
-
-    def make_room(self, tokens: int) -> None:
-        """Before so many more tokens are read."""
+if TYPE_CHECKING:
+    from engine.runtime.batch.row_mixers import RowCache
 
 
 class PagedRow:
@@ -79,7 +69,7 @@ class PagedRow:
         self.error: EngineError | None = None
         """What was wrong with it; it has ended then."""
         self.held = 0
-        self.own: RowOwn | None = None
+        self.own: RowCache | None = None
         """What it has beside its pages, if layers keep something for each row by itself."""
         self.shared = 0
         self.kept = Reused()

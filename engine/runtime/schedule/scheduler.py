@@ -361,7 +361,6 @@ class Scheduler:
         carried = self._asked()
         for asked in carried:
             asked.begun = answers.get(asked.request.row, asked.begun)
-            asked.has_moved = asked.has_moved or asked.begun is not None
         return carried
 
     def _admit(self) -> None:
@@ -483,7 +482,7 @@ class Scheduler:
         self._single = None
         if isinstance(result, BaseException):
             self._forget()
-        elif asked.has_moved:
+        else:
             result = asked.timed(result)
         self._stream.keep()
         asked.end(result)

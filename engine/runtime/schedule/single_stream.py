@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
@@ -217,15 +216,13 @@ class SingleStream:
     def _result(self, done: Decoded) -> GenerationResult:
         if self._loaded.foresight is not None:
             self._loaded.foresight.learn_while_idle()
-        decoding, guesses = done.last_s - done.first_s, self._guesses.speculation if self._guesses is not None else None
+        guesses = self._guesses.speculation if self._guesses is not None else None
         return GenerationResult(
             text=done.text,
             finish_reason=done.reason,
             prompt_tokens=len(self._asked.prompt),
             reused_tokens=self._reused.tokens,
             generated_tokens=len(done.ids),
-            ttft_s=done.first_s - self._asked.begun_s,
-            tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
             token_ids=tuple(done.ids),
             stopped_by=done.stopped_by,
             from_ram=self._reused.ram,
@@ -250,28 +247,24 @@ def decode(
     Raises:
         SequenceError: what went wrong was not the model's step.
     """
-    first_s = last_s = 0.0
     reason: FinishReason | None = None
     if logits is None:
         if cancelled():  # before it came here
             with of_one():
                 text, reason = answer.end("cancelled")
                 on_text(text, len(answer.ids))
-            return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
+            return Decoded(answer.ids, answer.text, reason, answer.stopped_by)
         logits = session.step(torch.tensor([answer.ids[-1:]]), answer.ids[-1])
     of_step = 0
     while True:
         with of_one():
             token = answer.choose(logits)
             token_id = int(token)
-        last_s = clock.now()
         of_step += 1
         # A step lasts until a token is chosen that was not tried with it.
         if RECORDER.on and not session.foresaw(token_id):
-            RECORDER.phase(lanes.DECODE if len(answer.ids) >= of_step else lanes.SAMPLE, of_step, seconds_ns(last_s))
+            RECORDER.phase(lanes.DECODE if len(answer.ids) >= of_step else lanes.SAMPLE, of_step)
             of_step = 0
-        if not answer.ids:
-            first_s = last_s
         with of_one():
             text, reason = answer.take(token_id)
             on_text(text, len(answer.ids))
@@ -283,5 +276,5 @@ def decode(
         yield
         logits = session.step(token, token_id)
     if RECORDER.on and of_step:
-        RECORDER.phase(lanes.DECODE, of_step, seconds_ns(last_s))
-    return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
+        RECORDER.phase(lanes.DECODE, of_step)
+    return Decoded(answer.ids, answer.text, reason, answer.stopped_by)
