@@ -20,24 +20,30 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from engine import cli
+from engine.batch_files.rows import RowRequest
 from engine.checkpoint.config_file import read_config
 from engine.checkpoint.library import show
 from engine.checkpoint.pictures import picture_tokens
 from engine.common.chat import ChatMessage, Picture
-from engine.common.config import EngineConfig, SamplingParams
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.kept_context import keep_chat
 from engine.common.pictures import read_picture
 from engine.families.pictures import SIGHTS
 from engine.jobs.rows import never
+from engine.runtime.batch.job_plan import plan_asked
+from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.pictures import processor_of
+from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.on_devices import MIB, opened
 from tests.engine.seeing_models import (
@@ -218,6 +224,37 @@ def test_a_picture_is_read_once_and_never_taken_for_another(folder: Path) -> Non
         assert other.reused_tokens == next(place for place, token in enumerate(begin) if token >= 2**62)
         fresh = ask(Scheduler(model), (turn("Look ", same_size, " what?"),))[0]
         assert other.token_ids == fresh.token_ids
+
+
+def test_rows_of_files_and_the_time_that_a_picture_takes(folder: Path) -> None:
+    """Rows with pictures are answered one by one; in sweeps of text one says that it cannot be."""
+    with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
+        expected = ask(Scheduler(model), MESSAGES)[0].token_ids
+        asked = [(1.0, RowRequest(0, MESSAGES, SamplingParams(max_tokens=TOKENS)))]
+        plan = plan_asked(BatchJob("rows.csv", "answers.csv"), asked, model)
+        assert plan.policy.reads_pictures
+        assert not plan_asked(BatchJob("rows.csv", "answers.csv"), [], model).policy.reads_pictures
+        row = BatchRequest(0, MESSAGES, sampling=SamplingParams(temperature=0, max_tokens=TOKENS), end_ids=NO_END)
+        for policy in (plan.policy, BatchPolicy(rows=2)):
+            answers = list[GenerationResult]()
+            executor = BatchExecutor(model, policy)
+            RECORDER.start()
+            try:
+                assert model.sight is not None
+                model.sight.close()
+                executor.run(iter([row]), answers.append)
+                names = set(RECORDER.take_spans()["name"].tolist())
+            finally:
+                RECORDER.stop()
+                executor.close()
+            (answer,) = answers
+            if policy.reads_pictures:
+                assert "they have pictures" in executor.note
+                assert answer.token_ids == expected
+                assert lanes.PICTURE in names
+            else:
+                assert answer.error is not None
+                assert "put rows with pictures into a file of their own" in answer.error.message
 
 
 def test_what_was_read_of_pictures_survives_a_restart(folder: Path) -> None:
