@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from engine.common import clock
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.falls import FALLS
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -49,6 +50,8 @@ SNAPSHOT_TOKENS = 16
 """How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
 prefix of a prompt asked again, or followed by another turn, lie but a few tokens that the chat template added."""
 
+_CAPTURED, _DRAFTS = "A captured step", "The layer that drafts"
+"""What gives way where pictures are read."""
 _FEWEST_APART = 8 * BLOCK_TOKENS
 """Between two snapshots in the middle of a prompt."""
 _MOST_SNAPSHOTS = 8
@@ -183,8 +186,7 @@ class KvSession:
         self._leave_graphs()
         restart_angles(self._model)
         self._layout = self._sight.layout(prompt) if self._sight is not None else None
-        if self._layout is not None and self._drafter is not None:
-            self._drafter.clear()
+        self._say_falls()
         begun_s = clock.now()
         found = self._reuse(prompt, repeats=repeats and self._devices is None)
         on_reused(found.ram, found.disk, clock.now() - begun_s)
@@ -232,6 +234,20 @@ class KvSession:
     def drafters(self) -> list[Drafter]:
         """What guesses its next tokens besides their text."""
         return list(self._heads)
+
+    def _say_falls(self) -> None:
+        """What cannot be done behind pictures gives way, and says so."""
+        drafter = self._drafter
+        for what, is_there, instead in (
+            (_CAPTURED, self.graphs is not None and bool(self._shift), "single launches"),
+            (_DRAFTS, drafter is not None and self._layout is not None, "tokens one by one"),
+        ):
+            if is_there:
+                FALLS.say(what, instead, "it knows no positions behind pictures")
+            else:
+                FALLS.is_over(what)
+        if drafter is not None and self._layout is not None:
+            drafter.clear()
 
     @property
     def _heads(self) -> list[HeadDrafter]:
