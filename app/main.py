@@ -357,7 +357,7 @@ def _settings(services: Services) -> Page:
 
     updates = services.updates if can_update() else None
     page = SettingsPage(services.settings, services.theme, services.api_server, services.endpoints, updates)
-    page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
+    page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.engine("").device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))
     timing = services.speed_test

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download
     from engine.parts.updates import Update
 
-WANTED_KEY, LOOKED_KEY = "look_for_updates", "looked_for_updates"
+LOOKED_KEY = "looked_for_updates"
 """Settings: whether to look when a window opens, and when that was last done, in seconds since the epoch."""
 _DAY_S = 86_400
 _BUSY_MS = 3000
@@ -79,15 +79,6 @@ class Updates(QObject):
         downloads.problem.connect(self._on_problem)
 
     @property
-    def is_wanted(self) -> bool:
-        """Whether to look when a window opens: off until people want it."""
-        return self._settings.get(WANTED_KEY, default=False)
-
-    @is_wanted.setter
-    def is_wanted(self, on: bool) -> None:
-        self._settings.set(WANTED_KEY, on)
-
-    @property
     def step(self) -> str:
         """Of the installation, while it runs."""
         return self._installation.step
@@ -108,7 +99,7 @@ class Updates(QObject):
 
     def begin(self) -> None:
         """Looks, if people want it and it was not done today."""
-        if self.is_wanted and time.time() - self._settings.get(LOOKED_KEY, 0) > _DAY_S:
+        if self._settings.look_for_updates and time.time() - self._settings.get(LOOKED_KEY, 0) > _DAY_S:
             self.look()
 
     def look(self) -> None:

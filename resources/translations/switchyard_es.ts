@@ -233,53 +233,6 @@ negativo</translation>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>Apariencia</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>Tema</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>«Sistema» sigue el ajuste del escritorio.</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>Sistema</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>Idioma</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>«Sistema» es el idioma de este PC o, si no, inglés.</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>Tamaño del texto</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>Claro</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>Oscuro</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>Tema: {0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2271,50 +2224,6 @@ negativo</translation>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>Velocidad y memoria</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>Automático</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>Solo procesador</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>Se ejecuta en</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>«Automático» usa la tarjeta gráfica, si la hay, y el procesador para lo que no quepa.</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>Precisión</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>«Automático» conserva la mejor que quepa. Los pesos más burdos ocupan menos memoria y son más rápidos.</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>Hilos de CPU</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>«Automático» usa uno por núcleo. Menos hilos dejan sitio a otros programas.</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>Memoria gráfica que usar</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>RAM que usar</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>Medir</translation>
         </message>
@@ -2331,14 +2240,6 @@ negativo</translation>
             <translation>Los cambios se aplican en el próximo inicio, o ahora con estos botones.</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>Qué expertos se quedan en la tarjeta</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>«Automático» observa qué regla habría conservado los correctos y la adopta.</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>Cargando y midiendo el modelo…</translation>
         </message>
@@ -2351,32 +2252,16 @@ negativo</translation>
             <translation>Modelo inicial</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>Aquí no calcula ninguna tarjeta gráfica.</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0}: {1} tokens/s, medido</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0}: unos {1} tokens/s, {2} a {3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>Para los expertos más usados; el resto queda para otros programas.</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>Aquí no calcula ninguna tarjeta gráfica.</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>Para el modelo; lo que no cabe se lee del disco una y otra vez.</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>todo lo que esté libre</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>como mucho {0}</translation>
         </message>
     </context>
     <context>
@@ -4927,62 +4812,6 @@ negativo</translation>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>Modelo</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>Modelo predeterminado</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Se carga al iniciar Switchyard.</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>Decodificación especulativa</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>Las respuestas que citan, como las que editan un texto, llegan antes: se prueban juntas las palabras siguientes probables, solo mientras compense. Las respuestas no cambian.</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>Como en el modelo</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>Claves y valores</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>Lo que el modelo guarda de una conversación. int8 ocupa cerca de la mitad de memoria; las respuestas pueden variar ligeramente (con el modelo inicial, la perplejidad subió un 0,08 %).</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>Nunca</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>Liberar la memoria tras</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>Si nadie usa el modelo durante ese tiempo; la siguiente pregunta lo carga de nuevo.</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>Tareas por lotes a la vez</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>Comparten cada pasada por el modelo; las demás esperan su turno.</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>Optimizar…</translation>
         </message>
@@ -5366,21 +5195,6 @@ negativo</translation>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>Monitor</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>Grabar sesiones</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>Tiempos y contadores que el Monitor puede abrir después: sin prompts ni respuestas. Se quedan en esta máquina y ocupan hasta 512 MB; se eliminan los más antiguos.</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5593,38 +5407,6 @@ negativo</translation>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>Servidor de API</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>Permitir que otras apps usen los modelos de este PC</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>Este PC</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>Este PC, con clave</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>Red, con clave</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>Quién puede usarlo</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>Puerto</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>Otro, si un programa de aquí ya lo usa.</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>Cómo lo alcanzan los programas</translation>
         </message>
@@ -5663,26 +5445,6 @@ negativo</translation>
         <message>
             <source>Models asked for by name</source>
             <translation>Modelos pedidos por su nombre</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>Mantener cargados</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>Un modelo pedido por un programa se libera cuando ningún programa lo ha usado durante ese tiempo.</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>Liberarlos tras</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>Si no caben los dos, el suyo se aparta y se carga de nuevo con su siguiente pregunta.</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>Mi modelo les hace sitio</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7757,6 +7519,393 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>Automático</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>Velocidad y memoria</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>Se ejecuta en</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>«Automático» usa la tarjeta gráfica, si la hay, y el procesador para lo que no quepa.</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>Solo procesador</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>Precisión</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>«Automático» conserva la mejor que quepa. Los pesos más burdos ocupan menos memoria y son más rápidos.</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>Memoria gráfica que usar</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>Para los expertos más usados; el resto queda para otros programas.</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>RAM que usar</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>Para el modelo; lo que no cabe se lee del disco una y otra vez.</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>Hilos de CPU</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>«Automático» usa uno por núcleo. Menos hilos dejan sitio a otros programas.</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>Para expertos</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>Expertos en cada tarjeta</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>Automático guarda tantos como quepan; 0 no guarda ninguno.</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>Huecos por capa</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>En automático, todas las capas comparten los huecos; un número da a cada capa esa cantidad propia.</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>Qué expertos se quedan en la tarjeta</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>«Automático» observa qué regla habría conservado los correctos y la adopta.</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>Los usados hace poco</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>Los más nuevos</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>Los más usados</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>Los recientes y más usados</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>Al azar</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>Los más populares, fijos</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>Expertos que no están en la tarjeta</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>Todas menos la primera son para comparar.</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>Lo más rápido</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>Calcula el procesador</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>La tarjeta los trae</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>No se guarda nada</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>Capas enteras</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>Adivinar qué expertos siguen</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>Los expertos previstos se copian antes a la tarjeta. Automático usa lo que compensa, si algo compensa.</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>Desactivado</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>Los del último token</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>El router de la capa siguiente</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>Lo que suele seguir</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>Un predictor entrenado</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>Reproducir pasos en la tarjeta</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>La tarjeta reproduce un paso grabado (un grafo CUDA) en vez de recibir cada operación.</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>Activado</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>Varias tarjetas gráficas</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>Por capas, cada tarjeta tiene una serie de capas; por expertos, cada una tiene parte de los expertos de cada capa.</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>Por capas</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>Por expertos</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>Modelo</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>Decodificación especulativa</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>Las respuestas que citan, como las que editan un texto, llegan antes: se prueban juntas las palabras siguientes probables, solo mientras compense. Las respuestas no cambian.</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>Donde compensa</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>Con la capa del modelo</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>Claves y valores</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>Lo que el modelo guarda de una conversación. int8 ocupa cerca de la mitad de memoria; las respuestas pueden variar ligeramente (con el modelo inicial, la perplejidad subió un 0,08 %).</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>Como en el modelo</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>Apariencia</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>Tema</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>«Sistema» sigue el ajuste del escritorio.</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>Sistema</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>Claro</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>Oscuro</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>Idioma</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>«Sistema» es el idioma de este PC o, si no, inglés.</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>Tamaño del texto</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>De todo en esta ventana.</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>Modelo predeterminado</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Se carga al iniciar Switchyard.</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>Liberar la memoria tras</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>Si nadie usa el modelo durante ese tiempo; la siguiente pregunta lo carga de nuevo.</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>Nunca</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>Tareas por lotes a la vez</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>Comparten cada pasada por el modelo; las demás esperan su turno.</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>Pregunta rápida</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>Icono en el área de notificación</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>Un clic en él hace una pregunta desde cualquier lugar, en una ventana pequeña sobre las demás.</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>Seguir en marcha al cerrar la ventana</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>El modelo sigue en memoria; las respuestas y tareas por lotes continúan. Salga desde el menú del icono o con Ctrl+Q.</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>Servidor de API</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>Permitir que otras apps usen los modelos de este PC</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>Quién puede usarlo</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>Este PC</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>Este PC, con clave</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>Red, con clave</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>Puerto</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>Otro, si un programa de aquí ya lo usa.</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>Liberarlos tras</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>Un modelo pedido por un programa se libera cuando ningún programa lo ha usado durante ese tiempo.</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>Mantener cargados</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>Mi modelo les hace sitio</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>Si no caben los dos, el suyo se aparta y se carga de nuevo con su siguiente pregunta.</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>Monitor</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>Grabar sesiones</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>Tiempos y contadores que el Monitor puede abrir después: sin prompts ni respuestas. Se quedan en esta máquina y ocupan hasta 512 MB; se eliminan los más antiguos.</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>Actualizaciones</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>Buscar actualizaciones</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>Una vez al día, al iniciar. No se envía nada sobre usted ni se descarga nada sin preguntar.</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7767,12 +7916,59 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>No se pudo leer la configuración de {0} ({1}), así que se usan los valores predeterminados.</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>Algunos ajustes de {0} no tienen sentido ({1}): en su lugar se usan los habituales.</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>El archivo de configuración estaba dañado; se conserva como {0} y se usan los valores predeterminados.</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>Ocultar</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>Mostrar</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>Requiere recargar.</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>Requiere reiniciar.</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>todo lo que esté libre</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>como mucho {0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>Este escritorio no tiene área de notificación.</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>Ningún ajuste contiene estas palabras.</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>Buscar un ajuste</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>Configuración</translation>
@@ -8985,33 +9181,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
     </context>
     <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>Pregunta rápida</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>Un clic en él hace una pregunta desde cualquier lugar, en una ventana pequeña sobre las demás.</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>Este escritorio no tiene área de notificación.</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>Icono en el área de notificación</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>Seguir en marcha al cerrar la ventana</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>El modelo sigue en memoria; las respuestas y tareas por lotes continúan. Salga desde el menú del icono o con Ctrl+Q.</translation>
-        </message>
-    </context>
-    <context>
         <name>Tune</name>
         <message>
             <source>measured on this machine</source>
@@ -9381,18 +9550,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>Actualizaciones</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>Buscar actualizaciones</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>Una vez al día, al iniciar. No se envía nada sobre usted ni se descarga nada sin preguntar.</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>Buscar ahora</translation>

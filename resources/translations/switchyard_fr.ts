@@ -233,53 +233,6 @@ négatif</translation>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>Apparence</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>Thème</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>« Système » suit le réglage du bureau.</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>Système</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>Langue</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>« Système » est la langue de ce PC, sinon l’anglais.</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>Taille du texte</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>Clair</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>Sombre</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>Thème : {0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2271,50 +2224,6 @@ négatif</translation>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>Vitesse et mémoire</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>Automatique</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>Processeur seulement</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>S’exécute sur</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>« Automatique » utilise la carte graphique, s’il y en a une, et le processeur pour ce qui n’y tient pas.</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>Précision</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>« Automatique » garde la meilleure qui tienne. Des poids plus grossiers prennent moins de mémoire et sont plus rapides.</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>Threads du processeur</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>« Automatique » en utilise un par cœur. Moins laisse de la place aux autres programmes.</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>Mémoire graphique à utiliser</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>RAM à utiliser</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>Mesurer</translation>
         </message>
@@ -2331,14 +2240,6 @@ négatif</translation>
             <translation>Les changements prennent effet au prochain démarrage, ou tout de suite avec ces boutons.</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>Experts qui restent sur la carte</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>« Automatique » observe quelle règle aurait gardé les bons experts, et l’adopte.</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>Chargement et mesure du modèle…</translation>
         </message>
@@ -2351,32 +2252,16 @@ négatif</translation>
             <translation>Modèle de départ</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>Aucune carte graphique ne calcule ici.</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0} : {1} tokens/s, mesuré</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0} : environ {1} tokens/s, {2} à {3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>Pour les experts souvent utilisés ; le reste est laissé aux autres programmes.</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>Aucune carte graphique ne calcule ici.</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>Pour le modèle ; ce qui n’y tient pas est sans cesse relu sur le disque.</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>tout ce qui est libre</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>au plus {0}</translation>
         </message>
     </context>
     <context>
@@ -4927,62 +4812,6 @@ négatif</translation>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>Modèle</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>Modèle par défaut</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Chargé au démarrage de Switchyard.</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>Décodage spéculatif</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>Les réponses qui citent, comme la modification d’un texte, arrivent plus vite : les mots suivants probables sont essayés ensemble, tant que cela en vaut la peine. Les réponses restent les mêmes.</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>Comme dans le modèle</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>Clés et valeurs</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>Ce que le modèle retient d’une conversation. int8 prend environ moitié moins de mémoire ; les réponses peuvent différer légèrement (avec le modèle de départ, la perplexité a augmenté de 0,08 %).</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>Jamais</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>Libérer la mémoire après</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>Si personne n’utilise le modèle pendant ce temps ; la question suivante le recharge.</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>Tâches par lots simultanées</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>Elles partagent chaque passage dans le modèle ; les autres attendent leur tour.</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>Optimiser…</translation>
         </message>
@@ -5366,21 +5195,6 @@ négatif</translation>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>Moniteur</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>Enregistrer les sessions</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>Durées et compteurs que le Moniteur peut ouvrir plus tard : ni prompts, ni réponses. Ils restent sur cette machine et occupent jusqu’à 512 Mo ; les plus anciens sont supprimés.</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5593,38 +5407,6 @@ négatif</translation>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>Serveur d’API</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>Laisser des applications utiliser les modèles de ce PC</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>Ce PC</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>Ce PC, avec clé</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>Réseau, avec clé</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>Qui peut l’utiliser</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>Port</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>Un autre, si un programme d’ici l’utilise déjà.</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>Comment les programmes l’atteignent</translation>
         </message>
@@ -5663,26 +5445,6 @@ négatif</translation>
         <message>
             <source>Models asked for by name</source>
             <translation>Modèles demandés par leur nom</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>Garder chargés</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>Un modèle demandé par un programme est libéré quand aucun programme ne l’a utilisé pendant ce temps.</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>Les libérer après</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>Si les deux ne tiennent pas, le vôtre est mis de côté, et rechargé à votre prochaine question.</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>Mon modèle leur fait de la place</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7757,6 +7519,393 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>Automatique</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>Vitesse et mémoire</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>S’exécute sur</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>« Automatique » utilise la carte graphique, s’il y en a une, et le processeur pour ce qui n’y tient pas.</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>Processeur seulement</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>Précision</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>« Automatique » garde la meilleure qui tienne. Des poids plus grossiers prennent moins de mémoire et sont plus rapides.</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>Mémoire graphique à utiliser</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>Pour les experts souvent utilisés ; le reste est laissé aux autres programmes.</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>RAM à utiliser</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>Pour le modèle ; ce qui n’y tient pas est sans cesse relu sur le disque.</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>Threads du processeur</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>« Automatique » en utilise un par cœur. Moins laisse de la place aux autres programmes.</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>Pour les experts</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>Experts sur chaque carte</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>Automatique garde tous ceux qui tiennent ; 0 n’en garde aucun.</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>Emplacements par couche</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>En automatique, toutes les couches partagent les emplacements ; un nombre en donne autant à chacune.</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>Experts qui restent sur la carte</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>« Automatique » observe quelle règle aurait gardé les bons experts, et l’adopte.</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>Les plus récemment utilisés</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>Les plus récents</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>Les plus utilisés</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>Récemment et souvent utilisés</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>Au hasard</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>Les plus demandés, fixes</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>Experts absents de la carte</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>Tous les choix sauf le premier servent à comparer.</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>Le plus rapide</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>Le processeur calcule</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>La carte les charge</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>Rien n’est gardé</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>Couches entières</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>Deviner les experts suivants</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>Les experts devinés sont copiés d’avance sur la carte. Automatique prend ce qui est rentable, s’il y a lieu.</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>Désactivée</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>Ceux du dernier token</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>Le routeur de la couche suivante</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>Ce qui suit d’habitude</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>Un prédicteur entraîné</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>Rejouer les étapes sur la carte</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>La carte rejoue une étape enregistrée (un graphe CUDA) au lieu de recevoir chaque opération.</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>Activée</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>Plusieurs cartes graphiques</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>Par couches, chaque carte a une suite de couches ; par experts, chacune a une partie des experts de chaque couche.</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>Par couches</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>Par experts</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>Modèle</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>Décodage spéculatif</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>Les réponses qui citent, comme la modification d’un texte, arrivent plus vite : les mots suivants probables sont essayés ensemble, tant que cela en vaut la peine. Les réponses restent les mêmes.</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>Quand c’est rentable</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>Avec la couche du modèle</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>Clés et valeurs</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>Ce que le modèle retient d’une conversation. int8 prend environ moitié moins de mémoire ; les réponses peuvent différer légèrement (avec le modèle de départ, la perplexité a augmenté de 0,08 %).</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>Comme dans le modèle</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>Apparence</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>Thème</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>« Système » suit le réglage du bureau.</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>Système</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>Clair</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>Sombre</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>Langue</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>« Système » est la langue de ce PC, sinon l’anglais.</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>Taille du texte</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>De tout dans cette fenêtre.</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>Modèle par défaut</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Chargé au démarrage de Switchyard.</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>Libérer la mémoire après</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>Si personne n’utilise le modèle pendant ce temps ; la question suivante le recharge.</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>Jamais</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>Tâches par lots simultanées</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>Elles partagent chaque passage dans le modèle ; les autres attendent leur tour.</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>Question rapide</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>Icône de notification</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>Un clic dessus pose une question de n’importe où, dans une petite fenêtre au-dessus des autres.</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>Rester actif quand la fenêtre est fermée</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>Le modèle reste en mémoire ; les réponses et tâches par lots continuent. Quittez par le menu de l’icône ou avec Ctrl+Q.</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>Serveur d’API</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>Laisser des applications utiliser les modèles de ce PC</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>Qui peut l’utiliser</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>Ce PC</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>Ce PC, avec clé</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>Réseau, avec clé</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>Port</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>Un autre, si un programme d’ici l’utilise déjà.</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>Les libérer après</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>Un modèle demandé par un programme est libéré quand aucun programme ne l’a utilisé pendant ce temps.</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>Garder chargés</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>Mon modèle leur fait de la place</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>Si les deux ne tiennent pas, le vôtre est mis de côté, et rechargé à votre prochaine question.</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>Moniteur</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>Enregistrer les sessions</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>Durées et compteurs que le Moniteur peut ouvrir plus tard : ni prompts, ni réponses. Ils restent sur cette machine et occupent jusqu’à 512 Mo ; les plus anciens sont supprimés.</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>Mises à jour</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>Rechercher des mises à jour</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>Une fois par jour, au démarrage. Rien à votre sujet n’est envoyé, et rien n’est téléchargé sans votre accord.</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7767,12 +7916,59 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Les paramètres de {0} n’ont pas pu être lus ({1}) ; les valeurs par défaut sont utilisées.</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>Certains réglages de {0} n’ont pas de sens ({1}) : les valeurs habituelles les remplacent.</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>Le fichier des paramètres était endommagé ; il est conservé sous {0}, et les valeurs par défaut sont utilisées.</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>Masquer</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>Afficher</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>Nécessite un rechargement.</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>Nécessite un redémarrage.</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>tout ce qui est libre</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>au plus {0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>Ce bureau n’a pas de zone de notification.</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>Aucun réglage ne contient ces mots.</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>Chercher un réglage</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>Paramètres</translation>
@@ -8985,33 +9181,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         </message>
     </context>
     <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>Question rapide</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>Un clic dessus pose une question de n’importe où, dans une petite fenêtre au-dessus des autres.</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>Ce bureau n’a pas de zone de notification.</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>Icône de notification</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>Rester actif quand la fenêtre est fermée</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>Le modèle reste en mémoire ; les réponses et tâches par lots continuent. Quittez par le menu de l’icône ou avec Ctrl+Q.</translation>
-        </message>
-    </context>
-    <context>
         <name>Tune</name>
         <message>
             <source>measured on this machine</source>
@@ -9381,18 +9550,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>Mises à jour</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>Rechercher des mises à jour</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>Une fois par jour, au démarrage. Rien à votre sujet n’est envoyé, et rien n’est téléchargé sans votre accord.</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>Vérifier maintenant</translation>

@@ -233,53 +233,6 @@ negative</source>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>外観</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>テーマ</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>「システム」はデスクトップの設定に従います。</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>システム</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>言語</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>「システム」はこのPCの言語、なければ英語です。</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>文字サイズ</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>ライト</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>ダーク</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>テーマ: {0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2252,50 +2205,6 @@ negative</source>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>速度とメモリ</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>自動</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>プロセッサのみ</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>実行先</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>「自動」は、グラフィックスカードがあれば使い、入りきらない分はプロセッサで処理します。</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>精度</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>「自動」は収まる中で最もよい精度を使います。粗い重みほどメモリが少なく、高速です。</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>CPUスレッド数</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>「自動」はコアごとに1つ使います。減らすとほかのプログラムに余裕ができます。</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>使用するグラフィックスメモリ</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>使用するRAM</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>計測</translation>
         </message>
@@ -2312,14 +2221,6 @@ negative</source>
             <translation>変更は次回の起動時、またはこれらのボタンですぐに適用されます。</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>カードに残すエキスパート</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>「自動」は、どの規則が正しく残せていたかを観察し、それを採用します。</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>モデルを読み込んで計測しています…</translation>
         </message>
@@ -2332,32 +2233,16 @@ negative</source>
             <translation>スターターモデル</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>ここではグラフィックスカードは計算に使われていません。</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0}: {1} トークン/秒（実測）</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0}: 約{1} トークン/秒、{2}～{3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>よく使うエキスパートに使います。残りはほかのプログラムのために空けておきます。</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>ここではグラフィックスカードは計算に使われていません。</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>モデルに使います。入りきらない分は毎回ディスクから読み込みます。</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>空きすべて</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>最大{0}</translation>
         </message>
     </context>
     <context>
@@ -4896,62 +4781,6 @@ negative</source>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>モデル</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>既定のモデル</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Switchyardの起動時に読み込まれます。</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>投機的デコード</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>文章の編集など、引用を含む回答が速くなります。次に来そうな語をまとめて試し、効果がある間だけ使います。回答の内容は変わりません。</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>モデルのまま</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>キーとバリュー</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>モデルが会話について保持する内容です。int8ではメモリが約半分になりますが、回答がわずかに変わることがあります（スターターモデルではパープレキシティが0.08%上昇）。</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>しない</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>メモリを解放するまでの時間</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>この時間モデルが使われない場合に解放します。次の質問で再び読み込みます。</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>同時実行するバッチジョブ</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>モデルへの各パスを共有します。残りのジョブは順番を待ちます。</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>チューニング…</translation>
         </message>
@@ -5334,21 +5163,6 @@ negative</source>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>モニター</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>セッションを記録</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>モニターで後から開ける時間と計数の記録です。プロンプトや回答は含まれません。このマシンに最大512 MB保存され、古いものから削除されます。</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5560,38 +5374,6 @@ negative</source>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>APIサーバー</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>ほかのアプリにこのPCのモデルを使わせる</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>このPC</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>このPC、キーあり</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>ネットワーク、キーあり</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>利用できる範囲</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>ポート</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>ほかのプログラムが使用中なら、別の番号にしてください。</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>プログラムからの接続先</translation>
         </message>
@@ -5630,26 +5412,6 @@ negative</source>
         <message>
             <source>Models asked for by name</source>
             <translation>名前で要求されたモデル</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>読み込んだままにする</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>プログラムが要求したモデルは、この時間どのプログラムにも使われないと解放されます。</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>解放するまでの時間</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>両方が入りきらない場合、あなたのモデルをいったん外し、次の質問で再び読み込みます。</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>自分のモデルが場所を譲る</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7721,6 +7483,393 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>自動</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>速度とメモリ</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>実行先</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>「自動」は、グラフィックスカードがあれば使い、入りきらない分はプロセッサで処理します。</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>プロセッサのみ</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>精度</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>「自動」は収まる中で最もよい精度を使います。粗い重みほどメモリが少なく、高速です。</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>使用するグラフィックスメモリ</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>よく使うエキスパートに使います。残りはほかのプログラムのために空けておきます。</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>使用するRAM</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>モデルに使います。入りきらない分は毎回ディスクから読み込みます。</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>CPUスレッド数</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>「自動」はコアごとに1つ使います。減らすとほかのプログラムに余裕ができます。</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>上級者向け</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>各カードに置くエキスパート</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>自動では入るだけ保持します。0 では保持しません。</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>層ごとのスロット</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>自動では全層がスロットを共有します。数を指定すると、各層がその数だけ専有します。</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>カードに残すエキスパート</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>「自動」は、どの規則が正しく残せていたかを観察し、それを採用します。</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>最近使ったもの</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>新しいもの</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>よく使うもの</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>最近よく使ったもの</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>ランダム</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>人気のもの（固定）</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>カードにないエキスパート</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>最初のもの以外は比較用です。</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>速い方</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>プロセッサーで計算</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>カードに転送</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>何も保持しない</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>層ごとまとめて</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>次のエキスパートの予測</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>予測したエキスパートを先にカードへコピーします。自動では、効果があるものだけを使います。</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>オフ</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>直前のトークンと同じもの</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>次の層のルーター</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>よく続くもの</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>学習した予測器</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>カードでステップを再生</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>操作を一つずつ指示する代わりに、記録したステップ（CUDA グラフ）をカードが再生します。</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>オン</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>複数のグラフィックカード</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>層で分けると各カードが連続した層を、エキスパートで分けると各層のエキスパートの一部を受け持ちます。</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>層で分ける</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>エキスパートで分ける</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>モデル</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>投機的デコード</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>文章の編集など、引用を含む回答が速くなります。次に来そうな語をまとめて試し、効果がある間だけ使います。回答の内容は変わりません。</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>効果があるとき</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>モデルの専用層で</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>キーとバリュー</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>モデルが会話について保持する内容です。int8ではメモリが約半分になりますが、回答がわずかに変わることがあります（スターターモデルではパープレキシティが0.08%上昇）。</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>モデルのまま</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>外観</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>テーマ</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>「システム」はデスクトップの設定に従います。</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>システム</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>ライト</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>ダーク</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>言語</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>「システム」はこのPCの言語、なければ英語です。</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>文字サイズ</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>このウィンドウ全体に適用されます。</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>既定のモデル</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Switchyardの起動時に読み込まれます。</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>メモリを解放するまでの時間</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>この時間モデルが使われない場合に解放します。次の質問で再び読み込みます。</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>しない</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>同時実行するバッチジョブ</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>モデルへの各パスを共有します。残りのジョブは順番を待ちます。</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>クイック質問</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>トレイにアイコンを表示</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>クリックすると、ほかのウィンドウの上の小さなウィンドウで、どこからでも質問できます。</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>ウィンドウを閉じても動作を続ける</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>モデルはメモリに残り、回答とバッチジョブが続きます。終了はアイコンのメニューかCtrl+Qで行います。</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>APIサーバー</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>ほかのアプリにこのPCのモデルを使わせる</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>利用できる範囲</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>このPC</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>このPC、キーあり</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>ネットワーク、キーあり</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>ポート</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>ほかのプログラムが使用中なら、別の番号にしてください。</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>解放するまでの時間</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>プログラムが要求したモデルは、この時間どのプログラムにも使われないと解放されます。</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>読み込んだままにする</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>自分のモデルが場所を譲る</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>両方が入りきらない場合、あなたのモデルをいったん外し、次の質問で再び読み込みます。</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>モニター</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>セッションを記録</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>モニターで後から開ける時間と計数の記録です。プロンプトや回答は含まれません。このマシンに最大512 MB保存され、古いものから削除されます。</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>更新</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>更新を確認する</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>1日に1回、起動時に確認します。あなたに関する情報は送信されず、確認なしにダウンロードすることもありません。</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7731,12 +7880,59 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0}の設定を読めませんでした（{1}）。既定値を使います。</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>{0} に意味をなさない設定があります（{1}）。これらには既定値を使います。</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>設定ファイルが壊れていました。{0}として残し、既定値を使います。</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>隠す</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>表示</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>再読み込みが必要です。</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>再起動が必要です。</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>空きすべて</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>最大{0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>このデスクトップにはアイコンを表示するトレイがありません。</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>該当する設定はありません。</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>設定を検索</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>設定</translation>
@@ -8948,33 +9144,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
     </context>
     <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>クイック質問</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>クリックすると、ほかのウィンドウの上の小さなウィンドウで、どこからでも質問できます。</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>このデスクトップにはアイコンを表示するトレイがありません。</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>トレイにアイコンを表示</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>ウィンドウを閉じても動作を続ける</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>モデルはメモリに残り、回答とバッチジョブが続きます。終了はアイコンのメニューかCtrl+Qで行います。</translation>
-        </message>
-    </context>
-    <context>
         <name>Tune</name>
         <message>
             <source>measured on this machine</source>
@@ -9341,18 +9510,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>更新</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>更新を確認する</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>1日に1回、起動時に確認します。あなたに関する情報は送信されず、確認なしにダウンロードすることもありません。</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>今すぐ確認</translation>

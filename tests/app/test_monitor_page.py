@@ -19,7 +19,7 @@ from app.services.engine_client import EngineState
 from app.services.session_library import open_session, sessions_in
 from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
-from app.services.telemetry_hub import RECORD_SETTING, TelemetryHub
+from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor import MonitorPage
 from app.views.monitor.summary import advice_sentence, waiting_sentence
@@ -122,7 +122,7 @@ def test_it_watches_while_it_is_seen(page: MonitorPage, engine: WatchedEngine, h
 def test_who_wants_no_recording_is_watched_by_nobody(
     page: MonitorPage, engine: WatchedEngine, settings: Settings
 ) -> None:
-    settings.set(RECORD_SETTING, False)
+    settings.record_sessions = False
     assert engine.watched[-1] == (True, True)
     page.hide()
     assert engine.watched[-1] == (False, False)
