@@ -63,7 +63,7 @@ class Updates(QObject):
     ) -> None:
         """`is_busy`: whether an answer is written or a job runs; `command` replaces what installs."""
         super().__init__(parent)
-        self._settings, self._downloads, self._is_busy = settings, downloads, is_busy
+        self.settings, self._downloads, self._is_busy = settings, downloads, is_busy
         self._looking, self._doing = LatestTask(self), TaskQueue(self)
         self._installation = Installation("engine.parts.updates", self, command=command)
         self._installation.step_changed.connect(self.changed)
@@ -99,13 +99,13 @@ class Updates(QObject):
 
     def begin(self) -> None:
         """Looks, if people want it and it was not done today."""
-        if self._settings.look_for_updates and time.time() - self._settings.get(LOOKED_KEY, 0) > _DAY_S:
+        if self.settings.look_for_updates and time.time() - self.settings.get(LOOKED_KEY, 0) > _DAY_S:
             self.look()
 
     def look(self) -> None:
         """Asks for the newest version."""
         if self.stage in (UpdateStage.IDLE, UpdateStage.NEWEST, UpdateStage.OFFERED, UpdateStage.FAILED):
-            self._settings.set(LOOKED_KEY, int(time.time()))
+            self.settings.set(LOOKED_KEY, int(time.time()))
             self._set(UpdateStage.LOOKING)
             self._looking.ask(_look, self._on_looked, self._on_failed)
 

@@ -6,7 +6,6 @@ Plain frozen dataclasses: they travel over the protocol, so their fields are JSO
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -24,6 +23,9 @@ KvPrecision = Literal["auto", "bf16", "fp16", "int8"]
 Graphs = Literal["auto", "on", "off"]
 Sharing = Literal["auto", "layers", "experts"]
 
+PRECISIONS = ("auto", "fp32", "bf16", "int8", "int4", "lut4", "stored")
+"""Of weights in memory: formats of `engine.formats` that a user may choose."""
+
 MODEL_CARD, COMPUTING_CARD, EXPERTS_CARD = "Model", "Speed and memory", "For experts"
 _RUNS, _CACHE = "where and how the model runs", "the expert cache, for models bigger than the graphics card"
 _AUTOMATIC = {"auto": "Automatic"}
@@ -37,12 +39,6 @@ _DEVICE = re.compile(r"(cuda|xpu):\d+(,\1:\d+)*|emulated:[\w.-]+(\?host=(fixed|o
 def is_device(text: str) -> bool:
     """Whether a device can be called so; whether it exists is checked when a model is loaded."""
     return text in ("auto", "cpu", "cuda", "xpu", "mps") or _DEVICE.fullmatch(text) is not None
-
-
-def _precisions() -> Sequence[str]:
-    from engine.formats import PRECISIONS  # imported late: the window opens without it
-
-    return PRECISIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +81,7 @@ class EngineConfig:
     )
     precision: str = entry(
         "auto",
-        Choice(_precisions, _AUTOMATIC),
+        Choice(PRECISIONS, _AUTOMATIC),
         name="Precision",
         help="Automatic keeps the best that fits. Coarser weights take less memory and are faster.",
         card=COMPUTING_CARD,

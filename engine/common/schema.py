@@ -34,21 +34,18 @@ class Choice:
     """One of several texts.
 
     Attributes:
-        values: all of them, or what gives them where they take time to import.
+        values: all of them.
         names: what the window calls them; one without a name is called as it is.
         others: whether a text that is not among them is accepted as well.
     """
 
-    values: Sequence[str] | Callable[[], Sequence[str]]
+    values: Sequence[str]
     names: Mapping[str, str] = field(default_factory=dict)
     others: Callable[[str], bool] | None = None
 
-    def all(self) -> Sequence[str]:
-        return self.values() if callable(self.values) else self.values
-
     def read(self, value: object) -> str | None:
         """The value that JSON means; None if it means none."""
-        known = isinstance(value, str) and (value in self.all() or (self.others is not None and self.others(value)))
+        known = isinstance(value, str) and (value in self.values or (self.others is not None and self.others(value)))
         return cast("str", value) if known else None
 
 

@@ -268,7 +268,7 @@ def said(setting: Setting[Any], value: Any) -> str:
 def _bounds(setting: Setting[Any]) -> str:
     kind = setting.kind
     if isinstance(kind, Choice):
-        return ", ".join(f"`{value}`" for value in kind.all())
+        return ", ".join(f"`{value}`" for value in kind.values)
     if isinstance(kind, Number):
         return kind.words
     return {Switch: "on or off", Size: "a size such as 8GB"}.get(type(kind), "text")

@@ -110,7 +110,7 @@ def _how(setting: Setting[Any]) -> dict[str, Any]:
         case Switch():
             return {"action": argparse.BooleanOptionalAction}
         case Choice(others=None):
-            return {"choices": tuple(kind.all())}
+            return {"choices": tuple(kind.values)}
         case Choice():
             return {"type": device_name}
         case Number():

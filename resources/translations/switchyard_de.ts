@@ -4266,6 +4266,245 @@ negativ</translation>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>Phase</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>Was das Modell tut: einen Prompt lesen (Prefill), eine Antwort Token für Token schreiben (Decode) oder einen Stapelschritt, der viele Zeilen zugleich durch das Modell führt. Jede Marke ist ein Token: ein Wort oder ein Teil davon.</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>Anfragen</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>Eine Zeile für jede Antwort in Arbeit, für dieses Fenster oder andere Programme, hier oder auf einem anderen Server: wartend (schraffiert), ihr Prompt wird gelesen (blass), ihre Antwort wird geschrieben. Auch ein Stapelauftrag hat eine Zeile (umrandet).</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>Durchläufe</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>Was gemeinsam durch die Schichten läuft: ein Token jeder Antwort, die geschrieben wird, und (schraffiert) Stücke von Prompts, die gelesen werden. Stapelaufträge haben eigene Durchläufe. Aus der Nähe ist jeder Durchlauf ein Block mit seinen Token.</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>Wie stark unser Modell die Grafikkarte auslastet. In Lücken wartet sie auf etwas anderes, meist auf Gewichte oder den Prozessor.</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>Rechnen auf der GPU</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>Zur GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>Gewichte, die vom RAM zur Grafikkarte kopiert werden. Das ist der Preis eines Fehlzugriffs: ein Experte, der gebraucht wird, aber nicht im Speicher der Karte liegt.</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>Kopieren von Gewichten zur GPU</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>zur GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>Übergabe von Ergebnissen an die GPU</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>Ergebnisse</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>Von der GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>Kopien von der Grafikkarte in den RAM, meist kleine Ergebnisse. Große Mengen sind Daten eines Stapels, die auf der Karte keinen Platz haben.</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>Kopieren von der GPU</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>von der GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>Wie stark unser Modell den Prozessor auslastet: mit Experten, den Teilen einer Schicht, von denen jedes Token nur wenige nutzt, und mit der Attention, die auf den bisherigen Text zurückblickt. Zusammen können sie die Spur füllen.</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>Rechnen von Experten auf der CPU</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>Experten auf der CPU</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>Attention und andere Schichten auf der CPU</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>Attention auf der CPU</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>Datenträger</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>Experten, die vom Datenträger gelesen werden, weil im RAM kein Platz ist. Ist diese Spur oft voll, hilft mehr RAM oder eine geringere Genauigkeit am meisten.</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>Lesen vom Datenträger</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>Datenträger</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>Experten</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>Wo die gebrauchten Experten waren: im Speicher der Karte (ein Treffer), erst dorthin kopiert (geholt, ein Fehlzugriff) oder stattdessen auf dem Prozessor berechnet. Mehr Treffer heißt weniger Warten; ohne Grafikkarte wird alles auf dem Prozessor berechnet.</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>Token/s</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>Wie viele Token pro Sekunde geschrieben werden, während das Modell arbeitet. Bei einem Stapel zählen die Token aller Zeilen, mit ihren Prompts.</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>GPU-Last</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>Wie stark alle Programme die Grafikkarte auslasten.</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>CPU-Last</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>Wie stark der ganze Prozessor ausgelastet ist: gefüllt für Switchyard, gestrichelt für alle Programme. Ein großer Abstand ist das, was andere Programme nutzen.</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Belegter Speicher: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Belegter Speicher der Karte: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>Verkehr am Steckplatz der Grafikkarte, in beide Richtungen, von allen Programmen.</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>Seitenfehler</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>Speicherseiten, die das System erst zuordnen musste: Viele davon bremsen.</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>Datenträger</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>Lesen vom Datenträger und (gestrichelt) Schreiben, von allen Programmen.</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>GPU-Leistung</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>Die Leistung, die die Grafikkarte aufnimmt.</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>CPU-Leistung</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>Die Leistung, die der Prozessor aufnimmt.</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>GPU-Takt</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>Der Takt der Grafikkarte: Er sinkt, wenn die Karte zu heiß wird.</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>CPU-Takt</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>Der Takt des Prozessors: Er sinkt bei Hitze oder um Strom zu sparen.</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>GPU-Temperatur</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>Wie heiß die Grafikkarte ist.</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>CPU-Temperatur</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>Wie heiß der Prozessor ist.</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -8561,192 +8800,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Auswahl aufheben</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>Was das Modell tut: einen Prompt lesen (Prefill), eine Antwort Token für Token schreiben (Decode) oder einen Stapelschritt, der viele Zeilen zugleich durch das Modell führt. Jede Marke ist ein Token: ein Wort oder ein Teil davon.</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>Eine Zeile für jede Antwort in Arbeit, für dieses Fenster oder andere Programme, hier oder auf einem anderen Server: wartend (schraffiert), ihr Prompt wird gelesen (blass), ihre Antwort wird geschrieben. Auch ein Stapelauftrag hat eine Zeile (umrandet).</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>Was gemeinsam durch die Schichten läuft: ein Token jeder Antwort, die geschrieben wird, und (schraffiert) Stücke von Prompts, die gelesen werden. Stapelaufträge haben eigene Durchläufe. Aus der Nähe ist jeder Durchlauf ein Block mit seinen Token.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>Wie stark unser Modell die Grafikkarte auslastet. In Lücken wartet sie auf etwas anderes, meist auf Gewichte oder den Prozessor.</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>Gewichte, die vom RAM zur Grafikkarte kopiert werden. Das ist der Preis eines Fehlzugriffs: ein Experte, der gebraucht wird, aber nicht im Speicher der Karte liegt.</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>Kopien von der Grafikkarte in den RAM, meist kleine Ergebnisse. Große Mengen sind Daten eines Stapels, die auf der Karte keinen Platz haben.</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>Wie stark unser Modell den Prozessor auslastet: mit Experten, den Teilen einer Schicht, von denen jedes Token nur wenige nutzt, und mit der Attention, die auf den bisherigen Text zurückblickt. Zusammen können sie die Spur füllen.</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>Experten, die vom Datenträger gelesen werden, weil im RAM kein Platz ist. Ist diese Spur oft voll, hilft mehr RAM oder eine geringere Genauigkeit am meisten.</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>Wo die gebrauchten Experten waren: im Speicher der Karte (ein Treffer), erst dorthin kopiert (geholt, ein Fehlzugriff) oder stattdessen auf dem Prozessor berechnet. Mehr Treffer heißt weniger Warten; ohne Grafikkarte wird alles auf dem Prozessor berechnet.</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>Wie viele Token pro Sekunde geschrieben werden, während das Modell arbeitet. Bei einem Stapel zählen die Token aller Zeilen, mit ihren Prompts.</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>Wie stark der ganze Prozessor ausgelastet ist: gefüllt für Switchyard, gestrichelt für alle Programme. Ein großer Abstand ist das, was andere Programme nutzen.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>Wie stark alle Programme die Grafikkarte auslasten.</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Belegter Speicher: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Belegter Speicher der Karte: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>Verkehr am Steckplatz der Grafikkarte, in beide Richtungen, von allen Programmen.</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>Speicherseiten, die das System erst zuordnen musste: Viele davon bremsen.</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>Lesen vom Datenträger und (gestrichelt) Schreiben, von allen Programmen.</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>Die Leistung, die die Grafikkarte aufnimmt.</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>Die Leistung, die der Prozessor aufnimmt.</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>Der Takt der Grafikkarte: Er sinkt, wenn die Karte zu heiß wird.</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>Der Takt des Prozessors: Er sinkt bei Hitze oder um Strom zu sparen.</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>Wie heiß die Grafikkarte ist.</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>Wie heiß der Prozessor ist.</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>Dies kommt von einem Sensor oder Treiber, nicht von der Engine.</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>Phase</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>Anfragen</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>Durchläufe</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>Zur GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>Von der GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>Datenträger</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>Experten</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>Token/s</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>GPU-Last</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>CPU-Last</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>Seitenfehler</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>Datenträger</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>GPU-Leistung</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>CPU-Leistung</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>GPU-Takt</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>CPU-Takt</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>GPU-Temperatur</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>CPU-Temperatur</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>Sampling und Verwaltung</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8763,6 +8822,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>fetched</source>
             <translation>geholt</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8801,38 +8864,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Obergrenze {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>Rechnen auf der GPU</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>Kopieren von Gewichten zur GPU</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>Kopieren von der GPU</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>Rechnen von Experten auf der CPU</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>Attention und andere Schichten auf der CPU</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>Lesen vom Datenträger</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>Übergabe von Ergebnissen an die GPU</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>Sampling und Verwaltung</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>Token von Schritt {0}: {1}</translation>
         </message>
@@ -8851,30 +8882,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} auf der CPU</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>zur GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>von der GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>Experten auf der CPU</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>Attention auf der CPU</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>Datenträger</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>Ergebnisse</translation>
         </message>
         <message>
             <source>waiting for {0}</source>

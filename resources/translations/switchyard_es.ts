@@ -4266,6 +4266,245 @@ negativo</translation>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>Fase</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>Lo que hace el modelo: leer un prompt (prellenado), escribir una respuesta token a token (decodificación) o un paso de lotes, que pasa muchas filas a la vez por el modelo. Cada marca es un token: una palabra o parte de ella.</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>Peticiones</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>Una fila por cada respuesta en curso, para esta ventana u otros programas, aquí o en otro servidor: en espera (rayado), leyendo su prompt (pálido), escribiendo su respuesta. Una tarea por lotes también tiene su fila (con borde).</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>Pasadas</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>Lo que pasa junto por las capas: un token de cada respuesta que se escribe y (rayados) trozos de prompts que se leen. Las tareas por lotes tienen sus propias pasadas. De cerca, cada pasada es un bloque con sus tokens.</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>Cuánto ocupa nuestro modelo la tarjeta gráfica. En los huecos espera otra cosa, normalmente pesos o el procesador.</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>cálculo en la GPU</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>A la GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>Pesos que se copian de la RAM a la tarjeta gráfica. Es el coste de un fallo: un experto que se necesita y no está en la memoria de la tarjeta.</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>copia de pesos a la GPU</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>a la GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>paso de resultados a la GPU</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>resultados</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>De la GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>Copias de la tarjeta gráfica a la RAM, sobre todo resultados pequeños. Las grandes cantidades son datos de un lote que no caben en la tarjeta.</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>copia desde la GPU</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>de la GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>Cuánto ocupa nuestro modelo el procesador: con los expertos, las partes de una capa de las que cada token usa pocas, y con la atención, que vuelve la vista al texto anterior. Juntos pueden llenar la pista.</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>cálculo de expertos en la CPU</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>expertos en CPU</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>atención y otras capas en la CPU</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>atención en CPU</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>Disco</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>Expertos que se leen del disco porque no caben en la RAM. Si esta pista está llena a menudo, lo que más ayuda es más RAM o menos precisión.</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>lectura del disco</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>disco</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>Expertos</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>Dónde estaban los expertos necesarios: en la memoria de la tarjeta (un acierto), copiados antes a ella (traídos, un fallo) o calculados en el procesador. Más aciertos son menos espera; sin tarjeta gráfica, todo se calcula en el procesador.</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>Tokens/s</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>Cuántos tokens por segundo se escriben mientras trabaja el modelo. En un lote se cuentan los tokens de todas las filas, con sus prompts.</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>Carga GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>Cuánto ocupan la tarjeta gráfica todos los programas.</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>Carga CPU</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>Cuán ocupado está todo el procesador: relleno para Switchyard, discontinuo para todos los programas. La distancia entre ambos es lo que usan los demás.</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Memoria en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Memoria de la tarjeta en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>Tráfico de la ranura de la tarjeta gráfica, en ambos sentidos, de todos los programas.</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>Fallos de página</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>Páginas de memoria que el sistema tuvo que asignar antes: si son muchas, ralentizan.</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>Disco</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>Lecturas del disco y (discontinuo) escrituras, de todos los programas.</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>Potencia GPU</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>La potencia que consume la tarjeta gráfica.</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>Potencia CPU</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>La potencia que consume el procesador.</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>Frecuencia GPU</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>La frecuencia de la tarjeta gráfica: baja cuando está demasiado caliente.</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>Frecuencia CPU</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>La frecuencia del procesador: baja si está demasiado caliente o ahorra energía.</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>Temperatura GPU</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>La temperatura de la tarjeta gráfica.</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>Temperatura CPU</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>La temperatura del procesador.</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -8561,192 +8800,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Borrar la selección</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>Lo que hace el modelo: leer un prompt (prellenado), escribir una respuesta token a token (decodificación) o un paso de lotes, que pasa muchas filas a la vez por el modelo. Cada marca es un token: una palabra o parte de ella.</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>Una fila por cada respuesta en curso, para esta ventana u otros programas, aquí o en otro servidor: en espera (rayado), leyendo su prompt (pálido), escribiendo su respuesta. Una tarea por lotes también tiene su fila (con borde).</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>Lo que pasa junto por las capas: un token de cada respuesta que se escribe y (rayados) trozos de prompts que se leen. Las tareas por lotes tienen sus propias pasadas. De cerca, cada pasada es un bloque con sus tokens.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>Cuánto ocupa nuestro modelo la tarjeta gráfica. En los huecos espera otra cosa, normalmente pesos o el procesador.</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>Pesos que se copian de la RAM a la tarjeta gráfica. Es el coste de un fallo: un experto que se necesita y no está en la memoria de la tarjeta.</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>Copias de la tarjeta gráfica a la RAM, sobre todo resultados pequeños. Las grandes cantidades son datos de un lote que no caben en la tarjeta.</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>Cuánto ocupa nuestro modelo el procesador: con los expertos, las partes de una capa de las que cada token usa pocas, y con la atención, que vuelve la vista al texto anterior. Juntos pueden llenar la pista.</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>Expertos que se leen del disco porque no caben en la RAM. Si esta pista está llena a menudo, lo que más ayuda es más RAM o menos precisión.</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>Dónde estaban los expertos necesarios: en la memoria de la tarjeta (un acierto), copiados antes a ella (traídos, un fallo) o calculados en el procesador. Más aciertos son menos espera; sin tarjeta gráfica, todo se calcula en el procesador.</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>Cuántos tokens por segundo se escriben mientras trabaja el modelo. En un lote se cuentan los tokens de todas las filas, con sus prompts.</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>Cuán ocupado está todo el procesador: relleno para Switchyard, discontinuo para todos los programas. La distancia entre ambos es lo que usan los demás.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>Cuánto ocupan la tarjeta gráfica todos los programas.</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Memoria en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Memoria de la tarjeta en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>Tráfico de la ranura de la tarjeta gráfica, en ambos sentidos, de todos los programas.</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>Páginas de memoria que el sistema tuvo que asignar antes: si son muchas, ralentizan.</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>Lecturas del disco y (discontinuo) escrituras, de todos los programas.</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>La potencia que consume la tarjeta gráfica.</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>La potencia que consume el procesador.</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>La frecuencia de la tarjeta gráfica: baja cuando está demasiado caliente.</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>La frecuencia del procesador: baja si está demasiado caliente o ahorra energía.</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>La temperatura de la tarjeta gráfica.</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>La temperatura del procesador.</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>Esto viene de un sensor o controlador, no del motor.</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>Fase</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>Peticiones</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>Pasadas</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>A la GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>De la GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>Disco</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>Expertos</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>Tokens/s</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>Carga GPU</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>Carga CPU</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>Fallos de página</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>Disco</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>Potencia GPU</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>Potencia CPU</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>Frecuencia GPU</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>Frecuencia CPU</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>Temperatura GPU</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>Temperatura CPU</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>muestreo y gestión</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8763,6 +8822,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>fetched</source>
             <translation>traído</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8801,38 +8864,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>tope {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>cálculo en la GPU</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>copia de pesos a la GPU</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>copia desde la GPU</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>cálculo de expertos en la CPU</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>atención y otras capas en la CPU</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>lectura del disco</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>paso de resultados a la GPU</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>muestreo y gestión</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>Token del paso {0}: {1}</translation>
         </message>
@@ -8851,30 +8882,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} en la CPU</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>a la GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>de la GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>expertos en CPU</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>atención en CPU</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>disco</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>resultados</translation>
         </message>
         <message>
             <source>waiting for {0}</source>

@@ -4266,6 +4266,245 @@ négatif</translation>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>Phase</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>Ce que fait le modèle : lire un prompt (préremplissage), écrire une réponse token par token (décodage), ou une étape de lots, qui fait passer beaucoup de lignes à la fois dans le modèle. Chaque repère est un token : un mot ou une partie de mot.</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>Requêtes</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>Une ligne pour chaque réponse en cours, pour cette fenêtre ou d’autres programmes, ici ou sur un autre serveur : en attente (hachuré), prompt en lecture (pâle), réponse en écriture. Une tâche par lots a aussi sa ligne (encadrée).</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>Passes</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>Ce qui traverse les couches ensemble : un token de chaque réponse en cours d’écriture, et (hachurés) des morceaux de prompts en cours de lecture. Les tâches par lots ont leurs propres passes. De près, chaque passe est un bloc avec ses tokens.</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>À quel point notre modèle occupe la carte graphique. Dans les trous, elle attend autre chose, en général des poids ou le processeur.</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>calcul sur le GPU</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>Vers le GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>Poids copiés de la RAM vers la carte graphique. C’est le prix d’un défaut : un expert nécessaire mais absent de la mémoire de la carte.</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>copie des poids vers le GPU</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>vers le GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>transmission des résultats au GPU</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>résultats</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>Depuis le GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>Copies de la carte graphique vers la RAM, surtout de petits résultats. De grandes quantités sont les données d’un lot qui n’ont pas de place sur la carte.</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>copie depuis le GPU</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>depuis le GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>À quel point notre modèle occupe le processeur : avec les experts, ces parties d’une couche dont chaque token n’utilise que quelques-unes, et avec l’attention, qui relit le texte déjà écrit. Ensemble, ils peuvent remplir la piste.</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>calcul des experts sur le processeur</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>experts CPU</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>attention et autres couches sur le processeur</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>attention CPU</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>Disque</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>Experts lus sur le disque parce que la RAM n’a pas de place pour eux. Si cette piste est souvent pleine, plus de RAM ou une précision plus basse aide le plus.</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>lecture du disque</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>disque</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>Experts</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>Où se trouvaient les experts nécessaires : dans la mémoire de la carte (un succès), copiés d’abord (transférés, un défaut), ou calculés plutôt sur le processeur. Plus de succès, c’est moins d’attente ; sans carte graphique, tout est calculé sur le processeur.</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>Tokens/s</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>Combien de tokens par seconde sont écrits pendant que le modèle travaille. Pour un lot, cela compte les tokens de toutes les lignes, prompts compris.</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>Charge GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>À quel point tous les programmes occupent la carte graphique.</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>Charge CPU</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>À quel point tout le processeur est occupé : plein pour Switchyard, tirets pour tous les programmes. L’écart entre les deux est ce qu’utilisent les autres programmes.</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Mémoire utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Mémoire de la carte utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>Trafic du port de la carte graphique, dans les deux sens, tous programmes confondus.</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>Défauts de page</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>Pages de mémoire que le système a dû d’abord associer : en grand nombre, elles ralentissent.</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>Disque</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>Lectures du disque et (tirets) écritures, tous programmes confondus.</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>Puissance GPU</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>La puissance que consomme la carte graphique.</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>Puissance CPU</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>La puissance que consomme le processeur.</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>Fréquence GPU</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>La fréquence de la carte graphique : elle baisse quand la carte est trop chaude.</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>Fréquence CPU</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>La fréquence du processeur : elle baisse s’il est trop chaud ou économise l’énergie.</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>Température GPU</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>La température de la carte graphique.</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>Température CPU</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>La température du processeur.</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -8561,192 +8800,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Effacer la sélection</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>Ce que fait le modèle : lire un prompt (préremplissage), écrire une réponse token par token (décodage), ou une étape de lots, qui fait passer beaucoup de lignes à la fois dans le modèle. Chaque repère est un token : un mot ou une partie de mot.</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>Une ligne pour chaque réponse en cours, pour cette fenêtre ou d’autres programmes, ici ou sur un autre serveur : en attente (hachuré), prompt en lecture (pâle), réponse en écriture. Une tâche par lots a aussi sa ligne (encadrée).</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>Ce qui traverse les couches ensemble : un token de chaque réponse en cours d’écriture, et (hachurés) des morceaux de prompts en cours de lecture. Les tâches par lots ont leurs propres passes. De près, chaque passe est un bloc avec ses tokens.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>À quel point notre modèle occupe la carte graphique. Dans les trous, elle attend autre chose, en général des poids ou le processeur.</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>Poids copiés de la RAM vers la carte graphique. C’est le prix d’un défaut : un expert nécessaire mais absent de la mémoire de la carte.</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>Copies de la carte graphique vers la RAM, surtout de petits résultats. De grandes quantités sont les données d’un lot qui n’ont pas de place sur la carte.</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>À quel point notre modèle occupe le processeur : avec les experts, ces parties d’une couche dont chaque token n’utilise que quelques-unes, et avec l’attention, qui relit le texte déjà écrit. Ensemble, ils peuvent remplir la piste.</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>Experts lus sur le disque parce que la RAM n’a pas de place pour eux. Si cette piste est souvent pleine, plus de RAM ou une précision plus basse aide le plus.</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>Où se trouvaient les experts nécessaires : dans la mémoire de la carte (un succès), copiés d’abord (transférés, un défaut), ou calculés plutôt sur le processeur. Plus de succès, c’est moins d’attente ; sans carte graphique, tout est calculé sur le processeur.</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>Combien de tokens par seconde sont écrits pendant que le modèle travaille. Pour un lot, cela compte les tokens de toutes les lignes, prompts compris.</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>À quel point tout le processeur est occupé : plein pour Switchyard, tirets pour tous les programmes. L’écart entre les deux est ce qu’utilisent les autres programmes.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>À quel point tous les programmes occupent la carte graphique.</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Mémoire utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Mémoire de la carte utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>Trafic du port de la carte graphique, dans les deux sens, tous programmes confondus.</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>Pages de mémoire que le système a dû d’abord associer : en grand nombre, elles ralentissent.</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>Lectures du disque et (tirets) écritures, tous programmes confondus.</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>La puissance que consomme la carte graphique.</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>La puissance que consomme le processeur.</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>La fréquence de la carte graphique : elle baisse quand la carte est trop chaude.</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>La fréquence du processeur : elle baisse s’il est trop chaud ou économise l’énergie.</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>La température de la carte graphique.</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>La température du processeur.</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>Ceci vient d’un capteur ou d’un pilote, pas du moteur.</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>Phase</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>Requêtes</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>Passes</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>Vers le GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>Depuis le GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>Disque</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>Experts</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>Tokens/s</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>Charge GPU</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>Charge CPU</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>Défauts de page</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>Disque</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>Puissance GPU</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>Puissance CPU</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>Fréquence GPU</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>Fréquence CPU</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>Température GPU</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>Température CPU</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>échantillonnage et gestion</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8763,6 +8822,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>fetched</source>
             <translation>transféré</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8801,38 +8864,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>plafond {0} Go/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>calcul sur le GPU</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>copie des poids vers le GPU</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>copie depuis le GPU</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>calcul des experts sur le processeur</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>attention et autres couches sur le processeur</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>lecture du disque</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>transmission des résultats au GPU</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>échantillonnage et gestion</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>Token de l’étape {0} : {1}</translation>
         </message>
@@ -8851,30 +8882,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} sur le processeur</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>vers le GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>depuis le GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>experts CPU</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>attention CPU</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>disque</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>résultats</translation>
         </message>
         <message>
             <source>waiting for {0}</source>

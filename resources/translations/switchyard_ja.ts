@@ -4238,6 +4238,245 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>フェーズ</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>モデルの動作です。プロンプトを読む（プリフィル）、回答をトークンごとに書く（デコード）、または多くの行を一度に通すバッチのステップ。目盛り1つが1トークン、つまり語またはその一部です。</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>リクエスト</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>処理中の回答ごとに1行です。このウィンドウやほかのプログラム、ここやほかのサーバーのものを含みます。待機中（斜線）、プロンプトを読み取り中（淡色）、回答を生成中。バッチジョブも1行になります（枠線）。</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>スイープ</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>レイヤーを一緒に通るものです。生成中の各回答の1トークンと、読み取り中のプロンプトの断片（斜線）。バッチジョブには独自のスイープがあります。拡大すると、各スイープがトークンを含むブロックになります。</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>モデルがグラフィックスカードをどれだけ使っているか。すき間では、主に重みやプロセッサを待っています。</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>GPUでの計算</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>GPUへ</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>RAMからグラフィックスカードへコピー中の重み。これがミスの代償で、必要なエキスパートがカードのメモリになかったことを示します。</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>GPUへの重みのコピー</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>GPUへ</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>GPUへの結果の受け渡し</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>結果</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>GPUから</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>グラフィックスカードからRAMへのコピー。多くは小さな結果です。大量の場合は、カードに入りきらないバッチのデータです。</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>GPUからのコピー</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>GPUから</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>モデルがプロセッサをどれだけ使っているか。各トークンが数個だけ使うレイヤーの部分であるエキスパートと、それまでのテキストを振り返るアテンションです。合わせてレーンを埋めることがあります。</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>CPUでのエキスパートの計算</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>CPUエキスパート</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>CPUでのアテンションとほかのレイヤー</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>CPUアテンション</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>ディスク</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>RAMに空きがなく、ディスクから読み込んでいるエキスパート。このレーンがよく埋まる場合は、RAMの増設か精度を下げるのが最も効果的です。</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>ディスクの読み取り</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>ディスク</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>エキスパート</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>必要なエキスパートのあった場所です。カードのメモリ（ヒット）、先にコピー（取得、ミス）、またはプロセッサで計算。ヒットが多いほど待ち時間が減ります。グラフィックスカードがなければ、すべてプロセッサで計算します。</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>トークン/秒</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>モデルの動作中に毎秒何トークン生成されるか。バッチではプロンプトも含む全行のトークンを数えます。</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>GPU使用率</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>全プログラムによるグラフィックスカードの使用率です。</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>CPU使用率</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>プロセッサ全体の使用率です。塗りつぶしはSwitchyard、破線は全プログラム。両者の差がほかのプログラムの使用分です。</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>使用中のメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>使用中のカードのメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>グラフィックスカードのスロットの通信量（双方向、全プログラム）。</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>ページフォールト</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>システムが先に割り当てる必要のあったメモリページ。多いと遅くなります。</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>ディスクI/O</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>ディスクの読み取りと書き込み（破線）、全プログラム。</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>GPU電力</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>グラフィックスカードの消費電力です。</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>CPU電力</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>プロセッサの消費電力です。</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>GPUクロック</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>グラフィックスカードのクロック。熱くなりすぎると下がります。</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>CPUクロック</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>プロセッサのクロック。熱くなりすぎるか省電力時に下がります。</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>GPU温度</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>グラフィックスカードの温度です。</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>CPU温度</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>プロセッサの温度です。</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -8524,192 +8763,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>選択を解除</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>モデルの動作です。プロンプトを読む（プリフィル）、回答をトークンごとに書く（デコード）、または多くの行を一度に通すバッチのステップ。目盛り1つが1トークン、つまり語またはその一部です。</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>処理中の回答ごとに1行です。このウィンドウやほかのプログラム、ここやほかのサーバーのものを含みます。待機中（斜線）、プロンプトを読み取り中（淡色）、回答を生成中。バッチジョブも1行になります（枠線）。</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>レイヤーを一緒に通るものです。生成中の各回答の1トークンと、読み取り中のプロンプトの断片（斜線）。バッチジョブには独自のスイープがあります。拡大すると、各スイープがトークンを含むブロックになります。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>モデルがグラフィックスカードをどれだけ使っているか。すき間では、主に重みやプロセッサを待っています。</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>RAMからグラフィックスカードへコピー中の重み。これがミスの代償で、必要なエキスパートがカードのメモリになかったことを示します。</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>グラフィックスカードからRAMへのコピー。多くは小さな結果です。大量の場合は、カードに入りきらないバッチのデータです。</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>モデルがプロセッサをどれだけ使っているか。各トークンが数個だけ使うレイヤーの部分であるエキスパートと、それまでのテキストを振り返るアテンションです。合わせてレーンを埋めることがあります。</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>RAMに空きがなく、ディスクから読み込んでいるエキスパート。このレーンがよく埋まる場合は、RAMの増設か精度を下げるのが最も効果的です。</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>必要なエキスパートのあった場所です。カードのメモリ（ヒット）、先にコピー（取得、ミス）、またはプロセッサで計算。ヒットが多いほど待ち時間が減ります。グラフィックスカードがなければ、すべてプロセッサで計算します。</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>モデルの動作中に毎秒何トークン生成されるか。バッチではプロンプトも含む全行のトークンを数えます。</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>プロセッサ全体の使用率です。塗りつぶしはSwitchyard、破線は全プログラム。両者の差がほかのプログラムの使用分です。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>全プログラムによるグラフィックスカードの使用率です。</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>使用中のメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>使用中のカードのメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>グラフィックスカードのスロットの通信量（双方向、全プログラム）。</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>システムが先に割り当てる必要のあったメモリページ。多いと遅くなります。</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>ディスクの読み取りと書き込み（破線）、全プログラム。</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>グラフィックスカードの消費電力です。</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>プロセッサの消費電力です。</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>グラフィックスカードのクロック。熱くなりすぎると下がります。</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>プロセッサのクロック。熱くなりすぎるか省電力時に下がります。</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>グラフィックスカードの温度です。</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>プロセッサの温度です。</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>エンジンではなく、センサーまたはドライバーの値です。</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>フェーズ</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>リクエスト</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>スイープ</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>GPUへ</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>GPUから</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>ディスク</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>エキスパート</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>トークン/秒</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>GPU使用率</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>CPU使用率</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>ページフォールト</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>ディスクI/O</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>GPU電力</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>CPU電力</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>GPUクロック</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>CPUクロック</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>GPU温度</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>CPU温度</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>サンプリングと管理</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8726,6 +8785,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>fetched</source>
             <translation>取得</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8764,38 +8827,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>上限 {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>GPUでの計算</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>GPUへの重みのコピー</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>GPUからのコピー</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>CPUでのエキスパートの計算</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>CPUでのアテンションとほかのレイヤー</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>ディスクの読み取り</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>GPUへの結果の受け渡し</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>サンプリングと管理</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>ステップ{0}のトークン: {1}</translation>
         </message>
@@ -8814,30 +8845,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>GPUへ</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>GPUから</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>CPUエキスパート</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>CPUアテンション</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>ディスク</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>結果</translation>
         </message>
         <message>
             <source>waiting for {0}</source>

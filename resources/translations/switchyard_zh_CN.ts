@@ -4238,6 +4238,245 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>阶段</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>模型正在做什么：读取提示词（预填充）、逐个 token 生成回答（解码），或一步批处理，让许多行一起通过模型。每个刻度是一个 token：一个词或其一部分。</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>请求</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>每个进行中的回答一行，包括此窗口或其他程序的、本机或其他服务器上的：等待中（斜线）、读取提示词中（浅色）、生成回答中。批处理任务也有一行（带边框）。</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>遍历</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>一起通过各层的内容：每个生成中的回答的一个 token，以及（斜线）正在读取的提示词片段。批处理任务有自己的遍历。放大后，每次遍历是一个包含其 token 的方块。</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>我们的模型使显卡有多忙。空隙处它在等待其他东西，通常是权重或处理器。</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>在 GPU 上计算</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>到 GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>正从内存复制到显卡的权重。这就是未命中的代价：需要的专家不在显存中。</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>向 GPU 复制权重</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>到 GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>向 GPU 传递结果</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>结果</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>从 GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>从显卡到内存的复制，大多是较小的结果。大量复制则是显卡上放不下的批处理数据。</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>从 GPU 复制</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>从 GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>我们的模型使处理器有多忙：专家（每层中各 token 只用其中几个的部分）和注意力（回看已有文本）。两者合起来可能占满轨道。</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>在 CPU 上计算专家</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>CPU 专家</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>CPU 上的注意力和其他层</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>CPU 注意力</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>磁盘</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>因内存放不下而从磁盘读取的专家。如果此轨道经常占满，增加内存或降低精度最有效。</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>读取磁盘</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>磁盘</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>专家</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>所需专家的位置：在显存中（命中）、先复制过去（取入，未命中），或改由处理器计算。命中越多，等待越少；没有显卡时全部由处理器计算。</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>token/秒</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>模型工作时每秒生成多少 token。批处理时计入所有行的 token，包括提示词。</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>GPU 占用</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>所有程序使显卡有多忙。</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>CPU 占用</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>整个处理器有多忙：填充部分为 Switchyard，虚线为所有程序。两者之间的差距是其他程序的占用。</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>内存</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>已用内存：填充部分为 Switchyard，虚线为所有程序。</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>显存</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>已用显存：填充部分为 Switchyard，虚线为所有程序。</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>显卡插槽的双向流量，所有程序。</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>缺页</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>系统须先映射的内存页：过多会拖慢速度。</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>磁盘 I/O</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>磁盘读取和（虚线）写入，所有程序。</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>GPU 功率</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>显卡消耗的功率。</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>CPU 功率</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>处理器消耗的功率。</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>GPU 频率</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>显卡的时钟频率：过热时会下降。</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>CPU 频率</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>处理器的时钟频率：过热或节能时会下降。</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>GPU 温度</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>显卡的温度。</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>CPU 温度</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>处理器的温度。</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -8524,192 +8763,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>清除选择</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>模型正在做什么：读取提示词（预填充）、逐个 token 生成回答（解码），或一步批处理，让许多行一起通过模型。每个刻度是一个 token：一个词或其一部分。</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>每个进行中的回答一行，包括此窗口或其他程序的、本机或其他服务器上的：等待中（斜线）、读取提示词中（浅色）、生成回答中。批处理任务也有一行（带边框）。</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>一起通过各层的内容：每个生成中的回答的一个 token，以及（斜线）正在读取的提示词片段。批处理任务有自己的遍历。放大后，每次遍历是一个包含其 token 的方块。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>我们的模型使显卡有多忙。空隙处它在等待其他东西，通常是权重或处理器。</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>正从内存复制到显卡的权重。这就是未命中的代价：需要的专家不在显存中。</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>从显卡到内存的复制，大多是较小的结果。大量复制则是显卡上放不下的批处理数据。</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>我们的模型使处理器有多忙：专家（每层中各 token 只用其中几个的部分）和注意力（回看已有文本）。两者合起来可能占满轨道。</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>因内存放不下而从磁盘读取的专家。如果此轨道经常占满，增加内存或降低精度最有效。</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>所需专家的位置：在显存中（命中）、先复制过去（取入，未命中），或改由处理器计算。命中越多，等待越少；没有显卡时全部由处理器计算。</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>模型工作时每秒生成多少 token。批处理时计入所有行的 token，包括提示词。</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>整个处理器有多忙：填充部分为 Switchyard，虚线为所有程序。两者之间的差距是其他程序的占用。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>所有程序使显卡有多忙。</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>已用内存：填充部分为 Switchyard，虚线为所有程序。</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>已用显存：填充部分为 Switchyard，虚线为所有程序。</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>显卡插槽的双向流量，所有程序。</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>系统须先映射的内存页：过多会拖慢速度。</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>磁盘读取和（虚线）写入，所有程序。</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>显卡消耗的功率。</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>处理器消耗的功率。</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>显卡的时钟频率：过热时会下降。</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>处理器的时钟频率：过热或节能时会下降。</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>显卡的温度。</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>处理器的温度。</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>来自传感器或驱动，而非引擎。</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>阶段</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>请求</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>遍历</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>到 GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>从 GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>磁盘</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>专家</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>token/秒</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>GPU 占用</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>CPU 占用</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>内存</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>显存</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>缺页</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>磁盘 I/O</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>GPU 功率</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>CPU 功率</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>GPU 频率</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>CPU 频率</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>GPU 温度</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>CPU 温度</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>采样和管理</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8726,6 +8785,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>fetched</source>
             <translation>取入</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8764,38 +8827,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>上限 {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>在 GPU 上计算</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>向 GPU 复制权重</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>从 GPU 复制</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>在 CPU 上计算专家</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>CPU 上的注意力和其他层</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>读取磁盘</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>向 GPU 传递结果</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>采样和管理</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>第 {0} 步的 token：{1}</translation>
         </message>
@@ -8814,30 +8845,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>到 GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>从 GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>CPU 专家</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>CPU 注意力</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>磁盘</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>结果</translation>
         </message>
         <message>
             <source>waiting for {0}</source>

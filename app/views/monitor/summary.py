@@ -8,7 +8,7 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLay
 from app.services.engine_client import EngineState
 from app.widgets.card import muted_label
 from app.widgets.quantities import figures, number
-from app.widgets.timeline.readout import lane_title
+from app.widgets.timeline.lanes import doing_words
 from engine.hardware.other_programs import is_busy
 from engine.telemetry.advice import Advice
 from engine.telemetry.analysis import Waiting
@@ -109,7 +109,7 @@ def waiting_words(waiting: Waiting) -> tuple[str, str]:
     if not waiting.tokens:
         return translate("SummaryCard", "Nothing has been decoded yet."), ""
     shares = [(lane, share) for lane, share in waiting.share.items() if share >= _LEAST][:3]
-    parts = [f"{number(100 * share, 0)}% {lane_title(lane)}" for lane, share in shares or waiting.share.items()]
+    parts = [f"{number(100 * share, 0)}% {doing_words(lane)}" for lane, share in shares or waiting.share.items()]
     went = translate("SummaryCard", "Their time went to: {0}.").format(", ".join(parts))
     if waiting.tokens == 1:
         went = translate("SummaryCard", "Its time went to: {0}.").format(", ".join(parts))

@@ -61,12 +61,8 @@ class SettingsCard(QFrame):
         """Of its settings, by key."""
         self._rows: list[Row] = []
         self._shows: dict[str, Callable[[], None]] = {}
-        column = QVBoxLayout(self)
-        column.setContentsMargins(*((20, 16, 20, 18) if heading else (0, 0, 0, 0)))
-        column.setSpacing(16)
-        self._body = QWidget(self)
-        self._column = QVBoxLayout(self._body)
-        self._column.setContentsMargins(0, 0, 0, 0)
+        self._column = QVBoxLayout(self)
+        self._column.setContentsMargins(*((20, 16, 20, 18) if heading else (0, 0, 0, 0)))
         self._column.setSpacing(16)
         self.heading = heading
         self.unfold: QPushButton | None = None
@@ -81,18 +77,18 @@ class SettingsCard(QFrame):
                 self.unfold.toggled.connect(self._show_body)
                 head.addWidget(self.unfold)
                 self._show_body(shown=False)
-            column.addLayout(head)
-        column.addWidget(self._body)
+            self._column.addLayout(head)
 
     def _show_body(self, shown: bool) -> None:
         assert self.unfold is not None
-        self._body.setVisible(shown)
+        for row in self._rows:
+            row.setVisible(shown)
         self.unfold.setText(self.tr("Hide") if shown else self.tr("Show"))
         self.unfold.setAccessibleName(f"{self.unfold.text()}: {self.heading}")
 
     def add_row(self, name: str, explanation: str, *controls: QWidget) -> QLabel:
         """Adds a row; returns the label of its explanation."""
-        return self._add(Row(name, explanation, controls, self._body)).words
+        return self._add(Row(name, explanation, controls, self)).words
 
     def add_setting(
         self,
@@ -113,7 +109,7 @@ class SettingsCard(QFrame):
         self.controls[setting.key] = made[0]
         costs = {"now": "", "load": self.tr("Needs a reload."), "start": self.tr("Needs a restart.")}
         explained = f"{setting_words(setting.help)} {costs[setting.applies]}".strip()
-        row = Row(setting_words(setting.name), explained, (*made, *beside), self._body)
+        row = Row(setting_words(setting.name), explained, (*made, *beside), self)
         row.hidden_words = f"{setting.key} {setting.option}"
         return self._add(row).words
 
@@ -148,18 +144,19 @@ class SettingsCard(QFrame):
         """Shows only the rows with these words; whether there are any.  Without words it is as it was."""
         words = wanted.casefold().split()
         is_meant = bool(self.heading) and all(word in self.heading.casefold() for word in words)
-        inside = [card.show_found(wanted) for card in self._body.findChildren(SettingsCard)]
+        inside = [card.show_found(wanted) for card in self.findChildren(SettingsCard)]
         found = [is_meant or row.has(words) for row in self._rows]
+        is_folded = self.unfold is not None and not self.unfold.isChecked() and not words
         for row, shown in zip(self._rows, found, strict=True):
-            row.setVisible(shown)
+            row.setVisible(shown and not is_folded)
         if self.unfold is not None:
             self.unfold.setVisible(not words)
-            self._body.setVisible(bool(words) or self.unfold.isChecked())
         return any(found) or any(inside)
 
     def _add(self, row: Row) -> Row:
         self._rows.append(row)
         self._column.addWidget(row)
+        row.setHidden(self.unfold is not None and not self.unfold.isChecked())
         return row
 
 
@@ -220,7 +217,7 @@ def _switch(setting: Setting[Any], settings: Settings, _names: _Names, parent: S
 def _choice(setting: Setting[Any], settings: Settings, names: _Names, parent: SettingsCard) -> tuple[QWidget, ...]:
     kind = setting.kind
     assert isinstance(kind, Choice)
-    named = {value: names.get(value) or setting_words(kind.names.get(value, "")) or value for value in kind.all()}
+    named = {value: names.get(value) or setting_words(kind.names.get(value, "")) or value for value in kind.values}
     if len(named) <= 3 and sum(len(kind.names.get(value, value)) for value in named) <= _SEGMENTS_CHARACTERS:
         return (_segments(setting, settings, named, parent),)
     box = ComboBox(parent)

@@ -172,7 +172,7 @@ class SettingsPage(Page):
             if name not in self.cards and name != UPDATES_CARD:
                 self._add_rows(name)
         self.cards["data"] = self.data = DataCard(self)
-        self.updates = UpdatesCard(settings, updates, self) if updates is not None else None
+        self.updates = UpdatesCard(updates, self) if updates is not None else None
         if self.updates is not None:
             self.cards[UPDATES_CARD] = self.updates
         self.cards["about"] = self.about = AboutCard(self)

@@ -6,7 +6,6 @@ from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QPushButton, QWidget
 
 from app.services.background import TaskQueue
-from app.services.settings import Settings
 from app.services.updates import Updates, UpdateStage
 from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard, setting_words
@@ -22,10 +21,10 @@ from engine.common.settings import UPDATES_CARD
 class UpdatesCard(SettingsCard):
     """Only for packages that can be updated."""
 
-    def __init__(self, settings: Settings, updates: Updates, parent: QWidget | None = None) -> None:
+    def __init__(self, updates: Updates, parent: QWidget | None = None) -> None:
         super().__init__(setting_words(UPDATES_CARD), parent)
         self._updates = updates
-        self.add_settings(UPDATES_CARD, settings)
+        self.add_settings(UPDATES_CARD, updates.settings)
         self.look = self._button(self.tr("Check now"), updates.look)
         self.get = self._button(self.tr("Download"), updates.fetch)
         self.cancel = self._button(self.tr("Cancel"), updates.cancel)
