@@ -328,7 +328,9 @@ def _batch(services: Services) -> Page:
 def _monitor(services: Services) -> Page:
     from app.views.monitor import MonitorPage
 
-    return MonitorPage(services.client, services.telemetry, services.settings)
+    return MonitorPage(
+        services.client, services.telemetry, services.settings, first_words=services.store.first_words_after
+    )
 
 
 def _tune(services: Services) -> Page:

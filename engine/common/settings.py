@@ -147,6 +147,8 @@ class WindowSettings:
         "and take up to 512 MB; the oldest are deleted.",
         card=MONITOR_CARD,
     )
+    monitor_details = Setting(default=False, kind=Switch())
+    """Whether the Monitor shows its lanes and figures below the summary."""
     look_for_updates = Setting(
         default=False,
         kind=Switch(),

@@ -5448,6 +5448,14 @@ negativ</translation>
             <translation>Zurück zu live</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>Spuren und Werte ausblenden</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>Spuren, Caches und Speicher im Einzelnen zeigen</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>Eine aufgezeichnete Sitzung: {0}.</translation>
         </message>
@@ -5458,10 +5466,6 @@ negativ</translation>
         <message>
             <source>Compared with</source>
             <translation>Verglichen mit</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>In dieser Sitzung wurde nichts decodiert.</translation>
         </message>
     </context>
     <context>
@@ -8509,6 +8513,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>The machine is still shown. Load a model in Settings, then ask something in Chat.</source>
             <translation>Der Rechner wird trotzdem gezeigt. Laden Sie in den Einstellungen ein Modell und fragen Sie dann etwas im Chat.</translation>
+        </message>
+        <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>In dieser Sitzung wurde nichts decodiert.</translation>
         </message>
         <message>
             <source>Nothing has been decoded yet.</source>

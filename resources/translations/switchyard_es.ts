@@ -5448,6 +5448,14 @@ negativo</translation>
             <translation>Volver al directo</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>Ocultar líneas y cifras</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>Mostrar líneas, cachés y memoria en detalle</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>Una sesión grabada: {0}.</translation>
         </message>
@@ -5458,10 +5466,6 @@ negativo</translation>
         <message>
             <source>Compared with</source>
             <translation>Comparado con</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>En esta sesión no se decodificó nada.</translation>
         </message>
     </context>
     <context>
@@ -8509,6 +8513,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>The machine is still shown. Load a model in Settings, then ask something in Chat.</source>
             <translation>La máquina se sigue mostrando. Cargue un modelo en Configuración y pregunte algo en Chat.</translation>
+        </message>
+        <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>En esta sesión no se decodificó nada.</translation>
         </message>
         <message>
             <source>Nothing has been decoded yet.</source>

@@ -5448,6 +5448,14 @@ négatif</translation>
             <translation>Retour au direct</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>Masquer les pistes et les chiffres</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>Afficher le détail : pistes, caches et mémoire</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>Une session enregistrée : {0}.</translation>
         </message>
@@ -5458,10 +5466,6 @@ négatif</translation>
         <message>
             <source>Compared with</source>
             <translation>Comparé à</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>Rien n’a été décodé pendant cette session.</translation>
         </message>
     </context>
     <context>
@@ -8509,6 +8513,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>The machine is still shown. Load a model in Settings, then ask something in Chat.</source>
             <translation>La machine reste affichée. Chargez un modèle dans Paramètres, puis posez une question dans Discussion.</translation>
+        </message>
+        <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>Rien n’a été décodé pendant cette session.</translation>
         </message>
         <message>
             <source>Nothing has been decoded yet.</source>

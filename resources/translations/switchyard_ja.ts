@@ -5416,6 +5416,14 @@ negative</source>
             <translation>ライブに戻る</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>レーンと数値を隠す</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>レーン、キャッシュ、メモリーの詳細を表示</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>記録されたセッション: {0}。</translation>
         </message>
@@ -5426,10 +5434,6 @@ negative</source>
         <message>
             <source>Compared with</source>
             <translation>比較対象</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>このセッションでは何もデコードされていません。</translation>
         </message>
     </context>
     <context>
@@ -8473,6 +8477,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>The machine is still shown. Load a model in Settings, then ask something in Chat.</source>
             <translation>マシンの状態は引き続き表示されます。設定でモデルを読み込み、チャットで質問してください。</translation>
+        </message>
+        <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>このセッションでは何もデコードされていません。</translation>
         </message>
         <message>
             <source>Nothing has been decoded yet.</source>

@@ -5416,6 +5416,14 @@ negative</source>
             <translation>返回实时</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>隐藏时间线和数据</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>显示时间线、缓存和内存的详情</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>录制的会话：{0}。</translation>
         </message>
@@ -5426,10 +5434,6 @@ negative</source>
         <message>
             <source>Compared with</source>
             <translation>对比</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>此会话中没有解码任何内容。</translation>
         </message>
     </context>
     <context>
@@ -8473,6 +8477,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>The machine is still shown. Load a model in Settings, then ask something in Chat.</source>
             <translation>机器状态仍会显示。请在“设置”中加载模型，然后在“对话”中提问。</translation>
+        </message>
+        <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>此会话中没有解码任何内容。</translation>
         </message>
         <message>
             <source>Nothing has been decoded yet.</source>

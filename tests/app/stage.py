@@ -543,7 +543,15 @@ def _batch_tried(stage: Stage) -> None:
     stage.breathe(150)
 
 
+def _monitor_folded(stage: Stage) -> None:
+    """As it opens: where the time went."""
+    _monitor(stage)
+    stage.until(lambda: stage.monitor.summary.picture.isVisible())
+    stage.settings.monitor_details = False
+
+
 def _monitor(stage: Stage) -> None:
+    stage.settings.monitor_details = True
     stage.window.show_page(MONITOR)
     stage.decode()
     stage.monitor.findChild(TimelineView).refresh()
@@ -1317,6 +1325,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "batch-question": _question,
     "monitor-empty": lambda stage: stage.window.show_page(MONITOR),
     "monitor": _monitor,
+    "monitor-folded": _monitor_folded,
     "monitor-requests": _monitor_requests,
     "tune-start": _tune_start,
     "tune-plan": _tune_plan,
