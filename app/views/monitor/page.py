@@ -333,7 +333,6 @@ class MonitorPage(Page):
         self.cards.addWidget(self.summary)
         self.unfold = QPushButton(self)
         self.unfold.setCheckable(True)
-        self.unfold.setProperty("kind", "quiet")
         self.unfold.toggled.connect(lambda on: self._settings.set("monitor_details", on))
         self.cards.addWidget(self.unfold, 0, Qt.AlignmentFlag.AlignLeft)
         self.details = QWidget(self)
@@ -343,8 +342,8 @@ class MonitorPage(Page):
         details.addWidget(self.timeline, 3)
         details.addWidget(self.second, 3)
         details.addWidget(self.engine_cards, 2)
-        self.cards.addWidget(self.details, 1)
-        self.cards.addStretch(0)
+        self.cards.addWidget(self.details, 1000)
+        self.cards.addStretch(1)  # has the room while they are folded
         body = QWidget(self)
         body.setLayout(self.cards)
         scroll = QScrollArea(self)
