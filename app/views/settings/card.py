@@ -184,7 +184,10 @@ class Row(QWidget):
         row.addSpacing(16)
         for control in controls:
             row.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
-            control.setAccessibleName(control.accessibleName() or name)
+            if isinstance(control, QLabel):  # it says the value of the control before it
+                continue
+            does = control.text() if isinstance(control, QPushButton) else ""
+            control.setAccessibleName(control.accessibleName() or ": ".join(filter(None, (name, does))))
             control.setAccessibleDescription(control.accessibleDescription() or explanation)
             if isinstance(control, QCheckBox) and not control.text():  # the room for its text goes to the left
                 control.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
