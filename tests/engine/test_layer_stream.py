@@ -30,13 +30,14 @@ from engine.hardware.surroundings import _IN_USE
 from engine.kernels.native.library import usable_isas
 from engine.planner.placement import NotEnoughRamError
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.load import model as loading
 from engine.runtime.load.plan import Plan
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.test_planned_memory import stored_model
 from tests.engine.tiny_families import tiny_checkpoint
@@ -236,7 +237,7 @@ def answers(loaded: LoadedModel) -> tuple[torch.Tensor, list[int], list[list[int
     """Logits, greedy tokens, and those of rows of a file."""
     with torch.inference_mode():
         logits = loaded.model(input_ids=torch.tensor([PROMPT, PROMPT[::-1]])).logits
-    rows: dict[int, BatchAnswer] = {}
+    rows: dict[int, GenerationResult] = {}
     asked = [
         BatchRequest(row, ids=tuple(random_prompt(n, seed=row)), sampling=SamplingParams(max_tokens=4), end_ids=NO_END)
         for row, n in enumerate((1, 40, 33, 70, 12))
