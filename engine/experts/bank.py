@@ -112,30 +112,30 @@ class ExpertBank:
         self.layers: dict[str, BankLayer] = {}
         self._host_memory = host_memory
 
-    def add_layer(self, name: str, num_experts: int, layout: RecordLayout) -> BankLayer:
+    def add_layer(
+        self, name: str, num_experts: int, layout: RecordLayout, records: torch.Tensor | None = None
+    ) -> BankLayer:
         """Allocates the records of one experts module, which the caller fills.
+
+        Args:
+            records: [E, nbytes], page-aligned, that are there or on their way; only if it `takes_memory`.
 
         Raises:
             MemoryError: the host does not have enough memory.
         """
-        if self._host_memory is None:
+        if records is None and self._host_memory is None:
             records = allocate_records(num_experts, layout, self._elsewhere.get(name, self.device))
-        else:
+        elif records is None and self._host_memory is not None:
             memory = self._host_memory.allocate(num_experts * layout.nbytes, unit=layout.nbytes)
             records = memory.view(num_experts, layout.nbytes)
-        layer = BankLayer(name, layout, records)
-        self.layers[name] = layer
+        assert records is not None
+        layer = self.layers[name] = BankLayer(name, layout, records)
         return layer
 
     @property
     def takes_memory(self) -> bool:
-        """Whether `adopt` may be called: records in plain memory are as good as those that it would allocate."""
+        """Whether records in plain memory are as good as those that it would allocate."""
         return self._host_memory is None and self.device.type == "cpu"
-
-    def adopt(self, name: str, layout: RecordLayout, records: torch.Tensor) -> BankLayer:
-        """As `add_layer`, with records [E, nbytes], page-aligned, that are there or on their way."""
-        layer = self.layers[name] = BankLayer(name, layout, records)
-        return layer
 
     @property
     def nbytes(self) -> int:

@@ -105,7 +105,6 @@ class VramCache:
         ways: int | None = None,
         policy: str = ADAPTIVE,
         popularity: Mapping[Key, float] | None = None,
-        seed: int = 0,
         staging: int = 3,
         most_in_flight: int = 8,
     ) -> None:
@@ -116,7 +115,7 @@ class VramCache:
         self._layers, self._experts, self._most_in_flight = layers, experts, most_in_flight
         self._ways = None if ways is None else max(1, min(ways, experts))
         self._memory = DeviceSlots(device, layout, pool_segment_slots(slots, layers * experts, self._ways), layers)
-        self._tier = Tier(self._memory, layers, experts, layout.nbytes, policy, popularity, seed, self.counters)
+        self._tier = Tier(self._memory, layers, experts, layout.nbytes, policy, popularity, self.counters)
         if self._ways is None:
             self._tier.open_pool(range(layers), range(0), max(1, min(slots, layers * experts)))
         self._lock = threading.RLock()

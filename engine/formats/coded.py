@@ -58,23 +58,13 @@ class CodedMatrix:
             return (values * self.scales[..., None]).reshape(self.codes.shape)
 
 
-@dataclass(frozen=True, slots=True)
-class RecordScales:
-    """What a record holds beside the codes of a matrix.
+def record_scales(matrix: CodedMatrix) -> tuple[NDArray[np.uint16], NDArray[np.uint8] | None, NDArray[np.bool_]]:
+    """What a record holds beside these codes, each [rows, columns / 32].
 
-    Attributes:
-        scales: the bits of their type, uint16 [rows, columns / 32].
-        zeros: uint8 [rows, columns / 32] in sixteenths, if the format has them.
-        kept: bool [rows, columns / 32]: false for groups that the format cannot hold as they are.
+    Returns:
+        The bits of the scales in their type; zeros in sixteenths, if the format has them; false for groups that the
+        format cannot hold as they are.
     """
-
-    scales: NDArray[np.uint16]
-    zeros: NDArray[np.uint8] | None
-    kept: NDArray[np.bool_]
-
-
-def record_scales(matrix: CodedMatrix) -> RecordScales:
-    """The scales and zeros that a record takes for these codes."""
     scales, zeros = np.ascontiguousarray(matrix.scales, np.float32), matrix.zeros
     strange = ~np.isfinite(scales)
     kept = np.ones(scales.shape, np.bool_)
@@ -83,9 +73,9 @@ def record_scales(matrix: CodedMatrix) -> RecordScales:
             halves = scales.astype(np.float16)
             near = np.abs(halves.astype(np.float32) - scales) * _HALF_STEP <= np.abs(scales)
         kept = strange | (near & (matrix.groups != -128).all(-1))  # a record's codes are from -127
-        return RecordScales(np.where(strange, _HALF_NAN, halves.view(np.uint16)).astype(np.uint16), None, kept)
+        return np.where(strange, _HALF_NAN, halves.view(np.uint16)).astype(np.uint16), None, kept
     if zeros is None:
-        return RecordScales(np.where(strange, _NAN, _bf16(scales)).astype(np.uint16), None, kept)
+        return np.where(strange, _NAN, _bf16(scales)).astype(np.uint16), None, kept
     strange |= ~np.isfinite(zeros)
     kept = strange | ((zeros >= -_CLAMPED) & (zeros <= _HIGHEST_ZERO / 16 + _CLAMPED))
     with np.errstate(all="ignore"):  # in groups that are not kept, or strange
@@ -96,7 +86,7 @@ def record_scales(matrix: CodedMatrix) -> RecordScales:
         best_scale = np.where(settled, _bf16(scales), best_scale)
         best_zero = np.where(settled, np.rint(np.clip(sixteenths, 0, _HIGHEST_ZERO)), best_zero)
         best_zero = np.where(strange | ~kept, 0, best_zero)
-    return RecordScales(np.where(strange, _NAN, best_scale).astype(np.uint16), best_zero.astype(np.uint8), kept)
+    return np.where(strange, _NAN, best_scale).astype(np.uint16), best_zero.astype(np.uint8), kept
 
 
 def _best(

@@ -172,12 +172,12 @@ RecordCodes = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 
 def keep_codes(matrix: CodedMatrix, rounds: int = ROUNDS) -> RecordCodes:
     """The matrix's own codes; groups that its format cannot hold are fitted to it."""
-    stored = record_scales(matrix)
+    bits, sixteenths, kept = record_scales(matrix)
     codes = torch.from_numpy(matrix.groups.copy())
-    scales = torch.from_numpy(stored.scales).view(getattr(torch, matrix.format.scale_type))
-    zeros = None if stored.zeros is None else torch.from_numpy(stored.zeros)
-    if not stored.kept.all():
-        others = ~torch.from_numpy(stored.kept)
+    scales = torch.from_numpy(bits).view(getattr(torch, matrix.format.scale_type))
+    zeros = None if sixteenths is None else torch.from_numpy(sixteenths)
+    if not kept.all():
+        others = ~torch.from_numpy(kept)
         values = torch.from_numpy(matrix.values()).view(codes.shape)
         codes[others], scales[others], fitted = matrix.format.fit(values[others], rounds)
         if zeros is not None and fitted is not None:

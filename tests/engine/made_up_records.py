@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from engine.experts.container import CHECKSUMS, ContainerWriter, Contents, open_container
+from engine.experts.container import ContainerWriter, Contents, open_container
 from engine.experts.disk_tier import DiskTier
 from engine.experts.record import LayerSpec, RecordLayout, allocate_records
 
 CPU = torch.device("cpu")
-FASTEST = next(iter(CHECKSUMS))
 
 
 def layout(width: int) -> RecordLayout:
@@ -24,10 +23,10 @@ def layout(width: int) -> RecordLayout:
 SMALL, LARGE = layout(8), layout(100)
 
 
-def contents_of(layers: list[tuple[int, RecordLayout]], checksum: str = FASTEST) -> Contents:
+def contents_of(layers: list[tuple[int, RecordLayout]]) -> Contents:
     """So many experts of this layout in each layer."""
     specs = tuple(LayerSpec(f"layers.{index}.experts", *layer) for index, layer in enumerate(layers))
-    return Contents("made up", "bf16", {"files": [["made.up", 1, 2]], "content": "00"}, specs, checksum)
+    return Contents("made up", "bf16", {"files": [["made.up", 1, 2]], "content": "00"}, specs)
 
 
 def random_records(contents: Contents, seed: int = 5) -> list[torch.Tensor]:

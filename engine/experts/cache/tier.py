@@ -142,7 +142,6 @@ class Tier(Generic[Source, Handle]):
         record_nbytes: int,
         policy: str = ADAPTIVE,
         popularity: Mapping[Key, float] | None = None,
-        seed: int = 0,
         counters: TierCounters | None = None,
     ) -> None:
         self.pools: list[Pool] = []
@@ -157,7 +156,7 @@ class Tier(Generic[Source, Handle]):
             self.policy = CANDIDATES[0] if popularity is None else "static"
         self.sampler: PolicySampler | None = None
         self._copier, self._experts, self._record_nbytes = copier, experts, record_nbytes
-        self._popularity, self._seed = popularity, seed
+        self._popularity = popularity
         self._copy_price = 0.0
 
     def open_pool(self, layers: Iterable[int], slots: range, capacity: int) -> Pool:
@@ -349,7 +348,7 @@ class Tier(Generic[Source, Handle]):
             counters.prefetched_bytes += nbytes
 
     def _new_policy(self, capacity: int) -> Policy:
-        policy = make_policy(self.policy, capacity, self._popularity, self._seed)
+        policy = make_policy(self.policy, capacity, self._popularity)
         policy.copy_price = self._copy_price
         return policy
 

@@ -214,7 +214,7 @@ class _Source:
             entry = self.entries.get(site.name)
             if entry is not None and bank.takes_memory:
                 records = self.files.bytes_of(entry, self.reader).view(site.num_experts, site.layout.nbytes)
-                bank.adopt(site.name, site.layout, records)
+                bank.add_layer(site.name, site.num_experts, site.layout, records)
                 continue
             with bank.add_layer(site.name, site.num_experts, site.layout).filling() as records:
                 ranges = self._ranges(site)
