@@ -17,7 +17,7 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.runtime.batch.policy import BatchPolicy, policy_for
 from engine.runtime.engine import Engine
-from engine.runtime.kv.pages import PagePool
+from engine.runtime.kv.pages import PageKind, PagePool
 from engine.runtime.schedule import continuous_batch
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -43,8 +43,8 @@ class _Seen:
                 seen.ahead = max(seen.ahead, number - seen.answered)
                 yield row
 
-        def taking(pool: PagePool) -> int:
-            page = take(pool)
+        def taking(pool: PagePool, kind: PageKind) -> int:
+            page = take(pool, kind)
             seen.most_pages = max(seen.most_pages, pool.held)
             return page
 
