@@ -103,7 +103,7 @@ def test_a_gguf_file_is_compared_as_it_is(tmp_path: Path, capsys: pytest.Capture
     text.write_text(WORDS, encoding="utf-8")
     assert cli.main(["bench", "quality", "--model", str(file), "--text", str(text), "--tokens", "40", "--json"]) == 0
     names = {row["name"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert {"perplexity of bf16", f"perplexity of {STORED}"} <= names
+    assert {"perplexity of fp32", f"perplexity of {STORED}"} <= names
     assert "perplexity of int4" not in names
 
 
