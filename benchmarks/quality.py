@@ -209,8 +209,8 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
 def _kept(keep: Path, checkpoint: Path, windows: Sequence[Window]) -> Path:
     """The folder of this text and this state of the checkpoint."""
     parts = [each for each in (checkpoint, *sorted(checkpoint.glob("*"))) if each.is_file()]
-    state = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts] or [str(checkpoint)]
-    folder = keep / hashlib.blake2b(repr((state, windows)).encode(), digest_size=8).hexdigest()
+    state = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    folder = keep / hashlib.blake2b(repr((checkpoint, state, windows)).encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
 
