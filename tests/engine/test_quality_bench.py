@@ -25,10 +25,11 @@ from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.peers import python_of
 from tests.starter import lasting_wheel
 from tests.tiny_gguf import write_model
 
-PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
+PEER = python_of(LLAMA_CPP)
 TINY = "synthetic:qwen3-moe-tiny"
 WORDS = "A switchyard sorts wagons: each rolls over the hump, and a signalman in the tower sets the points. "
 STORY = (
@@ -138,7 +139,7 @@ def test_a_gguf_file_is_compared_as_it_is(tmp_path: Path, capsys: pytest.Capture
     assert "perplexity of int4" not in names
 
 
-@pytest.mark.skipif(PEER is not None, reason="llama.cpp is built here")
+@pytest.mark.skipif(LLAMA_CPP.python() is not None, reason="its binding is installed here")
 def test_peers_that_are_not_built_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(WORDS, encoding="utf-8")
