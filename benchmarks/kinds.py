@@ -117,11 +117,15 @@ def add_kinds(kinds: Any) -> None:
     add_engine_options(disk)
     disk.set_defaults(run=_run_disk)
 
-    quality = kinds.add_parser("quality", help="perplexity of a text and divergence from bf16, in int8 and int4")
+    quality = kinds.add_parser("quality", help="perplexity of a text, and divergence from exact numbers")
     add_model(quality)
     quality.add_argument("--text", type=Path, required=True, metavar="FILE", help="plain text in UTF-8")
     quality.add_argument(
         "--tokens", type=positive_int, default=20_480, metavar="N", help="length to read, in windows of 512"
+    )
+    quality.add_argument("--reference-tokens", type=positive_int, metavar="N", help="read by the reference; all")
+    quality.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep results there, and go on from them: of the same code"
     )
     quality.add_argument("--peers", action="store_true", help="also run llama.cpp's Q8_0, Q4_0 and Q4_1")
     quality.add_argument("--json", action="store_true", help="print one JSON document")
@@ -320,7 +324,12 @@ def _run_quality(args: argparse.Namespace) -> int:
     config, report = config_of(args), new_report()
     from benchmarks.quality import QualityPlan, bench_quality
 
-    bench_quality(config, QualityPlan(args.text, args.tokens, args.peers), report, note)
+    bench_quality(
+        config,
+        QualityPlan(args.text, args.tokens, args.peers, reference_tokens=args.reference_tokens, keep=args.keep),
+        report,
+        note,
+    )
     return emit_report(report, args)
 
 

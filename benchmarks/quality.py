@@ -1,14 +1,17 @@
-"""`switchyard bench quality`: the quality cost of int8 and int4 on the user's text, compared with llama.cpp's types.
+"""`switchyard bench quality`: what int8 and int4, or a file as it is, cost on the user's text, beside llama.cpp.
 
 Next-token probabilities of the contestants are compared with a reference stored on disk.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,8 +44,8 @@ class TextScore:
 
     Attributes:
         surprise: nats, negative log-likelihood of the actual token.
-        divergence: nats, the Kullback-Leibler divergence from the reference's distribution.
-        agrees: whether its most likely token is the reference's.
+        divergence: nats, the Kullback-Leibler divergence from the reference's distribution; as far as that reads.
+        agrees: whether its most likely token is the reference's; likewise.
     """
 
     surprise: torch.Tensor
@@ -56,56 +59,84 @@ class TextScore:
 
 
 class Reference:
-    """The reference distributions.
+    """The reference distributions, and what contestants were found to be: files of a folder, for each window some.
 
-    On disk, as distributions over the vocabulary for every token take gigabytes.
+    On disk, as distributions over the vocabulary for every token take gigabytes; what is there already is not computed
+    again.
 
     Args:
         contestant: the reference model.
         windows: the text.
         folder: folder for its logits; the caller deletes it.
+        known: how many windows it reads; contestants read all.
     """
 
-    def __init__(self, contestant: Contestant, windows: Sequence[Window], folder: Path) -> None:
-        self._windows = windows
-        self._files = [folder / f"{number}.logits" for number in range(len(windows))]
-        self._dtype = torch.float32
-        self._vocabulary = 0
+    def __init__(
+        self, contestant: Contestant, windows: Sequence[Window], folder: Path, known: int | None = None
+    ) -> None:
+        self._windows, self._folder = windows, folder
         surprise = []
-        for window, file in zip(windows, self._files, strict=True):
-            logits = contestant(window).cpu()
-            self._dtype, self._vocabulary = logits.dtype, logits.shape[-1]
-            surprise.append(_surprise(logits.float().log_softmax(-1), window))
-            logits.contiguous().view(torch.uint8).numpy().tofile(file)
+        for number, window in enumerate(windows[:known]):
+            if not self._file(number).is_file():
+                _write(self._file(number), contestant(window).cpu().float().contiguous().numpy().tofile)
+            surprise.append(_surprise(self._logits(number).log_softmax(-1), window))
+        self._known = len(surprise)
         together = torch.cat(surprise)
         self.score = TextScore(together, torch.zeros_like(together), torch.ones_like(together, dtype=torch.bool))
 
-    def compare(self, contestant: Contestant) -> TextScore:
+    def compare(self, contestant: Contestant, kept_as: str = "") -> TextScore:
         """The score of another contestant on the same windows.
+
+        Args:
+            kept_as: the name under which its scores are kept in the folder; empty: they are not.
 
         Raises:
             ValueError: its vocabulary size differs.
         """
         scores = []
-        for window, file in zip(self._windows, self._files, strict=True):
-            theirs = contestant(window).cpu().float().log_softmax(-1)
-            if theirs.shape[-1] != self._vocabulary:
-                raise ValueError(f"it has {theirs.shape[-1]:,} ids, not {self._vocabulary:,}")
-            kept = torch.from_file(str(file), size=theirs.numel(), dtype=self._dtype).view_as(theirs)
-            ours = kept.float().log_softmax(-1)
-            agrees = theirs.argmax(-1) == ours.argmax(-1)
-            # An id with zero reference probability adds nothing.
-            divergence = (ours.exp() * (ours - theirs)).nan_to_num_(0.0, posinf=torch.inf).sum(-1)
-            scores.append(TextScore(_surprise(theirs, window), divergence, agrees))
+        for number, window in enumerate(self._windows):
+            file = self._folder / f"{number}.{kept_as}.score"
+            if not (kept_as and file.is_file()):
+                score = self._compare(contestant, number, window)
+                if not kept_as:
+                    scores.append(score)
+                    continue
+                _write(file, partial(torch.save, [score.surprise, score.divergence, score.agrees]))
+            scores.append(TextScore(*torch.load(file)))
         parts = ("surprise", "divergence", "agrees")
         return TextScore(*(torch.cat([getattr(score, part) for score in scores]) for part in parts))
+
+    def _compare(self, contestant: Contestant, number: int, window: Window) -> TextScore:
+        theirs = contestant(window).cpu().float().log_softmax(-1)
+        if number >= self._known:
+            return TextScore(_surprise(theirs, window), torch.empty(0), torch.empty(0, dtype=torch.bool))
+        logits = self._logits(number)
+        if theirs.shape[-1] != logits.shape[-1]:
+            raise ValueError(f"it has {theirs.shape[-1]:,} ids, not {logits.shape[-1]:,}")
+        ours = logits.log_softmax(-1)
+        # An id with zero reference probability adds nothing.
+        divergence = (ours.exp() * (ours - theirs)).nan_to_num_(0.0, posinf=torch.inf).sum(-1)
+        return TextScore(_surprise(theirs, window), divergence, theirs.argmax(-1) == ours.argmax(-1))
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number}.logits"
+
+    def _logits(self, number: int) -> torch.Tensor:
+        file = self._file(number)
+        return torch.from_file(str(file), size=file.stat().st_size // 4).view(len(self._windows[number]) - 1, -1)
+
+
+def _write(file: Path, write: Callable[[Path], object]) -> None:
+    """Whole or not at all."""
+    partial_file = file.with_suffix(".part")
+    write(partial_file)
+    partial_file.replace(file)
 
 
 def _surprise(log_probabilities: torch.Tensor, window: Window) -> torch.Tensor:
     return -log_probabilities.gather(-1, torch.tensor(window[1:])[:, None]).squeeze(-1)
 
 
-_REFERENCE = "bf16"
 _PEERS: dict[str, tuple[Quantisation | None, ...]] = {
     "int8": (Quantisation.Q8_0,),
     "int4": (Quantisation.Q4_0, Quantisation.Q4_1),
@@ -117,48 +148,71 @@ _OF_GGUF: dict[str, tuple[Quantisation | None, ...]] = {AUTO: (None,)}
 
 @dataclass(frozen=True, slots=True)
 class QualityPlan:
-    """The first `tokens` of the file `text`, in windows of `window`; `peers`: also run llama.cpp on them."""
+    """The first `tokens` of the file `text`, in windows of `window`; `peers`: also run llama.cpp on them.
+
+    Attributes:
+        reference_tokens: how many of them the reference reads, which takes longest; `None`: all.
+        keep: a folder for what was computed, from which a later run of the same code goes on.
+    """
 
     text: Path
     tokens: int
     peers: bool
     window: int = 512
+    reference_tokens: int | None = None
+    keep: Path | None = None
 
 
 def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows to `report`: perplexity, divergence from bf16 and agreement of the most likely token, by precision.
+    """Adds rows to `report`: perplexity, divergence from a reference, agreement of the most likely token, by precision.
 
-    Every window starts from an empty context, and all its tokens but the first count: the perplexities are comparable
-    with each other, but not with those of programs that only count tokens after a long context.
+    The reference is the checkpoint in bf16, and of a GGUF file its numbers in fp32. Every window starts from an empty
+    context, and all its tokens but the first count: the perplexities are comparable with each other, but not with those
+    of programs that only count tokens after a long context.
 
     Raises:
         EngineError: the text cannot be read or is too short, the model reads no text of this kind, or as `load_model`.
     """
     text, checkpoint = _read(plan.text), Path(config.model)
-    with tempfile.TemporaryDirectory(prefix="switchyard-quality-") as scratch:
-        say(_REFERENCE)
-        with opened(replace(config, precision="bf16")) as loaded:
+    exact, contestants = ("bf16", _PEERS) if gguf_at(checkpoint) is None else ("fp32", _OF_GGUF)
+    with ExitStack() as stack:
+        say(exact)
+        with opened(replace(config, precision=exact)) as loaded:
             windows = _windows(loaded, text, plan)
-            reference = Reference(_contestant(loaded), windows, Path(scratch))
             threads = loaded.info.threads
-        _describe_reference(reference.score, report)
-        for precision, types in (_PEERS if gguf_at(checkpoint) is None else _OF_GGUF).items():
+            if plan.keep is None:
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="switchyard-quality-")))
+            else:
+                folder = _kept(plan.keep, checkpoint, windows)
+            known = None if plan.reference_tokens is None else max(1, plan.reference_tokens // len(windows[0]))
+            reference = Reference(_contestant(loaded), windows, folder, known)
+        _describe_reference(exact, reference.score, report)
+        for precision, types in contestants.items():
             say(precision)
             with opened(replace(config, precision=precision)) as loaded:
-                score, precision = reference.compare(_contestant(loaded)), loaded.info.precision
-            _describe(precision, score, reference.score, report)
+                score, precision = reference.compare(_contestant(loaded), precision), loaded.info.precision
+            _describe(precision, score, exact, reference.score, report)
             for quantisation in types if plan.peers else ():
                 name = f"llama.cpp, {quantisation.value if quantisation else 'same file'}"
                 try:
                     say(name)
                     file = _file_for_peer(checkpoint, quantisation, say)
                     with GgufPeer(name, file, threads, plan.window) as peer:
-                        theirs = reference.compare(_contestant_in_llama_cpp(peer))
+                        theirs = reference.compare(_contestant_in_llama_cpp(peer), name)
                 except (PeerError, EngineError, ValueError) as failure:
                     report.skip_peer(name, str(failure))
                     continue
-                _describe(name, theirs, reference.score, report)
+                _describe(name, theirs, exact, reference.score, report)
                 report.rows += [_perplexity(precision, score, name, theirs), *_above(precision, score, name, theirs)]
+
+
+def _kept(keep: Path, checkpoint: Path, windows: Sequence[Window]) -> Path:
+    """The folder of this text and this state of the checkpoint."""
+    parts = [each for each in (checkpoint, *sorted(checkpoint.glob("*"))) if each.is_file()]
+    state = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
+    folder = keep / hashlib.blake2b(repr((checkpoint, state, windows)).encode(), digest_size=8).hexdigest()
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 def _file_for_peer(checkpoint: Path, quantisation: Quantisation | None, say: Callable[[str], None]) -> Path:
@@ -168,17 +222,19 @@ def _file_for_peer(checkpoint: Path, quantisation: Quantisation | None, say: Cal
     return gguf_of(checkpoint, quantisation or Quantisation.BF16, say)
 
 
-def _describe_reference(score: TextScore, report: Report) -> None:
+def _describe_reference(exact: str, score: TextScore, report: Report) -> None:
     report.rows.append(ReportRow("tokens", len(score.surprise), "", 1))
-    report.rows.append(ReportRow(f"perplexity of {_REFERENCE}", score.perplexity, "", 1))
+    report.rows.append(ReportRow(f"perplexity of {exact}", score.perplexity, "", 1))
 
 
-def _describe(name: str, score: TextScore, reference: TextScore, report: Report) -> None:
+def _describe(name: str, score: TextScore, exact: str, reference: TextScore, report: Report) -> None:
+    """What can be said beside the reference, of the tokens that it read."""
+    score = replace(score, surprise=score.surprise[: len(reference.surprise)])
     report.rows += [
-        _perplexity(name, score, _REFERENCE, reference),
-        *_above(name, score, _REFERENCE, reference),
-        ReportRow(f"divergence of {name} from {_REFERENCE}", float(score.divergence.mean()), "nats", 1),
-        ReportRow(f"tokens where {name} agrees with {_REFERENCE}", 100 * float(score.agrees.float().mean()), "%", 1),
+        _perplexity(name, score, exact, reference),
+        *_above(name, score, exact, reference),
+        ReportRow(f"divergence of {name} from {exact}", float(score.divergence.mean()), "nats", 1),
+        ReportRow(f"tokens where {name} agrees with {exact}", 100 * float(score.agrees.float().mean()), "%", 1),
     ]
 
 

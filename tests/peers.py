@@ -25,10 +25,15 @@ def users_home(edition: Edition) -> Path:
     return _HOMES[edition.name]
 
 
+def python_of(edition: Edition) -> Path | None:
+    """The interpreter that runs the user's build; `None` if there is none."""
+    with patch.object(Edition, "home", lambda edition: _HOMES[edition.name]):
+        return edition.python()
+
+
 def built(edition: Edition) -> bool:
     """Whether it is built, for the user or where the home is now."""
-    with patch.object(Edition, "home", lambda edition: _HOMES[edition.name]):
-        return edition.python() is not None
+    return python_of(edition) is not None
 
 
 BUILT = [

@@ -20,9 +20,10 @@ from engine.runtime.load.tensor_reader import TensorReader
 from tests.engine.test_family_parity import PROMPT, greedy, loaded, logits
 from tests.engine.test_gguf_architectures import rewritten
 from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+from tests.peers import python_of
 from tests.tiny_gguf import dequantised, write_model
 
-PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
+PEER = python_of(LLAMA_CPP)
 needs_peer = pytest.mark.skipif(PEER is None, reason="llama.cpp is not built: python -m benchmarks.peers build")
 LLAMA3 = {
     "rope_type": "llama3",

@@ -21,13 +21,14 @@ from engine.checkpoint.gguf.tokenizer import end_token_ids, tokenizer_files
 from engine.common.errors import EngineError, ErrorCode
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer, decode_text
 from engine.runtime.load.tokenizer import load_tokenizer
+from tests.peers import python_of
 from tests.refusals import refused
 
 FILE = Path("model.gguf")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 
 # Before a test's own SWITCHYARD_HOME hides the user's.
-PEER = LLAMA_CPP.python()
+PEER = python_of(LLAMA_CPP)
 VOCABULARIES = sorted((LLAMA_CPP.home() / "source" / "vendor" / "llama.cpp" / "models").glob("ggml-vocab-*.gguf"))
 WITH_TEXTS = [file for file in VOCABULARIES if file.with_name(f"{file.name}.inp").exists()]
 needs_vocabularies = pytest.mark.skipif(

@@ -64,6 +64,28 @@ def test_rows_are_multiplied_as_they_lie(kind: BlockType, isa: Isa) -> None:
         assert torch.equal(_product(reordered, x, kernels), found[:, order])
 
 
+@pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
+def test_a_huge_value_takes_nothing_from_those_beside_it(isa: Isa) -> None:
+    """A text's first token has such values; 256 of them share a scale in these types."""
+    for kind in (each for each in BLOCK_TYPES.values() if each.elements > 32):
+        blocks = made_up_blocks(kind, 40, 512 // kind.elements, 3)
+        x = torch.randn(19, 512, generator=torch.Generator().manual_seed(2)).bfloat16()
+        huge = torch.zeros_like(x)
+        huge[3, 7], huge[12, 300] = 2048, -1024
+        weight = torch.from_numpy(kind.dequantise(blocks.raw.numpy()))
+        module = torch.nn.Linear(512, 40, bias=False, dtype=torch.bfloat16)
+        with kernels_of(isa, threads=2) as kernels:
+            multiply = QuantisedLinear(module, blocks, kernels, is_head=True)
+            mixed = torch.where(huge == 0, x, huge)
+            found = multiply(mixed)
+            assert torch.equal(multiply(mixed[:8]), torch.cat([multiply(row) for row in mixed[:8].split(1)]))
+        beside = (mixed - huge).float() @ weight.mT
+        for row in (3, 12):
+            assert (found[row] - huge[row].float() @ weight.mT - beside[row]).norm() < 0.02 * beside[row].norm(), (
+                kind.name
+            )
+
+
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
 def test_rows_of_numbers_are_not_rounded(name: str, isa: Isa) -> None:

@@ -25,8 +25,9 @@ from engine.runtime.load.model import load_model
 from tests.engine.test_family_parity import greedy, logits
 from tests.engine.tiny_families import tiny_checkpoint
 from tests.engine.tiny_tokenizer import TEXT
+from tests.peers import python_of
 
-PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
+PEER = python_of(LLAMA_CPP)
 
 
 def _answers(path: Path) -> tuple[torch.Tensor, list[int], list[int]]:

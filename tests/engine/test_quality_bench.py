@@ -25,10 +25,11 @@ from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.peers import python_of
 from tests.starter import lasting_wheel
 from tests.tiny_gguf import write_model
 
-PEER = LLAMA_CPP.python()  # before a test's own SWITCHYARD_HOME hides the user's
+PEER = python_of(LLAMA_CPP)
 TINY = "synthetic:qwen3-moe-tiny"
 WORDS = "A switchyard sorts wagons: each rolls over the hump, and a signalman in the tower sets the points. "
 STORY = (
@@ -76,6 +77,32 @@ def test_scores_are_what_their_definitions_say(
     assert itself.agrees.all()
 
 
+def test_it_goes_on_where_it_was_stopped_and_reads_no_more_than_it_should(tmp_path: Path) -> None:
+    windows = [(1, 2, 3), (4, 5), (6, 7, 8, 9), (10, 0)]
+    read: list[Window] = []
+
+    def stopping_after(most: int, seed: int) -> Contestant:
+        def logits(window: Window) -> torch.Tensor:
+            if len(read) == most:
+                raise KeyboardInterrupt
+            read.append(window)
+            return random_contestant(seed, 11)(window)
+
+        return logits
+
+    with pytest.raises(KeyboardInterrupt):
+        Reference(stopping_after(1, 1), windows, tmp_path, known=2)
+    reference = Reference(stopping_after(-1, 1), windows, tmp_path, known=2)
+    assert read == windows[:2]
+    read.clear()
+    with pytest.raises(KeyboardInterrupt):
+        reference.compare(stopping_after(3, 2), "other")
+    score = reference.compare(stopping_after(-1, 2), "other")
+    assert read == windows
+    assert [len(score.surprise), len(score.divergence), len(score.agrees)] == [7, 3, 3]
+    assert torch.equal(score.surprise, reference.compare(random_contestant(2, 11)).surprise)
+
+
 def test_a_contestant_with_other_ids_is_refused(tmp_path: Path) -> None:
     reference = Reference(random_contestant(1, 11), [(1, 2, 3)], tmp_path)
     with pytest.raises(ValueError, match="12 ids, not 11"):
@@ -101,13 +128,18 @@ def test_a_gguf_file_is_compared_as_it_is(tmp_path: Path, capsys: pytest.Capture
     file = write_model(folder, tmp_path / "tiny.gguf", "qwen3moe", quantised="Q8_0")
     text = tmp_path / "text.txt"
     text.write_text(WORDS, encoding="utf-8")
-    assert cli.main(["bench", "quality", "--model", str(file), "--text", str(text), "--tokens", "40", "--json"]) == 0
-    names = {row["name"] for row in json.loads(capsys.readouterr().out)["rows"]}
-    assert {"perplexity of bf16", f"perplexity of {STORED}"} <= names
+    arguments = ["bench", "quality", "--model", str(file), "--text", str(text), "--tokens", "40", "--json"]
+    arguments += ["--reference-tokens", "40", "--keep", str(tmp_path / "kept")]
+    assert cli.main(arguments) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert cli.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == rows
+    names = {row["name"] for row in rows}
+    assert {"perplexity of fp32", f"perplexity of {STORED}"} <= names
     assert "perplexity of int4" not in names
 
 
-@pytest.mark.skipif(PEER is not None, reason="llama.cpp is built here")
+@pytest.mark.skipif(LLAMA_CPP.python() is not None, reason="its binding is installed here")
 def test_peers_that_are_not_built_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "text.txt"
     text.write_text(WORDS, encoding="utf-8")

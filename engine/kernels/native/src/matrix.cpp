@@ -63,6 +63,7 @@ void Vectors::resize(std::initializer_list<const SwitchyardMatrix *> matrices, i
         places_[form] = wanted[form] ? stride_ : -1;
         if (wanted[form]) stride_ += (bytes[form] + 63) & ~int64_t{63};
     }
+    if (has(VectorForm::kBy256) && rests_.size() < static_cast<size_t>(count)) rests_.resize(static_cast<size_t>(count));
     const auto needed = static_cast<size_t>(count * stride_ + 64);
     if (memory_.size() < needed) memory_.resize(needed);
     start_ = memory_.data() + (-reinterpret_cast<uintptr_t>(memory_.data()) & 63);
@@ -84,13 +85,19 @@ RowVector Vectors::row(int64_t at, VectorForm of) const {
         row.scales = vector.scales;
         row.sums = vector.sums;
     } else if (of == VectorForm::kBy256) {
-        const int64_t blocks = wide_blocks(n_);
-        row.q = reinterpret_cast<int8_t *>(start);
-        row.scales = reinterpret_cast<float *>(start + blocks * kWide);
-        row.parts = reinterpret_cast<int16_t *>(start + blocks * (kWide + 4));
+        row = by_256(start);
     } else {
         row.values = reinterpret_cast<float *>(start);
     }
+    return row;
+}
+
+RowVector Vectors::by_256(const uint8_t *start) const {
+    const int64_t blocks = wide_blocks(n_);
+    RowVector row = {};
+    row.q = reinterpret_cast<const int8_t *>(start);
+    row.scales = reinterpret_cast<const float *>(start + blocks * kWide);
+    row.parts = reinterpret_cast<const int16_t *>(start + blocks * (kWide + 4));
     return row;
 }
 
@@ -127,9 +134,20 @@ void Vectors::set(const Kernels &kernels, int64_t at, const float *x) {
 
 void Vectors::set_rows(const Kernels &kernels, int64_t at, const float *x) {
     if (has(VectorForm::kBy256)) {
+        const auto quantise = [&](const float *values, const RowVector &to) {
+            return kernels.types->quantise_wide(values, n_, const_cast<int8_t *>(to.q), const_cast<float *>(to.scales),
+                                                const_cast<int16_t *>(to.parts));
+        };
         const RowVector row = this->row(at, VectorForm::kBy256);
-        kernels.types->quantise_wide(x, n_, const_cast<int8_t *>(row.q), const_cast<float *>(row.scales),
-                                     const_cast<int16_t *>(row.parts));
+        std::vector<uint8_t> &rest = rests_[static_cast<size_t>(at)];
+        rest.clear();
+        if (quantise(x, row)) {
+            rest.resize(static_cast<size_t>(wide_blocks(n_) * (kWide + 4 + kWide / kPart * 2)));
+            std::vector<float> left(static_cast<size_t>(n_));
+            for (int64_t i = 0; i < n_; ++i)
+                left[static_cast<size_t>(i)] = x[i] - row.scales[i / kWide] * static_cast<float>(row.q[i]);
+            quantise(left.data(), by_256(rest.data()));
+        }
     }
     if (has(VectorForm::kFloats)) {
         auto *values = const_cast<float *>(row(at, VectorForm::kFloats).values);
@@ -179,7 +197,8 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
                     const int32_t *which, int64_t count, float *out) {
     static thread_local PanelRoom room;
     static thread_local std::vector<RowVector> vectors;
-    static thread_local std::vector<float> of_half;
+    static thread_local std::vector<float> of_half, of_rests;
+    static thread_local std::vector<int64_t> with_rest;
     const RowOrder order(matrix);
     const uint8_t *rows[kTileRows] = {};
     const RowType *types[2] = {};
@@ -197,6 +216,18 @@ void panel_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int6
         RowPanel *panel = room.of(matrix.columns);
         type.unpack_panel(mine, matrix.columns, panel);
         type.multiply(*panel, matrix.columns, vectors.data(), count, to);
+        if (type.form != VectorForm::kBy256) return;
+        with_rest.clear();
+        for (int64_t v = 0; v < count; ++v)
+            if (x.has_rest(which[v])) with_rest.push_back(v);
+        if (with_rest.empty()) return;
+        const auto rests = static_cast<int64_t>(with_rest.size());
+        for (int64_t v = 0; v < rests; ++v) vectors[static_cast<size_t>(v)] = x.rest(which[with_rest[static_cast<size_t>(v)]]);
+        of_rests.resize(static_cast<size_t>(rests * kTileRows));
+        type.multiply(*panel, matrix.columns, vectors.data(), rests, of_rests.data());
+        for (int64_t v = 0; v < rests; ++v)
+            for (int64_t i = 0; i < kTileRows; ++i)
+                to[with_rest[static_cast<size_t>(v)] * kTileRows + i] += of_rests[static_cast<size_t>(v * kTileRows + i)];
     };
     if (!types[1] || types[1] == types[0]) return multiply(*types[0], rows, out);
     const uint8_t *lower[kTileRows] = {};
@@ -229,6 +260,13 @@ void rows_of_block(const Kernels &kernels, const SwitchyardMatrix &matrix, int64
                 float dots[kMostRowVectors];
                 for (int v = 0; v < some; ++v) vectors[v] = x.row(which[from + v], stored.type->form);
                 stored.type->dot(stored.blocks, matrix.columns, vectors, some, dots);
+                for (int v = 0; v < some; ++v) {
+                    if (stored.type->form != VectorForm::kBy256 || !x.has_rest(which[from + v])) continue;
+                    float more;
+                    const RowVector rest = x.rest(which[from + v]);
+                    stored.type->dot(stored.blocks, matrix.columns, &rest, 1, &more);
+                    dots[v] += more;
+                }
                 for (int v = 0; v < some; ++v) out[(from + v) * kTileRows + half * kHalfRows + i] = dots[v];
             }
         }

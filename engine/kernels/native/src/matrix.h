@@ -65,6 +65,10 @@ class Vectors {
     const float *spread(int64_t at) const { return reinterpret_cast<const float *>(form(at, VectorForm::kSpread)); }
     QuantisedVector quantised(int64_t at) const;
     RowVector row(int64_t at, VectorForm form) const;
+    // Whether 8 bits with a scale per 256 values lose what lies beside a huge one, as a text's first token has it: then what
+    // was lost is a vector of its own, and both are multiplied.
+    bool has_rest(int64_t at) const { return has(VectorForm::kBy256) && !rests_[static_cast<size_t>(at)].empty(); }
+    RowVector rest(int64_t at) const { return by_256(rests_[static_cast<size_t>(at)].data()); }
 
   private:
     bool has(VectorForm form) const { return places_[static_cast<int>(form)] >= 0; }
@@ -72,12 +76,14 @@ class Vectors {
 
     void pad(int64_t at);
     void set_rows(const Kernels &kernels, int64_t at, const float *x);
+    RowVector by_256(const uint8_t *start) const;
 
     int32_t tiled_ = SWITCHYARD_INT8;  // the format whose kernels round: of tiles, if there are any
     int64_t n_ = 0, stride_ = 0;
     int64_t places_[kForms] = {-1, -1, -1, -1};  // of each form in a vector's memory, or -1
     std::vector<uint8_t> memory_;
     uint8_t *start_ = nullptr;
+    std::vector<std::vector<uint8_t>> rests_;  // of each vector; empty for nearly all
 };
 
 // Rows of `block` times vectors which[0], which[1], ...: out [count, 32], gate or upper rows first.  What lies beyond

@@ -54,8 +54,8 @@ constexpr int32_t kF32Type = 0, kF16Type = 1, kBf16Type = 30;  // ggml's numbers
 struct RowKernels {
     RowType types[kMostTypes];
     int32_t count;
-    // n values to form kBy256, padded.
-    void (*quantise_wide)(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts);
+    // n values to form kBy256, padded.  Whether, somewhere, one is so large that little is left of those that share its scale.
+    bool (*quantise_wide)(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts);
     int8_t places[kMostTypes];  // of each number's type, or -1
 
     constexpr const RowType *begin() const { return types; }

@@ -48,12 +48,13 @@ SWITCHYARD_BY_COUNT(dot_four)
 SWITCHYARD_BY_COUNT(dot_numbers)
 #undef SWITCHYARD_BY_COUNT
 
-void quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts) {
+bool quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t *parts) {
     typedef float Values __attribute__((vector_size(64)));
     typedef int32_t Bits __attribute__((vector_size(64)));
     typedef int32_t Quarter __attribute__((vector_size(16)));
     typedef int8_t Codes __attribute__((vector_size(16)));
     constexpr int kParts = kWide / kPart;
+    bool lost = false;
     for (int64_t block = 0; block * kWide < n; ++block, x += kWide, q += kWide, parts += kParts) {
         const int64_t there = n - block * kWide < kWide ? n - block * kWide : kWide;
         Values values[kParts] = {};
@@ -76,6 +77,12 @@ void quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t 
         }
         scales[block] = top > 1e-30f ? top / 127.0f : 0.0f;
         const float inverse = top > 1e-30f ? 127.0f / top : 0.0f;
+        Values squares = {};
+        for (const Values &some : values) squares += (some * inverse) * (some * inverse);
+        float energies[kPart], energy = -127.0f * 127.0f;
+        std::memcpy(energies, &squares, sizeof energies);
+        for (float one : energies) energy += one;
+        lost |= energy > 0.01f && energy < kWide - 1;  // a step on average
         for (int part = 0; part < kParts; ++part) {
             // 1.5 * 2^23: what is added to it is rounded to a whole number, which its last bits then are.
             const Bits codes = (Bits)(values[part] * inverse + 12582912.0f) - 0x4b400000;
@@ -87,6 +94,7 @@ void quantise_wide(const float *x, int64_t n, int8_t *q, float *scales, int16_t 
             parts[part] = static_cast<int16_t>((sum[0] + sum[1]) + (sum[2] + sum[3]));
         }
     }
+    return lost;
 }
 
 template <class Type> constexpr RowType row_type() {
