@@ -19,6 +19,7 @@ from engine.checkpoint.usage import note_use, reading
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.early_reads import EARLY_READS, remember
 from engine.jobs.rows import Check, never
@@ -192,6 +193,8 @@ class Engine:
     def _has_note(self, note: str) -> None:
         """A sentence about the devices' memory stands before all others while it is true."""
         loaded = self._ready()
+        if note == self._memory_note:
+            return
         kept = loaded.info.device_note.removeprefix(self._memory_note).strip()
         self._memory_note = note
         said = " ".join(filter(None, (note, kept)))
@@ -261,7 +264,9 @@ class Engine:
                 self._scheduler = None
                 self._held.close()
             raise
-        note = " ".join(filter(None, (why, loaded.info.device_note)))
+        FALLS.tell("The graphics card", why)
+        self._memory_note = FALLS.note
+        note = " ".join(filter(None, (FALLS.note, loaded.info.device_note)))
         loaded.info = replace(loaded.info, device_note=note, is_hampered=True, needs_restart=needs_restart)
         self.on_moved(loaded.info)
         return loaded
@@ -459,7 +464,7 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import OwnHost, run_whole_job  # which the first chat need not wait for
 
-        return run_whole_job(prepared, OwnHost(self._ready()), watcher)
+        return run_whole_job(prepared, OwnHost(self._ready(), self._schedule().moved), watcher)
 
     def open_rows(self, job: BatchJob, asked: Iterable[tuple[float, RowRequest | Answer]]) -> tuple[JobPlan, ModelRows]:
         """Answers rows of a job that others keep, on this thread, until it is closed; nothing else is answered then.
@@ -483,7 +488,7 @@ class Engine:
         from engine.runtime.batch.whole_job import SharedHost, run_whole_job
 
         self._schedule().return_to_card()
-        host = SharedHost(self._schedule().background)
+        host = SharedHost(self._schedule().background, self._schedule().moved)
         return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
 
     def hosted_model(self, *, beside_others: bool) -> HostedModel:
@@ -494,7 +499,9 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import HostedModel, OwnHost, SharedHost
 
-        return HostedModel(SharedHost(self._schedule().background) if beside_others else OwnHost(self._ready()))
+        loaded, scheduler = self._ready(), self._schedule()
+        host = SharedHost(scheduler.background, scheduler.moved) if beside_others else OwnHost(loaded, scheduler.moved)
+        return HostedModel(host)
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
         """Answers the first rows of a job and keeps nothing; see `run_sample`."""

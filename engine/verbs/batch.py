@@ -366,7 +366,7 @@ def _summary(document: dict[str, Any]) -> str:
     return (
         f"{rows} in {document['output']}{failed}; "
         f"{document['tokens_per_s']:,} tokens/s, in {_span(document['seconds'])}."
-        f"{''.join('  ' + said for said in (document['note'], document['gave_way']) if said)}"
+        f"{'  ' + document['note'] if document['note'] else ''}"
         f"{''.join(map(_place_line, document['endpoints']))}"
     )
 

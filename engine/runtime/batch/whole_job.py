@@ -16,7 +16,7 @@ from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.job import Answerer, run_first_rows, run_job
 from engine.runtime.batch.job_plan import JobPlan, SweepClock, plan_asked, plan_job, predicted_after
-from engine.runtime.batch.model_rows import ModelExecutor, ModelRows
+from engine.runtime.batch.model_rows import Elsewhere, ModelExecutor, ModelRows, nowhere
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
@@ -24,12 +24,19 @@ from engine.runtime.schedule.background import Background, JobRows
 from engine.runtime.schedule.executor import BatchExecutor
 
 _Result = TypeVar("_Result")
+Moved = Callable[[Exception, LoadedModel], LoadedModel | None]
+"""See `Scheduler.moved`."""
 
 
 class JobHost(Protocol):
     """Where a job's rows are answered."""
 
-    loaded: LoadedModel
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, where it is now."""
+
+    def moved(self, error: Exception, loaded: LoadedModel) -> bool:
+        """See `Scheduler.moved`: whether rows can go on with what `loaded` is now."""
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """What `work` returns, on the thread that may use the model."""
@@ -44,8 +51,14 @@ class JobHost(Protocol):
 class OwnHost:
     """The calling thread has the model for this job alone."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
+    def __init__(self, loaded: LoadedModel, moved: Moved) -> None:
+        self.loaded, self._moved = loaded, moved
+
+    def moved(self, error: Exception, loaded: LoadedModel) -> bool:
+        """See `JobHost`."""
+        found = self._moved(error, loaded)
+        self.loaded = found or self.loaded
+        return found is not None
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """Does it."""
@@ -63,8 +76,17 @@ class OwnHost:
 class SharedHost:
     """The jobs of a scheduler; for the thread of one of them."""
 
-    def __init__(self, background: Background) -> None:
-        self._background, self.loaded = background, background.loaded
+    def __init__(self, background: Background, moved: Moved) -> None:
+        self._background, self._moved = background, moved
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """See `JobHost`."""
+        return self._background.loaded
+
+    def moved(self, error: Exception, loaded: LoadedModel) -> bool:
+        """See `JobHost`."""
+        return self._background.call(lambda: self._moved(error, loaded)) is not None
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """See `Background.call`."""
@@ -83,19 +105,28 @@ class HostedModel:
     """A loaded model that answers a job's rows, all of them or some."""
 
     def __init__(self, host: JobHost) -> None:
-        self._host, self.loaded = host, host.loaded
+        self._host = host
 
     @cached_property
     def answerer(self) -> Answerer:
         """The model, as the job's journal knows it."""
-        return Answerer(self.loaded.info.path, content_digest(Path(self.loaded.info.path)), self.loaded.info.precision)
+        info = self._host.loaded.info
+        return Answerer(info.path, content_digest(Path(info.path)), info.precision)
 
     def open(self, prepared: PreparedJob, watcher: JobWatcher) -> tuple[ModelRows, int]:
-        """Plans for the job; who answers its rows, and how many at once at most."""
-        plan = self._host.call(lambda: plan_job(prepared, self.loaded))
+        """Plans for the job; who answers its rows, and how many at once at most.
+
+        Where the model loses its card the plan is made again for where it goes, and rows under way begin again there.
+        """
+        host, loaded = self._host, self._host.loaded
+
+        def elsewhere(error: Exception) -> ModelRows | None:
+            return self.open(prepared, watcher)[0] if host.moved(error, loaded) else None
+
+        plan = host.call(lambda: plan_job(prepared, loaded))
         if plan.prediction is not None and not prepared.job.is_remote:
             watcher.on_plan(plan.prediction)
-        rows = rows_of(self._host.call(lambda: self._host.executor(plan.policy)), self.loaded)
+        rows = rows_of(host.call(lambda: host.executor(plan.policy)), loaded, elsewhere)
         return rows, plan.policy.rows
 
 
@@ -117,9 +148,9 @@ def open_rows(
     return plan, rows_of(BatchExecutor(loaded, plan.policy), loaded)
 
 
-def rows_of(executor: ModelExecutor, loaded: LoadedModel) -> ModelRows:
+def rows_of(executor: ModelExecutor, loaded: LoadedModel, elsewhere: Elsewhere = nowhere) -> ModelRows:
     """A job's rows as a loaded model answers them."""
-    return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family)
+    return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family, elsewhere)
 
 
 def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:

@@ -79,7 +79,8 @@ class Scheduler:
     Args:
         on_news: called on any thread when a job wants `serve` to go on with it.
         places: loads the model without its card when this no longer responds, or others have taken its memory, and
-            again with it.  Requests go on there from what they have been answered; jobs end, in a sentence.
+            again with it.  Requests go on there from what they have been answered; rows of jobs that are under way begin
+            again.
         on_note: told in a sentence that a device has less memory than it had, and by an empty one that this is over.
     """
 
@@ -102,12 +103,12 @@ class Scheduler:
         self._times = Times()
         self._is_beside = False
         """Whether somebody else computes with the model between two turns."""
+        self.background = Background(loaded, self._job_lane, self._on_news)
         self._use(loaded)
 
     def _use(self, loaded: LoadedModel) -> None:
         """Answers with this model from now on."""
         self.loaded, self._note = loaded, ""
-        self.background = Background(loaded, self._job_lane, self._on_news)
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
         self._stream = SingleStream(loaded, kept=self._kept)
@@ -341,14 +342,29 @@ class Scheduler:
         assert self._places is not None
         return self._places.without_card(is_lost=self._is_lost)
 
+    def moved(self, error: Exception, loaded: LoadedModel) -> LoadedModel | None:
+        """The model that a job's rows go on with after this error; None if that has other causes than a lost card.
+
+        Args:
+            loaded: what answered them so far.
+        """
+        if self.loaded is loaded:
+            if not self._has_lost_card(error):
+                return None
+            with torch.inference_mode(False):  # which jobs are answered in, and weights must not be made in
+                self._move(self._without_card)
+        return self.loaded
+
     def _move(self, load: Callable[[], LoadedModel]) -> None:
         """Goes on with the model as `load` loads it."""
         carried = self._carried()
-        self.background.close()
+        self.background.leave()
         self.forget()
         try:
             self._use(load())
+            self.background.use(self.loaded)
         except BaseException as error:
+            self.background.close()
             for asked in carried:
                 asked.end(error)
             raise
