@@ -79,8 +79,7 @@ class Scheduler:
     Args:
         on_news: called on any thread when a job wants `serve` to go on with it.
         places: loads the model without its card when this no longer responds, or others have taken its memory, and
-            again with it.  Requests go on there from what they have been answered; rows of jobs that are under way begin
-            again.
+            again with it.  Requests go on there from what they have been answered; rows of jobs under way begin again.
         on_note: told in a sentence that a device has less memory than it had, and by an empty one that this is over.
     """
 
