@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FEWER = "{0} stopped responding, so the model runs on {1} now."
+_TAKEN_OF_ONE = "Other programs use the memory of {0}, so the model runs on {1} until they leave it."
 _LOST = "The graphics card stopped responding, so the model runs on the CPU now."
 _TAKEN = "Other programs use the graphics card's memory, so the model runs on the CPU until they leave it."
 _BACK = "The graphics card works again: reload the model to use it."
@@ -207,23 +208,27 @@ class Engine:
         Raises:
             EngineError: it cannot be loaded; no model is loaded then.
         """
-        lost, others = self._lost_and_others() if is_lost else ((), ())
-        why = _FEWER.format(" and ".join(lost), " and ".join(others)) if others else _LOST if is_lost else _TAKEN
+        lost, others = self._lost_and_others(is_lost=is_lost)
+        fewer, none = (_FEWER, _LOST) if is_lost else (_TAKEN_OF_ONE, _TAKEN)
+        why = fewer.format(" and ".join(lost), " and ".join(others)) if others else none
         _log.error("%s is no longer used: %s", " and ".join(lost) or self._ready().info.device, why)
         if self._way_back is not None:
             self._way_back.left(monotonic(), is_lost=is_lost)
         if others:
             try:
-                return self._elsewhere(why, ",".join(others), needs_restart=True)
+                return self._elsewhere(why, ",".join(others), needs_restart=is_lost)
             except EngineError as error:
                 _log.warning("the model cannot run on what is left of the cards: %s", error.message)
-        return self._elsewhere(_LOST if is_lost else _TAKEN, "cpu", needs_restart=is_lost)
+        return self._elsewhere(none, "cpu", needs_restart=is_lost)
 
-    def _lost_and_others(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(names of cards that do not respond any more, names of the others)."""
-        devices = self._loaded.devices.devices if self._loaded is not None and self._loaded.devices is not None else ()
-        answering = {device.name: device.responds() for device in devices}
-        return tuple(n for n, answers in answering.items() if not answers), tuple(n for n in answering if answering[n])
+    def _lost_and_others(self, *, is_lost: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(names of cards that do not respond any more, or have too little memory, names of the others)."""
+        devices = self._loaded.devices if self._loaded is not None else None
+        if devices is None:
+            return (), ()
+        short = set() if is_lost else set(devices.short)
+        able = {each.name: each.responds() if is_lost else each not in short for each in devices.devices}
+        return tuple(name for name in able if not able[name]), tuple(name for name in able if able[name])
 
     def may_return(self) -> bool:
         """See `Places`."""

@@ -16,6 +16,7 @@ from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
+from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import open_devices
 from engine.runtime.batch import job_plan
 from engine.runtime.batch.policy import policy_for
@@ -143,7 +144,7 @@ def two_cards(expected: Reference) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("beside_chats", [False, True], ids=["its own", "beside chats"])
 @pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one", "all"])
-def test_a_job_goes_on_by_itself(
+def test_a_job_goes_on_by_itself_where_cards_are_lost(
     two_cards: Engine, lost: tuple[int, ...], beside_chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_plan, "policy_for", lambda *args, **plan: replace(policy_for(*args, **plan), rows=2))
@@ -164,3 +165,34 @@ def test_a_job_goes_on_by_itself(
     assert engine.info.device == ("cpu" if len(lost) == 2 else "emulated:slow-link#0")
     assert "stopped responding" in engine.info.device_note
     assert "stopped responding" in FALLS.note
+
+
+@pytest.mark.parametrize("beside_chats", [False, True], ids=["its own", "beside chats"])
+@pytest.mark.parametrize("left", [0, 2**16], ids=["nothing", "less than a layer needs"])
+@pytest.mark.parametrize("full", [(1,), (0, 1)], ids=["one", "all"])
+def test_a_job_goes_on_by_itself_where_cards_fill_up(
+    two_cards: Engine,
+    full: tuple[int, ...],
+    left: int,
+    beside_chats: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What stays on a card at all times is more than it may still hold: nothing waits for that to change."""
+    monkeypatch.setattr(job_plan, "policy_for", lambda *args, **plan: replace(policy_for(*args, **plan), rows=2))
+    engine = two_cards
+    wanted = Job(engine, tmp_path, 0, lambda: None, beside_chats, "whole").run()[1]
+
+    def fill_up() -> None:
+        assert engine._loaded is not None
+        assert engine._loaded.devices is not None
+        for index in full:
+            memory = engine._loaded.devices.devices[index].memory
+            memory.limit(memory.use().by_category[MemoryCategory.WEIGHTS] + left)
+
+    ending, answers = Job(engine, tmp_path, 1, fill_up, beside_chats).run()
+    assert (ending.finished, ending.pace.done, ending.pace.failed) == (True, 6, 0)
+    assert answers == wanted
+    assert ending.note.count("Other programs use") == 1
+    assert engine.info is not None
+    assert engine.info.device == ("cpu" if len(full) == 2 else "emulated:slow-link#0")
