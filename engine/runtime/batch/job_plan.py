@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections import Counter
@@ -15,12 +16,13 @@ from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
 from engine.common.errors import EngineError
+from engine.common.falls import FALLS
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.jobs.rows import RowAnswer
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.batch_plan import best_batch
+from engine.planner.batch_plan import GIVEN, best_batch, policy_of
 from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
     MEASURED_OFF,
@@ -30,7 +32,7 @@ from engine.planner.batch_prediction import (
     predicted_on_card,
 )
 from engine.planner.costs import Costs, engine_costs
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import BatchPlan, Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
@@ -148,7 +150,8 @@ def plan_asked(
     """
     rows = job_rows(asked, loaded, generated_tokens)
     try:
-        plan = plan_rows(rows, loaded, find_shape(loaded.info.path))
+        given = policy_of(json.loads(job.policy)) if job.policy else None
+        plan = plan_rows(rows, loaded, find_shape(loaded.info.path), given=given)
     except EngineError:  # the job runs without a prediction
         plan = JobPlan(policy_for(loaded), rows, None)
     kv_type = loaded.kv_type if job.kv_precision == "auto" else KvType[job.kv_precision.upper()]
@@ -188,8 +191,15 @@ def predicted_after(
     return plan.prediction.corrected(min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR), _TIMED)
 
 
-def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Probe | None = None) -> JobPlan:
-    """As `plan_job`, for rows whose lengths are known."""
+def plan_rows(
+    rows: JobRows,
+    loaded: LoadedModel,
+    shape: ModelShape,
+    found: Probe | None = None,
+    *,
+    given: BatchPlan | None = None,
+) -> JobPlan:
+    """As `plan_job`, for rows whose lengths are known, and by a policy by hand if it fits."""
     found = found or probe()
     cards = loaded.devices.devices if loaded.devices is not None else ()
     is_shared = loaded.devices is not None and bool(loaded.devices.experts.ways)
@@ -199,6 +209,9 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     precision = loaded.info.precision
     machine = machine_profile(found, measured, precision=shape.measured_as(precision))
     off = LOOKED_UP_OFF if measured is None else MEASURED_OFF
+    if given is not None and card is None:
+        why = "the cards share layers" if cards else "the model is on no graphics card"
+        FALLS.say(GIVEN, "the engine's own sizes", why)
     if loaded.devices is None:
         policy = policy_for(loaded)
         costs = _from_disk(engine_costs(machine, shape, precision, loaded.info.threads), loaded)
@@ -218,7 +231,7 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
         machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)))
     sharing: Sharing = "experts" if is_shared else "auto"
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
-    best = best_batch(machine, shape, limits, precision, rows)
+    best = best_batch(machine, shape, limits, precision, rows, given)
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)
     plan, lane = best

@@ -111,7 +111,7 @@ class PackedModel:
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
-        self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
+        self._choice = ScheduleChoice(policy.planned, policy.planned_reading, by_hand=policy.by_hand)
         self._last: Schedule | None = None
         self._others = 0
         """Sweeps in a row by `_last`, which is not the planned schedule."""
@@ -139,6 +139,8 @@ class PackedModel:
     def _opened_pipeline(self) -> DevicePipeline | None:
         """None where experts are computed as in a chat; where some of them come over a link, it is said why."""
         if not self._loaded.caches:
+            if self._policy.by_hand:
+                FALLS.say(_PLANNED, _AS_CHATS, "no experts come to the model's device")
             return None
         try:
             pipeline = DevicePipeline(self._loaded, self._layers, self._states, self._policy.resident)
@@ -368,7 +370,7 @@ class PackedModel:
     def _compare(self, schedule: Schedule) -> None:
         """Says that sweeps have settled for another schedule than the planned one: a link may be slower than said."""
         planned = self._policy.planned
-        if planned is None or self._policy.schedule is not None:
+        if planned is None or self._policy.schedule is not None or self._pipeline is None:
             return
         self._others = self._others + 1 if schedule is self._last and schedule is not planned else 0
         self._last = schedule

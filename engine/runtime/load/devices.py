@@ -178,9 +178,7 @@ class ModelDevices:
     @property
     def short(self) -> list[Device]:
         """Those of which others hold memory, as far as is known, or that may use less than they hold."""
-        return [
-            each for each in self.devices if each.memory.excess or (each.watch is not None and each.watch.note)
-        ]
+        return [each for each in self.devices if each.memory.excess or (each.watch is not None and each.watch.note)]
 
     @property
     def note(self) -> str:
