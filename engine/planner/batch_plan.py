@@ -111,7 +111,7 @@ def policy_of(document: Any) -> BatchPlan:
         try:
             values |= fields_of(BatchPlan, {name: value})
         except (TypeError, ValueError):
-            raise _wrong(f"batch.{name}", f"is {value!r}, which is not {_KINDS[known[name].type]}") from None
+            raise _wrong(f"batch.{name}", f"is {value!r}, which is not {_KINDS[str(known[name].type)]}") from None
     for name, each in known.items():
         if name not in values and each.default is MISSING:
             raise _wrong(f"batch.{name}", "is missing")

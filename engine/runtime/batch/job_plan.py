@@ -17,6 +17,10 @@ from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.latency import LatencyModel
+from engine.experts.shared import parts_of
+from engine.hardware.machine import LinkProfile
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
@@ -37,6 +41,8 @@ from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
 
+_LINK_IS_OFF = 1.5
+"""What was observed of a link counts from so many times what is known of it: single copies scatter."""
 _SINKS = 4
 """First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""
 _READ_ROWS = 48
@@ -229,6 +235,7 @@ def plan_rows(
         machine = with_emulated(machine, name, memory)  # not measured: values of its profile
     if machine.gpu is not None:
         machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)))
+        machine = replace(machine, link=_as_observed(machine.link, loaded))
     sharing: Sharing = "experts" if is_shared else "auto"
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
     best = best_batch(machine, shape, limits, precision, rows, given)
@@ -237,6 +244,28 @@ def plan_rows(
     plan, lane = best
     predicted = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
     return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
+
+
+def observed_link(loaded: LoadedModel) -> LatencyModel | None:
+    """What is known of copies of experts to the slowest card, as measured and as the run has found since."""
+    if loaded.devices is None:
+        return None
+    held = (module.__dict__[BANK_LAYER][1] for module in loaded.model.modules() if BANK_LAYER in module.__dict__)
+    parts = next(filter(None, map(parts_of, held)), ())
+    return max((part.latency for part in parts), key=lambda each: each.transfer_s, default=None)
+
+
+def _as_observed(link: LinkProfile, loaded: LoadedModel) -> LinkProfile:
+    """The link as it was found to be, if it is clearly another than was said."""
+    found = observed_link(loaded)
+    if found is None:
+        return link
+    measured_s = found.link_latency_s + found.record_nbytes / found.link_bytes_per_s
+    bytes_per_s = found.link_bytes_per_s * measured_s / found.transfer_s
+    factor = bytes_per_s / link.h2d
+    if 1 / _LINK_IS_OFF < factor < _LINK_IS_OFF:
+        return link
+    return replace(link, h2d=bytes_per_s, d2h=factor * link.d2h, h2d_pageable=factor * link.h2d_pageable)
 
 
 def _from_disk(costs: Costs, loaded: LoadedModel) -> Costs:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.common import clock
+from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
@@ -23,7 +24,7 @@ from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.policy import BatchPolicy, packs_mixers
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, packs_mixers
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
@@ -40,6 +41,7 @@ _LEFT = 8
 
 _PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat"
 _PLANNED = "The schedule that was planned for rows"
+_LINK_IS_OFF = 2.0
 _SETTLED = 3
 """Sweeps in a row by another schedule than the planned one: more than a trial."""
 
@@ -245,6 +247,7 @@ class PackedModel:
             self._choice.took(chosen, tokens, busy_s, reads=reads)
             if not reads and len(work) >= self._policy.rows:
                 self._compare(schedule)
+                self._heed_link()
             self._record(work, since_ns)
             return self._logits(work, parts, micro_batches)
 
@@ -378,6 +381,23 @@ class PackedModel:
             FALLS.say(_PLANNED, str(schedule), f"{planned} was measured to be slower here")
         elif schedule is planned:
             FALLS.is_over(_PLANNED)
+
+    def _heed_link(self) -> None:
+        """Has rows planned again where the link is not what it was taken to be.
+
+        Raises:
+            PlanOutdatedError: it is not.
+        """
+        planned_s = self._policy.transfer_s
+        if self._pipeline is None or not planned_s or self._policy.by_hand:
+            return
+        factor = self._pipeline.experts.transfer_s / planned_s
+        if 1 / _LINK_IS_OFF < factor < _LINK_IS_OFF:
+            return
+        times = f"{factor:.1f} times as long as" if factor > 1 else f"{factor:.0%} of what"
+        said = f"Copies to the graphics card take {times} the plan for rows had, so these are planned again."
+        FALLS.tell("The plan for rows", said)
+        raise PlanOutdatedError(ErrorCode.BUSY, said)
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:

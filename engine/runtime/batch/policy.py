@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine.common.errors import EngineError
 from engine.common.footprint import activation_token_bytes
 from engine.devices.host_memory import available_ram
 from engine.families import family_of
@@ -17,6 +18,11 @@ from engine.planner.schedules import SCHEDULES, Schedule
 from engine.runtime.kv.reuse import kinds_by_length
 from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
+
+
+class PlanOutdatedError(EngineError):
+    """Rows are to be planned again: the machine is not what it was taken to be."""
+
 
 _MICRO_BATCHES = 8
 """Micro-batches of one sweep on a device without a plan: attention runs two ahead, a bubble is an eighth of a layer."""
@@ -65,6 +71,7 @@ class BatchPolicy:
         resident: r_w, the share of each layer's experts that stays on the device; None for what there is memory for.
         cached: r_c, the share of keys and values that stays there.
         row_tokens: a row's tokens at its end, as planned, where keys and values stay on the device.
+        transfer_s: of an expert over the link, as the plan has it; 0 where rows are not planned again.
         kv_type: storage type of keys and values; `None` for the model's own precision.
         ahead: tokens of an answer for which a row reserves pages at a time; `None` for all of them before it begins, so
             that it never has to step aside for another of its kind.
@@ -84,6 +91,7 @@ class BatchPolicy:
     resident: float | None = None
     cached: float = 0.0
     row_tokens: int = 0
+    transfer_s: float = 0.0
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0

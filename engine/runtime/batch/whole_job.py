@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -15,7 +16,7 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.job import Answerer, run_first_rows, run_job
-from engine.runtime.batch.job_plan import JobPlan, SweepClock, plan_asked, plan_job, predicted_after
+from engine.runtime.batch.job_plan import JobPlan, SweepClock, observed_link, plan_asked, plan_job, predicted_after
 from engine.runtime.batch.model_rows import Elsewhere, ModelExecutor, ModelRows, nowhere
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
@@ -116,7 +117,8 @@ class HostedModel:
     def open(self, prepared: PreparedJob, watcher: JobWatcher) -> tuple[ModelRows, int]:
         """Plans for the job; who answers its rows, and how many at once at most.
 
-        Where the model loses its card the plan is made again for where it goes, and rows under way begin again there.
+        Where the model loses its card, or the link is another than was known, the plan is made again, and rows under
+        way begin again by it.
         """
         host, loaded = self._host, self._host.loaded
 
@@ -126,7 +128,9 @@ class HostedModel:
         plan = host.call(lambda: plan_job(prepared, loaded))
         if plan.prediction is not None and not prepared.job.is_remote:
             watcher.on_plan(plan.prediction)
-        rows = rows_of(host.call(lambda: host.executor(plan.policy)), loaded, elsewhere)
+        link = observed_link(loaded)
+        policy = replace(plan.policy, transfer_s=link.transfer_s if link is not None else 0.0)
+        rows = rows_of(host.call(lambda: host.executor(policy)), loaded, elsewhere)
         return rows, plan.policy.rows
 
 

@@ -26,7 +26,7 @@ from engine.common.falls import FALLS
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
@@ -342,12 +342,13 @@ class Scheduler:
         return self._places.without_card(is_lost=self._is_lost)
 
     def moved(self, error: Exception, loaded: LoadedModel) -> LoadedModel | None:
-        """The model that a job's rows go on with after this error; None if that has other causes than a lost card.
+        """The model that a job's rows go on with after this error; None if it has other causes than a lost card, or an
+        outdated plan.
 
         Args:
             loaded: what answered them so far.
         """
-        if self.loaded is loaded:
+        if self.loaded is loaded and not isinstance(error, PlanOutdatedError):
             if not self._has_lost_card(error):
                 return None
             with torch.inference_mode(False):  # which jobs are answered in, and weights must not be made in
