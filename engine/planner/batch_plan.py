@@ -169,9 +169,7 @@ def given_outcome(question: Question, given: BatchPlan) -> tuple[Outcome | None,
         decode.experts_in_ram,
         given.cache_on_card,
     )
-    performance = PerformanceModel(
-        costs.machine, costs.model, work, costs.expert_bytes / costs.model.expert_weights, rule
-    )
+    performance = PerformanceModel(costs, work, rule)
     kv = performance.kv_bytes() * sequences
     on_card = performance.working_bytes(policy) + kv * policy.cached
     room, in_ram = performance.card_room(policy.resident), kv * (1 - policy.cached)
@@ -248,7 +246,7 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
     rule = memory_rule(costs, limits)
     if outcome.policy == KLOTSKI:
         rule = with_all_visits(rule, model)
-    performance = PerformanceModel(costs.machine, model, workload, memory=rule)
+    performance = PerformanceModel(costs, workload, rule)
     record, kv = round(rule.record or 0), round(performance.kv_bytes()) * policy.sequences
     kv_on_card = round(kv * policy.cached)
     card = TierBytes(

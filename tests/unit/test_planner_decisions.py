@@ -68,11 +68,11 @@ def test_a_machine_without_a_card_has_no_such_roofline() -> None:
 def test_a_searched_policy_keeps_within_memory_and_is_the_best_of_a_sample(machine: str) -> None:
     profile, work = read_machine(machine), Workload("batch", 256, 64, sequences=1000)
     for name in model_names()[::5]:
-        model = read_model(name)
-        found = search_policy(profile, model, work)
+        costs = Costs(profile, read_model(name))
+        found = search_policy(costs, work)
         if found is None:
             continue
-        performance, policy = PerformanceModel(profile, model, work), found.policy
+        performance, policy = PerformanceModel(costs, work), found.policy
         assert 1 <= policy.micro_batch <= performance.largest_micro_batch(policy.resident)
         assert policy.sequences <= performance.largest_batch(policy.cached)
         kept = performance.kv_bytes() * policy.sequences * policy.cached
