@@ -119,10 +119,10 @@ def costs_of(shape: ModelShape, cards: int, name: str = CARD) -> Costs:
 
 
 def planned_s(shape: ModelShape, schedule: Schedule, cards: int) -> float:
-    """The same by the planner's costs, with dense weights on the card, whose time the clock does not count."""
+    """The same by the planner's costs, with dense weights on the card; the clock counts no attention on the CPU."""
     work = PassCosts(costs_of(shape, cards), MICRO_BATCH, MICRO_BATCH, PROMPT + 5, prefill=False)
     times = work.times(OffloadPolicy(ROWS, MICRO_BATCH))
-    times = replace(times, dense=CopyCost(), before_s=0.0, attention_s=0.0)
+    times = replace(times, dense=CopyCost(), attention_s=0.0)
     simulated = SimulatedCard(Timeline(record=False))
     for _ in range(3):
         simulated.sweep(schedule, times, shape.layers)
