@@ -202,16 +202,19 @@ def best_batch(
     precision: str,
     rows: JobRows,
     given: BatchPlan | None = None,
+    *,
+    evenness: float = 1.0,
 ) -> tuple[BatchPlan, str] | None:
     """(how the engine runs these rows on a card, its busiest lane); None if no schedule fits.
 
     Args:
         given: is taken instead if it fits; where it does not, that is told.
+        evenness: see `Costs`.
     """
     work = Workload(
         "job", round(rows.prompt_tokens), max(1, round(rows.generated_tokens)), min(rows.rows, _MOST_SEQUENCES)
     )
-    question = Question(machine, model, work, limits, precision)
+    question = Question(machine, model, work, limits, precision, evenness=evenness)
     if given is not None:
         outcome, why = given_outcome(question, given)
         if outcome is not None:

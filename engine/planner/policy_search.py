@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from engine.checkpoint.model_shape import ModelShape
 from engine.planner.costs import Costs
 from engine.planner.memory import CHUNKS_TOGETHER, MemoryRule, usual_rule
-from engine.planner.simulator.batch_costs import OffloadPolicy, distinct_experts
+from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.workload import Workload
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -153,7 +153,7 @@ class PerformanceModel:
             on_host += costs.cpu_experts(count * visits, model.experts)
         else:
             moved += self.layer_bytes * (1.0 - policy.resident)
-            on_card += count * costs.gpu_experts(visits, distinct_experts(model.experts, model.experts_per_token, rows))
+            on_card += count * costs.gpu_experts(visits, costs.used_experts(rows))
         if policy.cpu_attention:
             moved += 2.0 * sequences * model.hidden
             on_host += count * costs.cpu_attention(rows, context)

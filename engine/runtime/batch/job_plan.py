@@ -15,6 +15,7 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
+from engine.common.costs import Cost
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.experts.dispatch import BANK_LAYER
@@ -238,7 +239,7 @@ def plan_rows(
         machine = replace(machine, link=_as_observed(machine.link, loaded))
     sharing: Sharing = "experts" if is_shared else "auto"
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
-    best = best_batch(machine, shape, limits, precision, rows, given)
+    best = best_batch(machine, shape, limits, precision, rows, given, evenness=evenness_of(loaded))
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)
     plan, lane = best
@@ -246,18 +247,27 @@ def plan_rows(
     return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
 
 
-def observed_link(loaded: LoadedModel) -> LatencyModel | None:
-    """What is known of copies of experts to the slowest card, as measured and as the run has found since."""
+def observed(loaded: LoadedModel) -> LatencyModel | None:
+    """What is known of experts on the card with the slowest link, as measured and as the run has found since."""
+    return max(_latencies(loaded), key=lambda each: each.transfer_s, default=None)
+
+
+def evenness_of(loaded: LoadedModel) -> float:
+    """See `Costs`: as the run has found it where most experts are wanted."""
+    return max((each.costs.predict(Cost.DISTINCT) for each in _latencies(loaded)), default=0.0) or 1.0
+
+
+def _latencies(loaded: LoadedModel) -> list[LatencyModel]:
+    """Of each card."""
     if loaded.devices is None:
-        return None
+        return []
     held = (module.__dict__[BANK_LAYER][1] for module in loaded.model.modules() if BANK_LAYER in module.__dict__)
-    parts = next(filter(None, map(parts_of, held)), ())
-    return max((part.latency for part in parts), key=lambda each: each.transfer_s, default=None)
+    return [part.latency for part in next(filter(None, map(parts_of, held)), ())]
 
 
 def _as_observed(link: LinkProfile, loaded: LoadedModel) -> LinkProfile:
     """The link as it was found to be, if it is clearly another than was said."""
-    found = observed_link(loaded)
+    found = observed(loaded)
     if found is None:
         return link
     measured_s = found.link_latency_s + found.record_nbytes / found.link_bytes_per_s

@@ -16,7 +16,7 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.job import Answerer, run_first_rows, run_job
-from engine.runtime.batch.job_plan import JobPlan, SweepClock, observed_link, plan_asked, plan_job, predicted_after
+from engine.runtime.batch.job_plan import JobPlan, SweepClock, observed, plan_asked, plan_job, predicted_after
 from engine.runtime.batch.model_rows import Elsewhere, ModelExecutor, ModelRows, nowhere
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
@@ -128,7 +128,7 @@ class HostedModel:
         plan = host.call(lambda: plan_job(prepared, loaded))
         if plan.prediction is not None and not prepared.job.is_remote:
             watcher.on_plan(plan.prediction)
-        link = observed_link(loaded)
+        link = observed(loaded)
         policy = replace(plan.policy, transfer_s=link.transfer_s if link is not None else 0.0)
         rows = rows_of(host.call(lambda: host.executor(policy)), loaded, elsewhere)
         return rows, plan.policy.rows

@@ -24,6 +24,8 @@ from engine.runtime.batch.pipeline.residents import Residents
 from engine.runtime.load.devices import DeviceExperts
 from engine.telemetry import lanes
 
+_NEARLY_ALL = 0.95
+
 
 @dataclass(frozen=True, slots=True)
 class Site:
@@ -147,6 +149,7 @@ class LayerExperts:
         """See `LayerWork.bring_wanted`."""
         for number, routing in self._routings(calls):
             self._uses.observe(number, routing.index.numpy())
+            self._note_distinct(routing, self._buffers.experts_of(number))
             wanted = sorted(routing.experts, key=lambda expert: -routing.tokens(expert))
             self._buffers.bring(self._buffers.begin(number), self._missing(number, wanted))
 
@@ -200,6 +203,14 @@ class LayerExperts:
         if site is None:
             return compute_experts(call.module, call.hidden, call.index, call.weights)
         return site.experts.with_misses_on_cpu(call.hidden, call.index, call.weights)
+
+    def _note_distinct(self, routing: Routing, experts: int) -> None:
+        """How far routing is from even, where not nearly all experts are used anyway."""
+        tokens = len(routing.index)
+        here = routing.index.numel() - len(routing.absent)
+        even = experts * (1 - (1 - here / (tokens * experts)) ** tokens) if tokens else 0.0
+        if 0 < even < _NEARLY_ALL * experts:
+            self._latency.costs.observe(Cost.DISTINCT, 1, len(routing.experts) / even)
 
     def leave(self, index: int) -> None:
         """Ends a layer: its residents may be replaced."""
