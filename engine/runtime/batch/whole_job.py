@@ -17,7 +17,7 @@ from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.job import Answerer, run_first_rows, run_job
 from engine.runtime.batch.job_plan import JobPlan, SweepClock, observed, plan_asked, plan_job, predicted_after
-from engine.runtime.batch.model_rows import Elsewhere, ModelExecutor, ModelRows, nowhere
+from engine.runtime.batch.model_rows import Elsewhere, ModelRows, nowhere
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
@@ -42,7 +42,7 @@ class JobHost(Protocol):
     def call(self, work: Callable[[], _Result]) -> _Result:
         """What `work` returns, on the thread that may use the model."""
 
-    def executor(self, policy: BatchPolicy) -> ModelExecutor:
+    def executor(self, policy: BatchPolicy) -> BatchExecutor | JobRows:
         """Answers the rows; called on that thread."""
 
     def seconds(self) -> float:
@@ -152,7 +152,7 @@ def open_rows(
     return plan, rows_of(BatchExecutor(loaded, plan.policy), loaded)
 
 
-def rows_of(executor: ModelExecutor, loaded: LoadedModel, elsewhere: Elsewhere = nowhere) -> ModelRows:
+def rows_of(executor: BatchExecutor | JobRows, loaded: LoadedModel, elsewhere: Elsewhere = nowhere) -> ModelRows:
     """A job's rows as a loaded model answers them."""
     return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family, elsewhere)
 
