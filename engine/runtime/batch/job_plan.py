@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -18,6 +18,7 @@ from engine.common.config import BatchJob, Sharing
 from engine.common.costs import Cost
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
+from engine.common.pictures import pictures_of
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.latency import LatencyModel
 from engine.experts.shared import parts_of
@@ -155,7 +156,14 @@ def plan_asked(
     Args:
         asked: its first rows, as `PreparedJob.asked` gives them.
     """
-    rows = job_rows(asked, loaded, generated_tokens)
+    pictured = list[bool]()
+
+    def looked_at() -> Iterator[tuple[float, RowRequest | Answer]]:
+        for share, row in asked:
+            pictured.append(not isinstance(row, Answer) and any(map(pictures_of, row.messages)))
+            yield share, row
+
+    rows = job_rows(looked_at() if loaded.sight is not None else asked, loaded, generated_tokens)
     try:
         given = policy_of(json.loads(job.policy)) if job.policy else None
         plan = plan_rows(rows, loaded, find_shape(loaded.info.path), given=given)
@@ -163,7 +171,12 @@ def plan_asked(
         plan = JobPlan(policy_for(loaded), rows, None)
     kv_type = loaded.kv_type if job.kv_precision == "auto" else KvType[job.kv_precision.upper()]
     kept = _SINKS if job.attention_window else 0
-    return replace(plan, policy=replace(plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept))
+    return replace(
+        plan,
+        policy=replace(
+            plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept, reads_pictures=any(pictured)
+        ),
+    )
 
 
 def predicted_after(
@@ -295,7 +308,7 @@ def job_rows(
         if isinstance(asked, Answer) or not asked.messages:
             continue
         try:
-            lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages)))
+            lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages, sight=loaded.sight)))
         except EngineError:  # the row itself will report it
             continue
         limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
@@ -29,26 +29,6 @@ Moved = Callable[[Exception, LoadedModel], LoadedModel | None]
 """See `Scheduler.moved`."""
 
 
-class JobHost(Protocol):
-    """Where a job's rows are answered."""
-
-    @property
-    def loaded(self) -> LoadedModel:
-        """The model, where it is now."""
-
-    def moved(self, error: Exception, loaded: LoadedModel) -> bool:
-        """See `Scheduler.moved`: whether rows can go on with what `loaded` is now."""
-
-    def call(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` returns, on the thread that may use the model."""
-
-    def executor(self, policy: BatchPolicy) -> BatchExecutor | JobRows:
-        """Answers the rows; called on that thread."""
-
-    def seconds(self) -> float:
-        """A clock of the time that jobs have had."""
-
-
 class OwnHost:
     """The calling thread has the model for this job alone."""
 
@@ -56,21 +36,21 @@ class OwnHost:
         self.loaded, self._moved = loaded, moved
 
     def moved(self, error: Exception, loaded: LoadedModel) -> bool:
-        """See `JobHost`."""
+        """See `Scheduler.moved`: whether rows can go on with what `loaded` is now."""
         found = self._moved(error, loaded)
         self.loaded = found or self.loaded
         return found is not None
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """Does it."""
+        """What `work` returns."""
         return work()
 
     def executor(self, policy: BatchPolicy) -> BatchExecutor:
-        """See `JobHost`."""
+        """Answers a job's rows; called where the model may be used."""
         return BatchExecutor(self.loaded, policy)
 
     def seconds(self) -> float:
-        """See `JobHost`."""
+        """A clock of the time that jobs have had."""
         return monotonic()
 
 
@@ -82,11 +62,11 @@ class SharedHost:
 
     @property
     def loaded(self) -> LoadedModel:
-        """See `JobHost`."""
+        """The model, where it is now."""
         return self._background.loaded
 
     def moved(self, error: Exception, loaded: LoadedModel) -> bool:
-        """See `JobHost`."""
+        """As of `OwnHost`."""
         return self._background.call(lambda: self._moved(error, loaded)) is not None
 
     def call(self, work: Callable[[], _Result]) -> _Result:
@@ -98,14 +78,14 @@ class SharedHost:
         return self._background.join(policy)
 
     def seconds(self) -> float:
-        """See `JobHost`."""
+        """As of `OwnHost`."""
         return self._background.seconds
 
 
 class HostedModel:
     """A loaded model that answers a job's rows, all of them or some."""
 
-    def __init__(self, host: JobHost) -> None:
+    def __init__(self, host: OwnHost | SharedHost) -> None:
         self._host = host
 
     @cached_property
@@ -134,7 +114,7 @@ class HostedModel:
         return rows, plan.policy.rows
 
 
-def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> JobEnding:
+def run_whole_job(prepared: PreparedJob, host: OwnHost | SharedHost, watcher: JobWatcher) -> JobEnding:
     """Answers the rows of a job and writes its result.
 
     Raises:
