@@ -206,6 +206,7 @@ class Finished:
         ttft_s: seconds from the start of the request to its first token; 0 if there was none.
         tokens_per_s: decode rate after the first token; 0 if fewer than two tokens came.
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
+        gave_way: sentences on what is not done as it was planned; empty if all is.
     """
 
     request_id: str
@@ -217,6 +218,7 @@ class Finished:
     tokens_per_s: float
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    gave_way: str = ""
 
 
 @dataclass(frozen=True, slots=True)

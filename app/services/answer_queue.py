@@ -347,6 +347,7 @@ class AnswerQueue(QObject):
                 tokens_per_s=event.tokens_per_s,
                 guessed_tokens=event.guessed_tokens,
                 accepted_tokens=event.accepted_tokens,
+                gave_way=event.gave_way,
             )
             if event.finish_reason == "cancelled":
                 self._end(turn, MessageState.PARTIAL, "", CANCELLED, stats)

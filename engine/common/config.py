@@ -504,6 +504,7 @@ class BatchJob:
             their limit of tokens again, with more; see `Journal.redo_cut_off`.
         more_tokens: their new limit; 0: twice what each had.
         raw_text: see `engine.batch_files.result_file.write_result`.
+        policy: how a card runs the rows, by hand: JSON, as `plan --json` prints it; empty: the planner's.
         endpoints: where rows are answered: names of endpoints, or their addresses, and `HERE`; empty: here alone.
         ask_twice: the last rows may be asked of a second endpoint if the first one is slow, which costs tokens.
         mix_models: the job may go on with other models than those that gave its answers so far.
@@ -533,6 +534,7 @@ class BatchJob:
     ray: str = ""
     more_tokens: int = 0
     raw_text: bool = False
+    policy: str = ""
 
     @property
     def goes_on(self) -> bool:

@@ -49,6 +49,7 @@ class Cost(StrEnum):
     STEP = "a step of a chat, by tokens"
     TAKING_BACK = "forgetting the end of a step"
     TOKEN = "a token of each of those who are answered"
+    DISTINCT = "distinct experts that tokens use, over those that even routing would"
 
 
 class Corrected:

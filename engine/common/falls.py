@@ -30,7 +30,10 @@ class Falls:
             instead: what is done now.
             why: the reason, without a full stop.
         """
-        sentence = f"{what} gives way to {instead}: {why.rstrip('.')}."
+        self.tell(what, f"{what} gives way to {instead}: {why.rstrip('.')}.")
+
+    def tell(self, what: str, sentence: str) -> None:
+        """The same in words of its own."""
         with self._turn:
             is_new = self._said.get(what) != sentence
             self._said[what] = sentence

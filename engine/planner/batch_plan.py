@@ -5,9 +5,16 @@ A plan only offers what the executor runs, and uses the schedules that were simu
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.falls import FALLS
+from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
+from engine.common.json_fields import fields_of
+from engine.common.sizes import rounded_up
 from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_prediction import JobRows
 from engine.planner.costs import Cards, Costs
@@ -21,16 +28,19 @@ from engine.planner.engine_memory import (
     written_bytes,
 )
 from engine.planner.klotski import block_times, fewest_batches
-from engine.planner.memory import with_all_visits
+from engine.planner.memory import share_on_disk, with_all_visits
 from engine.planner.plan_parts import BatchPlan, Limits, TierBytes
 from engine.planner.plan_search import EXECUTED_SCHEDULES, Question, run_shared
-from engine.planner.policy_search import PerformanceModel
+from engine.planner.policy_search import PAGE, PerformanceModel
 from engine.planner.schedules import SCHEDULES
-from engine.planner.simulator.batch import KLOTSKI, system_of
+from engine.planner.simulator.batch import CGOPIPE, FLEXGEN_S4, KLOTSKI, BatchSystem, run_batch, system_of
+from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.simulator.outcome import Outcome
 from engine.planner.workload import Workload
 
+GIVEN = "The policy that was given"
 _MOST_SEQUENCES = 512
+_MOST_POLICY_BYTES = 4 * 2**20
 _DRAWN_LAYERS = 4
 
 
@@ -66,38 +76,167 @@ def batch_plan_of(costs: Costs, workload: Workload, found: Outcome) -> BatchPlan
     )
 
 
-def why_not(plan: BatchPlan) -> str:
-    """Why a plan, written by hand or by another version, cannot be carried out, as the end of a sentence; empty if it
-    can."""
-    unknown = [name for name in (plan.prefill, plan.decode) if name not in SCHEDULES]
-    if unknown:
-        return f"there is no schedule {unknown[0]!r}, only {', '.join(SCHEDULES)}"
-    if not 1 <= plan.micro_batch <= plan.sequences:
-        return f"micro-batches of {plan.micro_batch} are no parts of {plan.sequences} sequences"
-    for share, of in ((plan.weights_on_card, "weights"), (plan.cache_on_card, "keys and values")):
-        if not 0 <= share <= 1:
-            return f"{share:g} is no share of the {of}"
+def read_policy(file: str) -> BatchPlan:
+    """A policy by hand: what `plan --json` prints, or the object `batch` in it.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`: it cannot be read, or is no policy; the sentence names the field.
+    """
+    try:
+        return policy_of(parse_json(read_foreign(Path(file), _MOST_POLICY_BYTES), deepest=DEEPEST))
+    except OSError as error:
+        why = reason(error)
+    except ValueError as error:
+        why = f"it is not JSON: {error}"
+    except EngineError as error:
+        why = error.message.removesuffix(".")
+    raise EngineError(ErrorCode.INVALID_REQUEST, f"The policy {file} cannot be used: {why}.")
+
+
+def policy_of(document: Any) -> BatchPlan:
+    """The same of JSON that was read.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`, about a field.
+    """
+    given = document["batch"] if isinstance(document, dict) and "batch" in document else document
+    if not isinstance(given, dict):
+        raise _wrong("batch", "must be the policy of a batch, as `switchyard plan --workload batch --json` prints it")
+    known = {each.name: each for each in fields(BatchPlan)}
+    if unknown := sorted(given.keys() - known.keys()):
+        raise _wrong(f"batch.{unknown[0]}", f"is no part of a policy, only {', '.join(_BY_HAND)} are")
+    values: dict[str, Any] = {"schedule": "", "row_tokens": 0, "batches": 0, "fewest_batches": None}
+    values |= {"weights_on_card": 0.0, "cache_on_card": 0.0, "hides_transfers": False, "tokens_per_s": 0.0}
+    for name, value in given.items():
+        try:
+            values |= fields_of(BatchPlan, {name: value})
+        except (TypeError, ValueError):
+            raise _wrong(f"batch.{name}", f"is {value!r}, which is not {_KINDS[str(known[name].type)]}") from None
+    for name, each in known.items():
+        if name not in values and each.default is MISSING:
+            raise _wrong(f"batch.{name}", "is missing")
+    plan = BatchPlan(**values | {"by_hand": True})
+    for name in ("prefill", "decode"):
+        if getattr(plan, name) not in SCHEDULES:
+            raise _wrong(f"batch.{name}", f"is {getattr(plan, name)!r}, but must be one of {', '.join(SCHEDULES)}")
+    for name, least, most in (
+        ("sequences", 1, 2**20),
+        ("micro_batch", 1, plan.sequences),
+        ("weights_on_card", 0, 1),
+        ("cache_on_card", 0, 1),
+    ):
+        if not least <= getattr(plan, name) <= most:
+            raise _wrong(f"batch.{name}", f"is {getattr(plan, name):g}, but must be from {least} to {most:,}")
     if plan.cache_on_card and not all(SCHEDULES[name].attends_on_card for name in (plan.prefill, plan.decode)):
-        return "keys and values on the card are of no use to attention on the CPU"
-    if plan.cache_on_card and plan.row_tokens < 1:
-        return "sequences without tokens have no keys and values"
-    return ""
+        raise _wrong("batch.cache_on_card", "must be 0 where attention is computed by the CPU (prefill, decode)")
+    return plan
+
+
+_BY_HAND = ("prefill", "decode", "sequences", "micro_batch", "weights_on_card", "cache_on_card", "sharing")
+_KINDS = {
+    "str": "a text",
+    "int": "a whole number",
+    "int | None": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "Sharing": "auto, layers or experts",
+}
+
+
+def _wrong(field: str, why: str) -> EngineError:
+    return EngineError(ErrorCode.INVALID_REQUEST, f"{field} {why}.")
+
+
+def given_outcome(question: Question, given: BatchPlan) -> tuple[Outcome | None, str]:
+    """(a policy by hand as it is simulated, why it does not fit as the end of a sentence)."""
+    gpu = question.machine.gpu
+    if gpu is None or not question.limits.use_card:
+        return None, "there is no graphics card to use"
+    cards = Cards.EXPERTS if gpu.count > 1 else Cards.LAYERS
+    question = replace(question, cards=cards)
+    setting, work, decode = question.setting(), question.workload, SCHEDULES[given.decode]
+    costs, rule = setting.costs, setting.rule
+    assert rule is not None
+    is_klotski = "klotski" in given.decode
+    if is_klotski:
+        rule = with_all_visits(rule, costs.model)
+    sequences = min(given.sequences, work.sequences)
+    policy = OffloadPolicy(
+        sequences,
+        min(given.micro_batch, sequences),
+        given.weights_on_card,
+        not decode.attends_on_card,
+        decode.experts_in_ram,
+        given.cache_on_card,
+    )
+    performance = PerformanceModel(costs, work, rule)
+    kv = performance.kv_bytes() * sequences
+    on_card = performance.working_bytes(policy) + kv * policy.cached
+    room, in_ram = performance.card_room(policy.resident), kv * (1 - policy.cached)
+    if on_card > room:
+        return None, f"it takes {rounded_up(round(on_card - room))} more than the graphics card has"
+    if in_ram > rule.ram:
+        return (
+            None,
+            f"keys and values of {sequences} rows take {rounded_up(round(in_ram - rule.ram))} more RAM than there is",
+        )
+    system = BatchSystem(SCHEDULES[given.prefill], decode, page_tokens=PAGE, dense_stays=True)
+    name = KLOTSKI if is_klotski else CGOPIPE if decode is not SCHEDULES["s4"] else FLEXGEN_S4
+    found = run_batch(
+        name,
+        system,
+        costs,
+        work,
+        policy,
+        chunk=rule.chunk,
+        disk_share=share_on_disk(costs.machine, costs.model, costs.precision, kv_bytes=in_ram, rule=rule),
+        vram_bytes=rule.card - room + on_card,
+    )
+    return replace(found, cards=cards), ""
 
 
 def best_batch(
-    machine: HardwareProfile, model: ModelShape, limits: Limits, precision: str, rows: JobRows
+    machine: HardwareProfile,
+    model: ModelShape,
+    limits: Limits,
+    precision: str,
+    rows: JobRows,
+    given: BatchPlan | None = None,
+    *,
+    evenness: float = 1.0,
 ) -> tuple[BatchPlan, str] | None:
-    """(how the engine runs these rows on a card, its busiest lane); None if no schedule fits."""
+    """(how the engine runs these rows on a card, its busiest lane); None if no schedule fits.
+
+    Args:
+        given: is taken instead if it fits; where it does not, that is told.
+        evenness: see `Costs`.
+    """
     work = Workload(
         "job", round(rows.prompt_tokens), max(1, round(rows.generated_tokens)), min(rows.rows, _MOST_SEQUENCES)
     )
-    question = Question(machine, model, work, limits, precision)
+    question = Question(machine, model, work, limits, precision, evenness=evenness)
+    if given is not None:
+        outcome, why = given_outcome(question, given)
+        if outcome is not None:
+            FALLS.is_over(GIVEN)
+            return carried_out(question, outcome, given), _busiest(outcome)
+        FALLS.say(GIVEN, "the planner's own", why)
     outcomes = run_shared(question, _DRAWN_LAYERS, EXECUTED_SCHEDULES)
     plan = plan_batch(question, outcomes)
     if plan is None:
         return None
-    use = next(one.utilisation for one in outcomes if one.policy == plan.schedule)
-    return plan, max(use, key=lambda lane: use[lane], default="")
+    return plan, _busiest(next(one for one in outcomes if one.policy == plan.schedule))
+
+
+def carried_out(question: Question, outcome: Outcome, given: BatchPlan) -> BatchPlan:
+    """The plan that a policy by hand is, with what is predicted of it."""
+    costs = replace(question, cards=outcome.cards).setting().costs
+    plan = batch_plan_of(costs, question.workload, outcome)
+    return replace(plan, prefill=given.prefill, decode=given.decode, by_hand=True)
+
+
+def _busiest(outcome: Outcome) -> str:
+    return max(outcome.utilisation, key=lambda lane: outcome.utilisation[lane], default="")
 
 
 def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outcome) -> EngineMemory:
@@ -110,7 +249,7 @@ def batch_memory(costs: Costs, limits: Limits, workload: Workload, outcome: Outc
     rule = memory_rule(costs, limits)
     if outcome.policy == KLOTSKI:
         rule = with_all_visits(rule, model)
-    performance = PerformanceModel(costs.machine, model, workload, memory=rule)
+    performance = PerformanceModel(costs, workload, rule)
     record, kv = round(rule.record or 0), round(performance.kv_bytes()) * policy.sequences
     kv_on_card = round(kv * policy.cached)
     card = TierBytes(

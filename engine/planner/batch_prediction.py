@@ -161,11 +161,8 @@ def _sweep(
     Args:
         sequences: sequences whose next token is sampled at the end.
     """
-    # Not at the top: a window that starts needs only the messages' `JobPrediction`, and no simulator.
-    from engine.planner.simulator.batch_costs import distinct_experts
-
     model = costs.model
-    used = distinct_experts(model.experts, model.experts_per_token, tokens)
+    used = costs.used_experts(tokens)
     experts = model.moe_layers * costs.cpu_experts(tokens * model.experts_per_token, used)
     layer, dense = costs.cpu_layer(tokens, 0), costs.cpu_layer(tokens, 0, dense=True)
     rest = model.moe_layers * layer + model.dense_layers * dense + costs.cpu_head(sequences)

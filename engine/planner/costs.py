@@ -95,6 +95,14 @@ class Dispatch:
         return replace(self, **{name: factor * getattr(self, name) for name in calls})
 
 
+def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
+    """Distinct experts that `tokens` tokens use in a layer, if all experts are equally likely."""
+    if tokens <= 0:
+        return 0.0
+    unused: float = (1.0 - per_token / experts) ** tokens
+    return experts * (1.0 - unused)
+
+
 class Cards(StrEnum):
     """How several cards share a model."""
 
@@ -152,6 +160,7 @@ class Costs:
         launches: operators of a pass on a card.
         steps: of one sequence, where they have less; None: as all passes.
         cards: how several cards share the model.
+        evenness: distinct experts that tokens use, over those that they would if all were equally likely.
     """
 
     machine: HardwareProfile
@@ -176,6 +185,13 @@ class Costs:
     launches: Launches = field(default=Launches())
     steps: DecodeSteps | None = None
     cards: Cards = Cards.TENSORS
+    evenness: float = 1.0
+
+    def used_experts(self, tokens: float) -> float:
+        """Distinct experts that so many tokens use in a layer."""
+        experts, each = self.model.experts, self.model.experts_per_token
+        even = distinct_experts(experts, each, tokens)
+        return even if self.evenness == 1.0 else min(even, max(self.evenness * even, min(each, even)))
 
     @property
     def expert_cards(self) -> int:

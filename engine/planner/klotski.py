@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.planner.costs import Costs
-from engine.planner.simulator.batch_costs import distinct_experts
 from engine.planner.workload import Workload
 
 
@@ -64,7 +63,7 @@ def block_times(costs: Costs, workload: Workload, micro_batch: int, resident: fl
         resident: share of each expert that stays on the card.
     """
     model, rows = costs.model, micro_batch * workload.beams
-    used = max(1.0, distinct_experts(model.experts, model.experts_per_token, rows))
+    used = max(1.0, costs.used_experts(rows))
     hot = min(model.experts_per_token, round(used))
     # With skewed popularity, the hot experts get about twice their share of the rows (Klotski, figure 4).
     share = min(1.0, 2.0 * hot / used)

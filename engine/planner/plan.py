@@ -15,13 +15,22 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import rounded_down, rounded_up
 from engine.formats import STORED
 from engine.hardware.machine import HardwareProfile
-from engine.planner.batch_plan import batch_memory, plan_batch
+from engine.planner.batch_plan import GIVEN, batch_memory, carried_out, given_outcome, plan_batch
 from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory, dense_in_ram, engine_memory, ram_usable, sizes_of
 from engine.planner.fiddler import break_even_rows
 from engine.planner.memory import indexes
 from engine.planner.placement import least_ram
-from engine.planner.plan_parts import Alternative, CachePlan, Limits, Plan, RooflinePicture, RooflinePoint, Speed
+from engine.planner.plan_parts import (
+    Alternative,
+    BatchPlan,
+    CachePlan,
+    Limits,
+    Plan,
+    RooflinePicture,
+    RooflinePoint,
+    Speed,
+)
 from engine.planner.plan_search import (
     ENGINE_SETTINGS,
     Question,
@@ -187,11 +196,13 @@ def make_plan(
     limits: Limits | None = None,
     *,
     measured: bool = False,
+    given: BatchPlan | None = None,
 ) -> Plan:
     """The best plan; takes well under a second for any model.
 
     Args:
         measured: the machine's numbers were measured, so the predicted range is narrower.
+        given: a policy of batches by hand, which is planned with if it fits.
 
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`, with the nearest configuration that fits.
@@ -202,7 +213,11 @@ def make_plan(
     precision = choose_precision(question) if limits.precision == "auto" else model.run_as(limits.precision)
     question = replace(question, precision=precision)
     outcomes = search(question)
-    able = ((one, _memory(replace(question, cards=one.cards), one)) for one in in_order(outcomes, workload))
+    wanted, why = given_outcome(question, given) if given is not None else (None, "")
+    if wanted is not None:
+        outcomes = [wanted, *(one for one in outcomes if one.policy != wanted.policy)]
+    ordered = in_order(outcomes, workload) if wanted is None else [wanted]
+    able = ((one, _memory(replace(question, cards=one.cards), one)) for one in ordered)
     best, memory = next(((one, held) for one, held in able if held is not None), (None, None))
     if best is None or memory is None:
         raise _does_not_fit(question)
@@ -210,7 +225,10 @@ def make_plan(
     costs = question.setting().costs
     helps = what_helps(question)
     shared = sharing_sentence(best, costs, _shared_otherwise(question, best))
-    batch = plan_batch(question, outcomes) if workload.sequences > 1 else None
+    if given is not None and wanted is not None:
+        batch: BatchPlan | None = carried_out(question, wanted, given)
+    else:
+        batch = plan_batch(question, outcomes) if workload.sequences > 1 else None
     return Plan(
         machine=machine.name,
         model=model.name,
@@ -239,6 +257,7 @@ def make_plan(
         table_row_bytes=memory.tables.row_bytes if memory.tables.on_disk else 0,
         sharing="auto" if not shared else "experts" if best.cards is Cards.EXPERTS else "layers",
         sharing_words=shared,
+        gave_way=f"{GIVEN} gives way to the planner's own: {why}." if why else "",
     )
 
 

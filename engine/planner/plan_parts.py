@@ -140,6 +140,7 @@ class BatchPlan:
         hides_transfers: whether n satisfies them: weights arrive before they are needed.
         tokens_per_s: predicted, prefill included.
         sharing: how several cards share the model.
+        by_hand: it was given: no other schedule is tried.
     """
 
     schedule: str
@@ -155,6 +156,7 @@ class BatchPlan:
     hides_transfers: bool
     tokens_per_s: float
     sharing: Sharing = "auto"
+    by_hand: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +280,7 @@ class Plan:
         table_bytes: embeddings that stay on disk; table_rows, table_row_bytes: rows that a token reads there, and their
             bytes.
         sharing: how several cards share the model; sharing_words: a sentence on that, empty for one card.
+        gave_way: a sentence on why this is not the policy that was asked for.
     """
 
     machine: str
@@ -307,6 +310,7 @@ class Plan:
     table_row_bytes: int = 0
     sharing: Sharing = "auto"
     sharing_words: str = ""
+    gave_way: str = ""
 
     def engine_config(self, model: str, device: str = "auto") -> EngineConfig:
         """The engine configuration that runs this plan.

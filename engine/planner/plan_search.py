@@ -55,6 +55,7 @@ class Question:
         machine, model, workload, limits: what the plan is for.
         precision: of the experts.
         cards: how several cards share the model, where that has been decided.
+        evenness: see `Costs`; as the run has found it.
     """
 
     machine: HardwareProfile
@@ -63,6 +64,7 @@ class Question:
     limits: Limits
     precision: str
     cards: Cards = Cards.LAYERS
+    evenness: float = 1.0
 
     def setting(self, drawn_layers: int | None = None) -> Setting:
         """Input of the simulator, with the engine's own costs and memory; all layers are simulated by default."""
@@ -70,6 +72,7 @@ class Question:
             drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
         machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
         costs = engine_costs(machine, self.model, self.precision, self.limits.threads, cards=self.cards)
+        costs = replace(costs, evenness=self.evenness)
         rule = memory_rule(costs, self.limits)
         costs = from_disk(costs, engine_memory(costs, self.limits, on_card=False))
         if machine.gpu is not None and (on_card := engine_memory(costs, self.limits, on_card=True)) is not None:

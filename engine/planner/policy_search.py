@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.checkpoint.model_shape import ModelShape
-from engine.hardware.machine import HardwareProfile
+from engine.planner.costs import Costs
 from engine.planner.memory import CHUNKS_TOGETHER, MemoryRule, usual_rule
-from engine.planner.simulator.batch_costs import OffloadPolicy, distinct_experts
+from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.workload import Workload
 
 _CACHED = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -44,22 +44,23 @@ class SearchedPolicy:
 
 @dataclass(frozen=True, slots=True)
 class PerformanceModel:
-    """T = max(comm, T_cpu, T_gpu) of one layer of a decode step, from theoretical flops and bytes."""
+    """T = max(comm, T_cpu, T_gpu) of one layer of a decode step, and what there is memory for."""
 
-    machine: HardwareProfile
-    model: ModelShape
+    costs: Costs
     workload: Workload
-    bytes_per_weight: float = 2.0
     memory: MemoryRule | None = None
 
     @property
+    def model(self) -> ModelShape:
+        return self.costs.model
+
+    @property
     def rule(self) -> MemoryRule:
-        return self.memory or usual_rule(self.machine)
+        return self.memory or usual_rule(self.costs.machine)
 
     @property
     def layer_bytes(self) -> float:
-        model = self.model
-        return model.experts * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights
+        return self.model.experts * self.costs.expert_bytes + 2.0 * self.model.layer_weights
 
     def prefill_bytes_per_token(self) -> float:
         """Peak size of the intermediate tensors of an eager prefill.
@@ -143,43 +144,28 @@ class PerformanceModel:
 
     def layer_seconds(self, policy: OffloadPolicy) -> tuple[float, str]:
         """Eqs. 12-14: (T, the name of its largest term)."""
-        sequences = policy.sequences
-        model, gpu, cpu = self.model, self.machine.gpu, self.machine.cpu
-        assert gpu is not None
-        count = policy.micro_batches
-        kv = 2.0 * model.attention.kv_elements * self.workload.mean_context * sequences
-        attention_flops = (
-            4.0 * model.attention.heads * model.attention.head_dim * self.workload.mean_context * sequences
-        )
-        used = distinct_experts(model.experts, model.experts_per_token, policy.micro_batch)
-        ffn_bytes = count * (used * model.expert_weights * self.bytes_per_weight + 2.0 * model.layer_weights)
-        ffn_flops = 2.0 * sequences * (model.experts_per_token * model.expert_weights + model.layer_weights)
-        flops, rate = gpu.flops * gpu.count, gpu.bytes_per_s * gpu.count
-        moved = 0.0
-        on_card = on_host = 0.0
+        costs, model, sequences = self.costs, self.model, policy.sequences
+        count, rows, context = policy.micro_batches, policy.micro_batch, self.workload.mean_context
+        visits = rows * model.experts_per_token
+        on_card = count * costs.gpu_layer(rows, context, cached=not policy.cpu_attention)
+        moved = on_host = 0.0
         if policy.cpu_experts:
-            on_host += max(self.layer_bytes / cpu.ram_bytes_per_s, ffn_flops / cpu.flops)
+            on_host += costs.cpu_experts(count * visits, model.experts)
         else:
             moved += self.layer_bytes * (1.0 - policy.resident)
-            on_card += max(ffn_bytes / rate, ffn_flops / flops)
+            on_card += count * costs.gpu_experts(visits, costs.used_experts(rows))
         if policy.cpu_attention:
             moved += 2.0 * sequences * model.hidden
-            on_host += max(kv / cpu.ram_bytes_per_s, attention_flops / cpu.flops)
+            on_host += count * costs.cpu_attention(rows, context)
         else:
-            moved += kv * (1.0 - policy.cached)
-            on_card += max(kv / rate, attention_flops / flops)
-        terms = {"link": moved / (self.machine.link.h2d * gpu.count), "CPU": on_host, "GPU": on_card}
+            moved += costs.kv_read_bytes(sequences, context) * (1.0 - policy.cached)
+        terms = {"link": costs.h2d(moved), "CPU": on_host, "GPU": on_card}
         worst = max(terms, key=lambda name: terms[name])
         return terms[worst], worst
 
 
 def search_policy(
-    machine: HardwareProfile,
-    model: ModelShape,
-    workload: Workload,
-    *,
-    bytes_per_weight: float = 2.0,
-    cpu_experts: tuple[bool, ...] = (False, True),
+    costs: Costs, workload: Workload, *, cpu_experts: tuple[bool, ...] = (False, True)
 ) -> SearchedPolicy | None:
     """The policy of highest throughput; nearly equal ones are decided by the smallest batch, the balance point (eq.
     11).
@@ -190,9 +176,9 @@ def search_policy(
     Returns:
         None if not even one sequence's prefill fits on the card, or the model does not fit into RAM.
     """
-    if machine.gpu is None:
+    if costs.machine.gpu is None:
         return None
-    performance = PerformanceModel(machine, model, workload, bytes_per_weight)
+    performance = PerformanceModel(costs, workload)
     places = itertools.product((True, False), cpu_experts)
     return best_of([found for attention, experts in places for found in policies(performance, attention, experts)])
 

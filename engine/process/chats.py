@@ -9,6 +9,7 @@ from typing import Protocol
 
 from engine.batch_files.messages import SampleBatch, StartBatch
 from engine.common.config import SamplingParams
+from engine.common.falls import FALLS
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
 from engine.protocol import ChatMessage, Event, Failed, Finished, FinishReason, Generate, Progress, Token
@@ -209,6 +210,7 @@ class ChatService:
                     outcome.tokens_per_s,
                     outcome.guessed_tokens,
                     outcome.accepted_tokens,
+                    FALLS.note,
                 )
             )
         self._wrote(0)

@@ -19,6 +19,7 @@ from engine.checkpoint.usage import note_use, reading
 from engine.common.chat import ChatMessage
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.experts.early_reads import EARLY_READS, remember
 from engine.jobs.rows import Check, never
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _FEWER = "{0} stopped responding, so the model runs on {1} now."
+_TAKEN_OF_ONE = "Other programs use the memory of {0}, so the model runs on {1} until they leave it."
 _LOST = "The graphics card stopped responding, so the model runs on the CPU now."
 _TAKEN = "Other programs use the graphics card's memory, so the model runs on the CPU until they leave it."
 _BACK = "The graphics card works again: reload the model to use it."
@@ -192,6 +194,8 @@ class Engine:
     def _has_note(self, note: str) -> None:
         """A sentence about the devices' memory stands before all others while it is true."""
         loaded = self._ready()
+        if note == self._memory_note:
+            return
         kept = loaded.info.device_note.removeprefix(self._memory_note).strip()
         self._memory_note = note
         said = " ".join(filter(None, (note, kept)))
@@ -204,23 +208,27 @@ class Engine:
         Raises:
             EngineError: it cannot be loaded; no model is loaded then.
         """
-        lost, others = self._lost_and_others() if is_lost else ((), ())
-        why = _FEWER.format(" and ".join(lost), " and ".join(others)) if others else _LOST if is_lost else _TAKEN
+        lost, others = self._lost_and_others(is_lost=is_lost)
+        fewer, none = (_FEWER, _LOST) if is_lost else (_TAKEN_OF_ONE, _TAKEN)
+        why = fewer.format(" and ".join(lost), " and ".join(others)) if others else none
         _log.error("%s is no longer used: %s", " and ".join(lost) or self._ready().info.device, why)
         if self._way_back is not None:
             self._way_back.left(monotonic(), is_lost=is_lost)
         if others:
             try:
-                return self._elsewhere(why, ",".join(others), needs_restart=True)
+                return self._elsewhere(why, ",".join(others), needs_restart=is_lost)
             except EngineError as error:
                 _log.warning("the model cannot run on what is left of the cards: %s", error.message)
-        return self._elsewhere(_LOST if is_lost else _TAKEN, "cpu", needs_restart=is_lost)
+        return self._elsewhere(none, "cpu", needs_restart=is_lost)
 
-    def _lost_and_others(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(names of cards that do not respond any more, names of the others)."""
-        devices = self._loaded.devices.devices if self._loaded is not None and self._loaded.devices is not None else ()
-        answering = {device.name: device.responds() for device in devices}
-        return tuple(n for n, answers in answering.items() if not answers), tuple(n for n in answering if answering[n])
+    def _lost_and_others(self, *, is_lost: bool) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(names of cards that do not respond any more, or have too little memory, names of the others)."""
+        devices = self._loaded.devices if self._loaded is not None else None
+        if devices is None:
+            return (), ()
+        short = set() if is_lost else set(devices.short)
+        able = {each.name: each.responds() if is_lost else each not in short for each in devices.devices}
+        return tuple(name for name in able if not able[name]), tuple(name for name in able if able[name])
 
     def may_return(self) -> bool:
         """See `Places`."""
@@ -261,7 +269,9 @@ class Engine:
                 self._scheduler = None
                 self._held.close()
             raise
-        note = " ".join(filter(None, (why, loaded.info.device_note)))
+        FALLS.tell("The graphics card", why)
+        self._memory_note = FALLS.note
+        note = " ".join(filter(None, (FALLS.note, loaded.info.device_note)))
         loaded.info = replace(loaded.info, device_note=note, is_hampered=True, needs_restart=needs_restart)
         self.on_moved(loaded.info)
         return loaded
@@ -459,7 +469,7 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import OwnHost, run_whole_job  # which the first chat need not wait for
 
-        return run_whole_job(prepared, OwnHost(self._ready()), watcher)
+        return run_whole_job(prepared, OwnHost(self._ready(), self._schedule().moved), watcher)
 
     def open_rows(self, job: BatchJob, asked: Iterable[tuple[float, RowRequest | Answer]]) -> tuple[JobPlan, ModelRows]:
         """Answers rows of a job that others keep, on this thread, until it is closed; nothing else is answered then.
@@ -483,7 +493,7 @@ class Engine:
         from engine.runtime.batch.whole_job import SharedHost, run_whole_job
 
         self._schedule().return_to_card()
-        host = SharedHost(self._schedule().background)
+        host = SharedHost(self._schedule().background, self._schedule().moved)
         return lambda prepared, watcher: run_whole_job(prepared, host, watcher)
 
     def hosted_model(self, *, beside_others: bool) -> HostedModel:
@@ -494,7 +504,9 @@ class Engine:
         """
         from engine.runtime.batch.whole_job import HostedModel, OwnHost, SharedHost
 
-        return HostedModel(SharedHost(self._schedule().background) if beside_others else OwnHost(self._ready()))
+        loaded, scheduler = self._ready(), self._schedule()
+        host = SharedHost(scheduler.background, scheduler.moved) if beside_others else OwnHost(loaded, scheduler.moved)
+        return HostedModel(host)
 
     def sample_batch(self, prepared: PreparedJob, rows: int, watcher: JobWatcher) -> None:
         """Answers the first rows of a job and keeps nothing; see `run_sample`."""

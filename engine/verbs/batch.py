@@ -119,6 +119,11 @@ def add_parser(subparsers: Any) -> None:
     elsewhere.add_argument(
         "--name-endpoints", action="store_true", help="add a column that says which endpoint answered"
     )
+    parser.add_argument(
+        "--policy",
+        metavar="FILE",
+        help="how a graphics card runs the rows: what `switchyard plan --workload batch --json` prints, edited",
+    )
     long = parser.add_argument_group("long rows")
     long.add_argument(
         "--attention-window",
@@ -240,7 +245,16 @@ def _job(args: argparse.Namespace) -> BatchJob:
         name_endpoints=args.name_endpoints,
         more_tokens=more_tokens,
         raw_text=args.raw_text,
+        policy=_policy(args.policy),
     )
+
+
+def _policy(file: str | None) -> str:
+    if file is None:
+        return ""
+    from engine.planner.batch_plan import read_policy
+
+    return json.dumps(asdict(read_policy(file)))
 
 
 def _schema(file: str | None) -> str:
@@ -371,7 +385,7 @@ def _summary(document: dict[str, Any]) -> str:
     return (
         f"{rows} in {document['output']}{failed}; "
         f"{document['tokens_per_s']:,} tokens/s, in {_span(document['seconds'])}."
-        f"{''.join('  ' + said for said in (document['note'], document['gave_way']) if said)}"
+        f"{'  ' + document['note'] if document['note'] else ''}"
         f"{''.join(map(_place_line, document['endpoints']))}"
     )
 

@@ -102,19 +102,22 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     Raises:
         EngineError: as `make_plan`.
     """
+    from engine.planner.batch_plan import read_policy
     from engine.planner.plan import make_plan
     from engine.planner.workload import CHAT
 
+    given = read_policy(args.policy) if getattr(args, "policy", None) else None
     if args.hardware:
         from engine.hardware.machine import read_machine
 
-        return make_plan(read_machine(args.hardware), model, workload, asked_limits(args))
+        return make_plan(read_machine(args.hardware), model, workload, asked_limits(args), given=given)
     from engine.tuning.known_speed import corrected_plan
     from engine.tuning.machine_state import corrections_here, plan_here
 
     look, limits = this_machine(asked_limits(args))
     if workload != CHAT:  # only chats are timed
-        plan = make_plan(look.profile, model, workload, limits, measured=look.measurements is not None)
+        is_measured = look.measurements is not None
+        plan = make_plan(look.profile, model, workload, limits, measured=is_measured, given=given)
         return corrected_plan(plan, corrections_here(look, args.model))
     asked = EngineConfig(
         args.model,
@@ -153,7 +156,7 @@ def plan_text(plan: Plan) -> str:
         f"{plan.policy}, {plan.words(plan.precision)}, {plan.threads} threads: {speed.decode_tokens_per_s:.3g} steps/s "
         f"({speed.low:.3g} to {speed.high:.3g}), first token after {speed.ttft_s:.3g} s, "
         f"{speed.tokens_per_s:.3g} tokens/s in all",
-        *filter(None, [timing_text(speed), plan.sharing_words]),
+        *filter(None, [timing_text(speed), plan.sharing_words, plan.gave_way]),
         plan.bottleneck,
         plan.what_helps,
         "",
@@ -226,6 +229,9 @@ def add_parser(subparsers: Any) -> None:
         help="starter, a library name, a folder, a profile in resources/models, or a hub id such as Qwen/Qwen3-30B-A3B",
     )
     add_plan_options(parser)
+    parser.add_argument(
+        "--policy", metavar="FILE", help="of a batch: what --json has printed, edited; how fast it would be"
+    )
     job = parser.add_argument_group("whether one PC is the place for a job")
     job.add_argument("--rows", type=positive_int, metavar="N", help="rows of the job (the workload is then batch)")
     job.add_argument("--deadline", type=time_span, metavar="T", help="when it has to be done, such as 90m, 12h or 3d")
@@ -247,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
         raise EngineError(
             ErrorCode.INVALID_REQUEST, "A deadline and prices belong to a job: say how long it is, --rows."
         )
-    if args.rows is not None and args.workload == "chat":
+    if (args.rows is not None or args.policy) and args.workload == "chat":
         args.workload = "batch"
     workload = workload_of(args)
     plan = plan_of(args, find_shape(args.model), workload)

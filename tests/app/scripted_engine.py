@@ -171,8 +171,11 @@ class ScriptedEngine(QObject):
             self._tokens[self.request_id] += 1
             self._now.deliver(Token(self.request_id, text, self._tokens[self.request_id]))
 
-    def finish(self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6) -> None:
-        event = Finished(self.request_id, reason, prompt_tokens, 0, self._tokens[self.request_id], 0.8, rate)
+    def finish(
+        self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6, gave_way: str = ""
+    ) -> None:
+        tokens = self._tokens[self.request_id]
+        event = Finished(self.request_id, reason, prompt_tokens, 0, tokens, 0.8, rate, gave_way=gave_way)
         self._ends()
         if self._now.command.remote is None:
             self.answered.emit(event)

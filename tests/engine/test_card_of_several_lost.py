@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
-from engine.common.config import EngineConfig
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.prepared_job import prepare
+from engine.batch_files.rows import Answer
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
+from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import open_devices
+from engine.runtime.batch import job_plan
+from engine.runtime.batch.policy import policy_for
 from engine.runtime.engine import Engine
 from tests.engine.on_devices import MIB, PROMPT, Reference, reference
 from tests.engine.test_lost_card import ask, tokens
@@ -73,3 +84,115 @@ def test_cards_can_be_named_one_by_one() -> None:
     finally:
         for device in devices:
             device.close()
+
+
+@dataclass
+class Job:
+    """A job on an engine whose card goes away while its rows are answered."""
+
+    engine: Engine
+    folder: Path
+    at: int
+    go_away: Callable[[], None]
+    beside_chats: bool
+    name: str = "out"
+
+    def run(self) -> tuple[JobEnding, list[str]]:
+        rows = self.folder / "rows.csv"
+        rows.write_text("text\n" + "".join(f"row {row} of a table of cards\n" for row in range(6)))
+        output, answered = self.folder / f"{self.name}.jsonl", [0]
+
+        def on_answer(_answer: Answer, _question: str) -> None:
+            answered[0] += 1
+            if answered[0] == self.at:
+                self.go_away()
+
+        watcher = JobWatcher(lambda *_: None, on_answer, lambda: False, lambda: None, lambda: False)
+        job = BatchJob(str(rows), str(output), sampling=SamplingParams(max_tokens=9))
+        prepared = prepare(job)
+        if not self.beside_chats:
+            ending = self.engine.run_batch(prepared, watcher)
+        else:
+            endings, runner = list[JobEnding](), self.engine.job_runner()
+            thread = threading.Thread(target=lambda: endings.append(runner(prepared, watcher)))
+            thread.start()
+            while thread.is_alive():
+                self.engine.serve()
+                thread.join(0.005)
+            (ending,) = endings
+        return ending, [json.loads(line)["answer"] for line in output.read_text().splitlines()]
+
+
+@pytest.fixture
+def two_cards(expected: Reference) -> Iterator[Engine]:
+    engine = Engine()
+    config = EngineConfig(
+        str(expected.folder),
+        device="emulated:slow-linkx2",
+        vram_bytes=8 * MIB,
+        precision="fp32",
+        threads=1,
+        cache_slots=5,
+        sharing="experts",
+    )
+    engine.load_exactly(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    assert engine._way_back is not None
+    engine._way_back._prove = lambda: None
+    yield engine
+    engine.unload()
+
+
+@pytest.mark.parametrize("beside_chats", [False, True], ids=["its own", "beside chats"])
+@pytest.mark.parametrize("lost", [(1,), (0, 1)], ids=["one", "all"])
+def test_a_job_goes_on_by_itself_where_cards_are_lost(
+    two_cards: Engine, lost: tuple[int, ...], beside_chats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_plan, "policy_for", lambda *args, **plan: replace(policy_for(*args, **plan), rows=2))
+    engine = two_cards
+    wanted = Job(engine, tmp_path, 0, lambda: None, beside_chats, "whole").run()[1]
+
+    def go_away() -> None:
+        assert engine._loaded is not None
+        assert engine._loaded.devices is not None
+        for index in lost:
+            engine._loaded.devices.devices[index].close()
+
+    ending, answers = Job(engine, tmp_path, 1, go_away, beside_chats).run()
+    assert (ending.finished, ending.pace.done, ending.pace.failed) == (True, 6, 0)
+    assert answers == wanted
+    assert ending.note.count("stopped responding") == 1
+    assert engine.info is not None
+    assert engine.info.device == ("cpu" if len(lost) == 2 else "emulated:slow-link#0")
+    assert "stopped responding" in engine.info.device_note
+    assert "stopped responding" in FALLS.note
+
+
+@pytest.mark.parametrize("beside_chats", [False, True], ids=["its own", "beside chats"])
+@pytest.mark.parametrize("left", [0, 2**16], ids=["nothing", "less than a layer needs"])
+@pytest.mark.parametrize("full", [(1,), (0, 1)], ids=["one", "all"])
+def test_a_job_goes_on_by_itself_where_cards_fill_up(
+    two_cards: Engine,
+    full: tuple[int, ...],
+    left: int,
+    beside_chats: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What stays on a card at all times is more than it may still hold: nothing waits for that to change."""
+    monkeypatch.setattr(job_plan, "policy_for", lambda *args, **plan: replace(policy_for(*args, **plan), rows=2))
+    engine = two_cards
+    wanted = Job(engine, tmp_path, 0, lambda: None, beside_chats, "whole").run()[1]
+
+    def fill_up() -> None:
+        assert engine._loaded is not None
+        assert engine._loaded.devices is not None
+        for index in full:
+            memory = engine._loaded.devices.devices[index].memory
+            memory.limit(memory.use().by_category[MemoryCategory.WEIGHTS] + left)
+
+    ending, answers = Job(engine, tmp_path, 1, fill_up, beside_chats).run()
+    assert (ending.finished, ending.pace.done, ending.pace.failed) == (True, 6, 0)
+    assert answers == wanted
+    assert ending.note.count("Other programs use") == 1
+    assert engine.info is not None
+    assert engine.info.device == ("cpu" if len(full) == 2 else "emulated:slow-link#0")

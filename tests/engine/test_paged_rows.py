@@ -27,14 +27,13 @@ from engine.kernels.native.paged_attention import (
     Pieces,
 )
 from engine.kernels.reference import attend_in_torch
-from engine.planner.plan_parts import BatchPlan
 from engine.planner.schedules import CGOPIPE, HYBRID, S4, Schedule
 from engine.runtime.batch import packed_sweep
 from engine.runtime.batch.pipeline import paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_attention import StayingPages
 from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
-from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.kv.parts import parts_of_pages
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
@@ -250,32 +249,3 @@ def test_another_schedule_than_the_planned_one_is_said(folder: Path, monkeypatch
         executor.run(iter(asked), lambda answer: None)
         assert "gives way to cgopipe: s4 was measured to be slower here." in FALLS.note
         executor.close()
-
-
-PLAN = BatchPlan("Klotski", "klotski-on-card", "klotski-on-card", 8, 2, 0.5, 0.5, 64, 4, None, False, 1.0)
-
-
-@pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"decode": "fastest"}, "there is no schedule 'fastest', only cgopipe"),
-        ({"micro_batch": 0}, "micro-batches of 0 are no parts of 8 sequences"),
-        ({"micro_batch": 9}, "micro-batches of 9 are no parts of 8 sequences"),
-        ({"weights_on_card": 1.5}, "1.5 is no share of the weights"),
-        ({"cache_on_card": -1.0}, "-1 is no share of the keys and values"),
-        ({"decode": "cgopipe"}, "keys and values on the card are of no use to attention on the CPU"),
-        ({"row_tokens": 0}, "sequences without tokens have no keys and values"),
-    ],
-    ids=str,
-)
-def test_a_plan_that_cannot_be_is_left_alone(folder: Path, changes: dict[str, Any], why: str) -> None:
-    with opened(folder, cache_slots=3) as loaded:
-        policy = policy_for(loaded, replace(PLAN, **changes))
-        assert f"The plan that was given for rows gives way to the engine's own sizes: {why}" in FALLS.note
-        assert policy.planned is None
-        found, note = run(loaded, replace(policy, kv_bytes=2**22), lambda _text, _count: None)
-        assert len(found) == 3
-        assert why in note
-        policy_for(loaded, PLAN)
-        assert FALLS.note == ""

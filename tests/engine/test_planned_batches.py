@@ -31,7 +31,6 @@ from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
 from engine.planner.simulator.sweeps import CopyCost, SimulatedCard
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.workload import Workload
-from engine.runtime.batch import packed_sweep
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import ExpertsCall
@@ -119,7 +118,7 @@ def drawn(folder: Path, seed: int) -> Case:
             rule = with_all_visits(rule, shape)
         if work.sequences * work.prompt_tokens > CHUNKS_TOGETHER * rule.chunk:
             continue  # rows would begin one after the other, and answers be written beside prompts
-        performance = PerformanceModel(machine, shape, work, costs.expert_bytes / shape.expert_weights, rule)
+        performance = PerformanceModel(costs, work, rule)
         found = [each.policy for each in policies(performance, cpu_attention, cpu_experts)]
         # A share of few pages is no share of them.
         found = [each for each in found if each.micro_batches <= 6 and (each.cached in (0, 1) or each.sequences >= 12)]
@@ -202,19 +201,8 @@ def run(loaded: LoadedModel, case: Case, monkeypatch: pytest.MonkeyPatch) -> Ran
     monkeypatch.setattr(LayerExperts, "bring_wanted", brought)
     monkeypatch.setattr(LayerExperts, "compute_in_ram", computed)
 
-    class AsPlanned:
-        def __init__(self, planned: Schedule, reading: Schedule) -> None:
-            self._of = {False: planned, True: reading}
-
-        def of(self, tokens: int, *, reads: bool = False) -> Schedule:
-            return self._of[reads]
-
-        def took(self, *_args: object, **_options: object) -> None:
-            pass
-
     monkeypatch.setattr(DevicePipeline, "sweep", swept)
-    monkeypatch.setattr(packed_sweep, "ScheduleChoice", AsPlanned)
-    policy = replace(policy_for(loaded, plan), kv_bytes=2**24)
+    policy = replace(policy_for(loaded, plan), kv_bytes=2**24, by_hand=True)
     rows = [
         BatchRequest(
             row,

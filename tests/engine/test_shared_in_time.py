@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from engine.batch_files.job_watcher import JobEnding, JobWatcher
+from engine.batch_files.prepared_job import prepare
 from engine.bench.opened import decode_seconds, prefill_seconds, random_text
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.checkpoint.synthetic import make_synthetic
 from engine.common import clock
-from engine.common.config import EngineConfig, Misses, SamplingParams, Sharing
+from engine.common.config import BatchJob, EngineConfig, Misses, SamplingParams, Sharing
+from engine.devices.timeline import Wire
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
-from engine.hardware.profiles import read_profile
+from engine.hardware.profiles import read_profile, with_emulated
+from engine.planner.batch_prediction import JobPrediction
 from engine.planner.costs import Cards, Costs, Efficiency, Launches
-from engine.planner.schedules import CGOPIPE, KLOTSKI, Schedule
+from engine.planner.schedules import CGOPIPE, KLOTSKI, S4, Schedule
 from engine.planner.simulator.batch_costs import OffloadPolicy, PassCosts
+from engine.planner.simulator.plans import run_policy
+from engine.planner.simulator.requests import Setting
+from engine.planner.simulator.strategy import expected_statistics
 from engine.planner.simulator.sweeps import CopyCost, SimulatedCard
 from engine.planner.simulator.timeline import Timeline
-from engine.runtime.batch.policy import BatchPolicy
+from engine.planner.workload import Workload
+from engine.runtime.batch import job_plan
+from engine.runtime.batch.policy import BatchPolicy, policy_for
+from engine.runtime.engine import Engine
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
@@ -110,11 +122,12 @@ def costs_of(shape: ModelShape, cards: int, name: str = CARD) -> Costs:
     return Costs(machine, shape, "bf16", efficiency=efficiency, launches=Launches(1, 1), cards=share)
 
 
-def planned_s(shape: ModelShape, schedule: Schedule, cards: int) -> float:
-    """The same by the planner's costs, with dense weights on the card, whose time the clock does not count."""
-    work = PassCosts(costs_of(shape, cards), MICRO_BATCH, MICRO_BATCH, PROMPT + 5, prefill=False)
+def planned_s(shape: ModelShape, schedule: Schedule, cards: int, evenness: float = 1.0) -> float:
+    """The same by the planner's costs, with dense weights on the card; the clock counts no attention on the CPU."""
+    costs = replace(costs_of(shape, cards), evenness=evenness)
+    work = PassCosts(costs, MICRO_BATCH, MICRO_BATCH, PROMPT + 5, prefill=False)
     times = work.times(OffloadPolicy(ROWS, MICRO_BATCH))
-    times = replace(times, dense=CopyCost(), before_s=0.0, attention_s=0.0)
+    times = replace(times, dense=CopyCost(), attention_s=0.0)
     simulated = SimulatedCard(Timeline(record=False))
     for _ in range(3):
         simulated.sweep(schedule, times, shape.layers)
@@ -123,10 +136,11 @@ def planned_s(shape: ModelShape, schedule: Schedule, cards: int) -> float:
 
 
 @cache
-def measured_s(folder: Path, schedule: Schedule, cards: int) -> float:
+def measured_s(folder: Path, schedule: Schedule, cards: int) -> tuple[float, float]:
+    """(seconds, how even the run has found routing to be)."""
     loaded = opened(folder, cards)
     try:
-        return sweep_s(loaded, schedule)
+        return sweep_s(loaded, schedule), job_plan.evenness_of(loaded)
     finally:
         loaded.close()
 
@@ -134,21 +148,25 @@ def measured_s(folder: Path, schedule: Schedule, cards: int) -> float:
 @pytest.mark.parametrize(("cards", "gain"), [(2, 1.7), (4, 3.0)])
 def test_batches_take_as_long_as_planned(cards: int, gain: float, folder: Path) -> None:
     shape = find_shape(str(folder))
-    one, several = (measured_s(folder, CGOPIPE, count) for count in (1, cards))
+    (one, _), (several, _) = (measured_s(folder, CGOPIPE, count) for count in (1, cards))
     assert one / several >= gain
     assert one == pytest.approx(planned_s(shape, CGOPIPE, 1), rel=0.15)
     assert several == pytest.approx(planned_s(shape, CGOPIPE, cards), rel=0.15)
 
 
 @pytest.mark.parametrize(
-    ("schedule", "cards", "gain"), [(KLOTSKI, 2, 1.7), pytest.param(KLOTSKI, 4, 2.4, marks=pytest.mark.exhaustive)]
+    ("schedule", "cards", "gain"),
+    [(KLOTSKI, 2, 1.7), (KLOTSKI, 4, 2.4), (S4, 2, 1.6), (S4, 4, 2.4)],
 )
-def test_schedules_that_bring_what_is_wanted_gain_as_much(
+def test_schedules_with_attention_on_the_card_take_as_long_as_planned(
     schedule: Schedule, cards: int, gain: float, folder: Path
 ) -> None:
-    """How many experts are wanted is for the routing to say, which is more skewed than the planner takes it to be."""
-    one, several = (measured_s(folder, schedule, count) for count in (1, cards))
+    """How many experts are wanted is for the routing to say: the planner takes what the run has found of it."""
+    shape = find_shape(str(folder))
+    (one, even), (several, even_of_several) = (measured_s(folder, schedule, count) for count in (1, cards))
     assert one / several >= gain
+    assert one == pytest.approx(planned_s(shape, schedule, 1, even), rel=0.15)
+    assert several == pytest.approx(planned_s(shape, schedule, cards, even_of_several), rel=0.15)
 
 
 def test_prompts_come_over_all_links_and_tokens_are_no_slower_than_planned(folder: Path) -> None:
@@ -162,6 +180,67 @@ def test_prompts_come_over_all_links_and_tokens_are_no_slower_than_planned(folde
             loaded.close()
     assert seconds[1][0] / seconds[2][0] > 1.3
     assert seconds[1][1] / seconds[2][1] > 1.0
+    shape, work = find_shape(str(folder)), Workload("chat", 64, 6)
+    setting = Setting(costs_of(shape, 1), work, statistics=expected_statistics(shape.experts))
+    planned = run_policy("on-demand", setting)
+    assert planned is not None
+    assert seconds[1][1] == pytest.approx(planned.tpot_s, rel=0.15)
+
+
+def planned_rate(engine: Engine, rows: str, slower: float, monkeypatch: pytest.MonkeyPatch) -> float:
+    """What would be predicted of a job if the link were said to be so much slower."""
+
+    def said(*given: Any) -> HardwareProfile:
+        machine = with_emulated(*given)
+        link = machine.link
+        return replace(machine, link=replace(link, h2d=link.h2d / slower, d2h=link.d2h / slower))
+
+    monkeypatch.setattr(job_plan, "with_emulated", said)
+    monkeypatch.setattr(job_plan, "observed", lambda _loaded: None)
+    assert engine._loaded is not None
+    job = prepare(BatchJob(rows, f"{rows}.jsonl", sampling=SamplingParams(max_tokens=8)))
+    found = job_plan.plan_job(job, engine._loaded).prediction
+    assert found is not None
+    return found.tokens_per_s
+
+
+@pytest.mark.parametrize("when", ["before", "in mid-job"])
+def test_a_link_that_is_ten_times_slower_than_said_is_planned_with(
+    when: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the planner knows of the link is its profile; what it is, only its clock tells."""
+    rows, slower = tmp_path / "rows.csv", [10.0 if when == "before" else 1.0]
+    rows.write_text("text\n" + "".join(f"row {row} of them\n" for row in range(ROWS)))
+    monkeypatch.setattr(Wire, "needed_s", lambda wire, nbytes: wire.latency_s + slower[0] * nbytes / wire.bytes_per_s)
+    said = list[JobPrediction]()
+
+    def told(_answer: object, _question: str) -> None:
+        if when == "in mid-job":
+            slower[0] = 10.0
+
+    def run(name: str) -> tuple[JobEnding, list[str]]:
+        job = BatchJob(str(rows), str(tmp_path / f"{name}.jsonl"), sampling=SamplingParams(max_tokens=8))
+        watcher = JobWatcher(lambda *_: None, told, lambda: False, lambda: None, lambda: False, said.append)
+        ending = engine.run_batch(prepare(job), watcher)
+        return ending, [json.loads(line)["answer"] for line in Path(job.output).read_text().splitlines()]
+
+    monkeypatch.setattr(job_plan, "policy_for", lambda *args, **plan: replace(policy_for(*args, **plan), rows=6))
+    engine = Engine()
+    config = EngineConfig(
+        str(folder), device=f"emulated:{CARD}?host=fixed", precision="bf16", threads=1, vram_bytes=300 * 2**20
+    )
+    engine.load_exactly(config, on_progress=lambda *_: None, cancelled=lambda: False)
+    try:
+        ending, answers = run("first")
+        assert (ending.finished, ending.pace.failed, len(answers)) == (True, 0, ROWS)
+        assert ("Copies to the graphics card take" in ending.note) == (when == "in mid-job")
+        as_said, as_it_is = (planned_rate(engine, str(rows), each, monkeypatch) for each in (1.0, 10.0))
+        assert as_said > 2 * as_it_is
+        assert said[-1].tokens_per_s == pytest.approx(as_it_is, rel=0.15)
+        if when == "in mid-job":
+            assert [each.tokens_per_s for each in said] == pytest.approx([as_said, as_it_is], rel=0.15)
+    finally:
+        engine.unload()
 
 
 @pytest.fixture(autouse=True)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
-from engine.planner.costs import Costs
+from engine.planner.costs import Costs, distinct_experts
 from engine.planner.fiddler import break_even_rows, hit_rate_bounds
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
 from engine.planner.plan import HierarchicalRoofline, Level, operational_intensity, roofline_of
 from engine.planner.policy_search import PerformanceModel, search_policy
-from engine.planner.simulator.batch_costs import OffloadPolicy, distinct_experts
+from engine.planner.simulator.batch_costs import OffloadPolicy
 from engine.planner.workload import WORKLOADS, Workload, parse_workload
 
 _RATE = st.floats(1e9, 1e15)
@@ -68,11 +68,11 @@ def test_a_machine_without_a_card_has_no_such_roofline() -> None:
 def test_a_searched_policy_keeps_within_memory_and_is_the_best_of_a_sample(machine: str) -> None:
     profile, work = read_machine(machine), Workload("batch", 256, 64, sequences=1000)
     for name in model_names()[::5]:
-        model = read_model(name)
-        found = search_policy(profile, model, work)
+        costs = Costs(profile, read_model(name))
+        found = search_policy(costs, work)
         if found is None:
             continue
-        performance, policy = PerformanceModel(profile, model, work), found.policy
+        performance, policy = PerformanceModel(costs, work), found.policy
         assert 1 <= policy.micro_batch <= performance.largest_micro_batch(policy.resident)
         assert policy.sequences <= performance.largest_batch(policy.cached)
         kept = performance.kv_bytes() * policy.sequences * policy.cached

@@ -195,6 +195,7 @@ def _stats(raw: dict[str, Any]) -> AnswerStats:
         tokens_per_s=_time(raw.get("tokens_per_s", 0.0)),
         guessed_tokens=int(raw.get("guessed_tokens", 0)),
         accepted_tokens=int(raw.get("accepted_tokens", 0)),
+        gave_way=_text(raw.get("gave_way", "")),
     )
 
 

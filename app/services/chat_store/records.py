@@ -37,6 +37,7 @@ class AnswerStats:
 
     Attributes:
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
+        gave_way: sentences of the engine on what it did not do as planned.
     """
 
     finish_reason: str = ""
@@ -46,6 +47,7 @@ class AnswerStats:
     tokens_per_s: float = 0.0
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    gave_way: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ def stats_text(message: Message) -> str:
             parts.append(translate("Chat", "reached the limit"))
         elif stats.finish_reason == "context":
             parts.append(translate("Chat", "the context is full"))
+        parts += [said(stats.gave_way)] if stats.gave_way else []
     if message.reason_code == EDITED:
         parts.append(translate("Chat", "edited"))
     if message.reason_code == CANCELLED:

@@ -141,7 +141,7 @@ def _resident(costs: Costs, batch: int, schedule: Schedule) -> float:
     buffers = 2 * (costs.card_layer_bytes + shape.experts * each)
     if not schedule.whole_layers:  # those that were prefetched, and one that arrives
         buffers = 2 * costs.card_layer_bytes + (shape.experts_per_token + 1) * each
-    activations = PerformanceModel(costs.machine, shape, work, each / shape.expert_weights).prefill_bytes_per_token()
+    activations = PerformanceModel(costs, work).prefill_bytes_per_token()
     taken = RUNTIME_BYTES + 2.0 * shape.embedding_weights + buffers + activations * batch * work.prompt_tokens
     weights = shape.all_expert_bytes(costs.precision) + shape.layers * costs.card_layer_bytes
     return min(1.0, max(0.0, usual_rule(costs.machine).card - taken) / weights)

@@ -56,7 +56,7 @@ def run_batches(name: str, setting: Setting, *, record: bool = False) -> Iterato
     rule = setting.rule or usual_rule(machine)
     if name == KLOTSKI:
         rule = with_all_visits(rule, model)
-    performance = PerformanceModel(machine, model, work, costs.expert_bytes / model.expert_weights, rule)
+    performance = PerformanceModel(costs, work, rule)
     for policy in policies_to_try(name, performance, setting):
         kv = performance.kv_bytes() * policy.sequences
         in_ram = kv * (1 - policy.cached)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from engine.planner.costs import Cards, Costs
+from engine.planner.costs import Cards, Costs, most_on_one
 from engine.planner.simulator.sweeps import CopyCost, LayerTimes
 
 _ROUTED_BYTES = 8
@@ -36,14 +36,6 @@ class OffloadPolicy:
     @property
     def micro_batches(self) -> int:
         return -(-self.sequences // self.micro_batch)
-
-
-def distinct_experts(experts: int, per_token: int, tokens: float) -> float:
-    """Distinct experts that `tokens` tokens use in a layer, if all experts are equally likely."""
-    if tokens <= 0:
-        return 0.0
-    unused: float = (1.0 - per_token / experts) ** tokens
-    return experts * (1.0 - unused)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +69,12 @@ class PassCosts:
     def times(self, policy: OffloadPolicy) -> LayerTimes:
         """Times of a layer under this policy."""
         costs, model, count = self.costs, self.costs.model, policy.micro_batches
-        used = distinct_experts(model.experts, model.experts_per_token, self.rows)
-        wanted = max(1, round(distinct_experts(model.experts, model.experts_per_token, self.rows * count)))
+        used = costs.used_experts(self.rows)
+        wanted = max(1, round(costs.used_experts(self.rows * count)))
+        brought = wanted
+        if costs.cards is Cards.EXPERTS:  # as if all cards had as many as the busiest one
+            cards = costs.expert_cards
+            brought = min(model.experts, round(cards * most_on_one(wanted, cards, model.experts)))
         visits = self.rows * model.experts_per_token
         projections = costs.gpu_layer(self.rows, 0, cached=False)
         states = model.attention.heads * model.attention.head_dim + model.attention.kv_elements
@@ -110,8 +106,8 @@ class PassCosts:
             dense=CopyCost() if self.dense_stays else self._weights(costs.card_layer_bytes * away),
             expert=self._weights(costs.expert_bytes * away, costs.h2d_of_experts),
             experts=model.experts,
-            wanted=wanted,
-            hot=min(model.experts_per_token, wanted),
+            wanted=brought,
+            hot=min(model.experts_per_token, brought),
         )
 
     def _attention(self) -> float:

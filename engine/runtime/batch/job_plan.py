@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
 from collections import Counter
@@ -14,14 +15,20 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
+from engine.common.costs import Cost
 from engine.common.errors import EngineError
+from engine.common.falls import FALLS
 from engine.common.pictures import pictures_of
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.latency import LatencyModel
+from engine.experts.shared import parts_of
+from engine.hardware.machine import LinkProfile
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
 from engine.jobs.rows import RowAnswer
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.batch_plan import best_batch
+from engine.planner.batch_plan import GIVEN, best_batch, policy_of
 from engine.planner.batch_prediction import (
     LOOKED_UP_OFF,
     MEASURED_OFF,
@@ -31,11 +38,13 @@ from engine.planner.batch_prediction import (
     predicted_on_card,
 )
 from engine.planner.costs import Costs, engine_costs
-from engine.planner.plan_parts import Limits
+from engine.planner.plan_parts import BatchPlan, Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
 
+_LINK_IS_OFF = 1.5
+"""What was observed of a link counts from so many times what is known of it: single copies scatter."""
 _SINKS = 4
 """First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""
 _READ_ROWS = 48
@@ -156,7 +165,8 @@ def plan_asked(
 
     rows = job_rows(looked_at() if loaded.sight is not None else asked, loaded, generated_tokens)
     try:
-        plan = plan_rows(rows, loaded, find_shape(loaded.info.path))
+        given = policy_of(json.loads(job.policy)) if job.policy else None
+        plan = plan_rows(rows, loaded, find_shape(loaded.info.path), given=given)
     except EngineError:  # the job runs without a prediction
         plan = JobPlan(policy_for(loaded), rows, None)
     kv_type = loaded.kv_type if job.kv_precision == "auto" else KvType[job.kv_precision.upper()]
@@ -201,8 +211,15 @@ def predicted_after(
     return plan.prediction.corrected(min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR), _TIMED)
 
 
-def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Probe | None = None) -> JobPlan:
-    """As `plan_job`, for rows whose lengths are known."""
+def plan_rows(
+    rows: JobRows,
+    loaded: LoadedModel,
+    shape: ModelShape,
+    found: Probe | None = None,
+    *,
+    given: BatchPlan | None = None,
+) -> JobPlan:
+    """As `plan_job`, for rows whose lengths are known, and by a policy by hand if it fits."""
     found = found or probe()
     cards = loaded.devices.devices if loaded.devices is not None else ()
     is_shared = loaded.devices is not None and bool(loaded.devices.experts.ways)
@@ -212,6 +229,9 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
     precision = loaded.info.precision
     machine = machine_profile(found, measured, precision=shape.measured_as(precision))
     off = LOOKED_UP_OFF if measured is None else MEASURED_OFF
+    if given is not None and card is None:
+        why = "the cards share layers" if cards else "the model is on no graphics card"
+        FALLS.say(GIVEN, "the engine's own sizes", why)
     if loaded.devices is None:
         policy = policy_for(loaded)
         costs = _from_disk(engine_costs(machine, shape, precision, loaded.info.threads), loaded)
@@ -229,14 +249,46 @@ def plan_rows(rows: JobRows, loaded: LoadedModel, shape: ModelShape, found: Prob
         machine = with_emulated(machine, name, memory)  # not measured: values of its profile
     if machine.gpu is not None:
         machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)))
+        machine = replace(machine, link=_as_observed(machine.link, loaded))
     sharing: Sharing = "experts" if is_shared else "auto"
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
-    best = best_batch(machine, shape, limits, precision, rows)
+    best = best_batch(machine, shape, limits, precision, rows, given, evenness=evenness_of(loaded))
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)
     plan, lane = best
     predicted = predicted_on_card(rows, plan.sequences, plan.batches, plan.schedule, plan.tokens_per_s, lane, off)
     return JobPlan(policy_for(loaded, plan=plan), rows, predicted)
+
+
+def observed(loaded: LoadedModel) -> LatencyModel | None:
+    """What is known of experts on the card with the slowest link, as measured and as the run has found since."""
+    return max(_latencies(loaded), key=lambda each: each.transfer_s, default=None)
+
+
+def evenness_of(loaded: LoadedModel) -> float:
+    """See `Costs`: as the run has found it where most experts are wanted."""
+    return max((each.costs.predict(Cost.DISTINCT) for each in _latencies(loaded)), default=0.0) or 1.0
+
+
+def _latencies(loaded: LoadedModel) -> list[LatencyModel]:
+    """Of each card."""
+    if loaded.devices is None:
+        return []
+    held = (module.__dict__[BANK_LAYER][1] for module in loaded.model.modules() if BANK_LAYER in module.__dict__)
+    return [part.latency for part in next(filter(None, map(parts_of, held)), ())]
+
+
+def _as_observed(link: LinkProfile, loaded: LoadedModel) -> LinkProfile:
+    """The link as it was found to be, if it is clearly another than was said."""
+    found = observed(loaded)
+    if found is None:
+        return link
+    measured_s = found.link_latency_s + found.record_nbytes / found.link_bytes_per_s
+    bytes_per_s = found.link_bytes_per_s * measured_s / found.transfer_s
+    factor = bytes_per_s / link.h2d
+    if 1 / _LINK_IS_OFF < factor < _LINK_IS_OFF:
+        return link
+    return replace(link, h2d=bytes_per_s, d2h=factor * link.d2h, h2d_pageable=factor * link.h2d_pageable)
 
 
 def _from_disk(costs: Costs, loaded: LoadedModel) -> Costs:

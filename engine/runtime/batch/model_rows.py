@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
+from engine.common.falls import FALLS, passed_over
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.generation import GenerationResult
@@ -15,6 +17,12 @@ from engine.runtime.schedule.background import JobRows
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest
 
+Elsewhere = Callable[[Exception], "ModelRows | None"]
+
+
+def nowhere(_error: Exception) -> None:
+    """Rows do not go on after an error."""
+
 
 class ModelRows:
     """A `RowExecutor` over a loaded model.
@@ -23,19 +31,25 @@ class ModelRows:
         executor: closed with this.
         make_constrained: creates what enforces schemas; called once, if a row needs it.
         family: the model's, whose answers are told apart from its reasoning.
+        elsewhere: told what went wrong; what rows go on with, or None if they do not.
     """
 
     def __init__(
-        self, executor: BatchExecutor | JobRows, make_constrained: Callable[[], ConstrainedAnswers], family: str
+        self,
+        executor: BatchExecutor | JobRows,
+        make_constrained: Callable[[], ConstrainedAnswers],
+        family: str,
+        elsewhere: Elsewhere = nowhere,
     ) -> None:
         self._executor, self._make_constrained, self._family = executor, make_constrained, family
+        self._elsewhere = elsewhere
         self._constrained: ConstrainedAnswers | None = None
-        self._under_way: dict[int, tuple[SplitAnswer, ConstrainedAnswer | None]] = {}
+        self._under_way: dict[int, tuple[RowRequest, SplitAnswer, ConstrainedAnswer | None]] = {}
 
     @property
     def note(self) -> str:
-        """See `BatchExecutor`."""
-        return self._executor.note
+        """Of `BatchExecutor`, and what gave way."""
+        return " ".join(filter(None, (self._executor.note, FALLS.note)))
 
     @property
     def under_way(self) -> tuple[int, int]:
@@ -60,7 +74,18 @@ class ModelRows:
         def answered(answer: GenerationResult) -> None:
             on_row(self._answer(answer))
 
-        return self._executor.run(self._requests(rows, on_row), answered, should_yield, cancelled)
+        while True:
+            try:
+                return self._executor.run(self._requests(rows, on_row), answered, should_yield, cancelled)
+            except Exception as error:
+                with passed_over("Rows of a job could not be given up"):  # the card that they are on may be gone
+                    self._executor.close()
+                if (other := self._elsewhere(error)) is None:
+                    raise
+                rows = chain([asked for asked, _, _ in self._under_way.values()], rows)
+                self._under_way, self._constrained = {}, None
+                self._executor, self._elsewhere = other._executor, other._elsewhere
+                self._make_constrained, self._family = other._make_constrained, other._family
 
     def close(self) -> None:
         """Frees what the executor holds."""
@@ -75,7 +100,7 @@ class ModelRows:
                 on_row(RowAnswer(asked.row, "", "failed", error=error.message))
                 continue
             split = SplitAnswer(self._family)
-            self._under_way[asked.row] = split, constraint
+            self._under_way[asked.row] = asked, split, constraint
             yield BatchRequest(
                 asked.row, asked.messages, sampling=asked.sampling, constraint=constraint, on_prepared=split.begin
             )
@@ -88,7 +113,7 @@ class ModelRows:
         return self._constrained.begin(asked.constraint)
 
     def _answer(self, answer: GenerationResult) -> RowAnswer:
-        split, constraint = self._under_way.pop(answer.row)
+        _, split, constraint = self._under_way.pop(answer.row)
         error, is_complete = answer.error, False
         try:
             with of_one():

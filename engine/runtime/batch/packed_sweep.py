@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from engine.common import clock
+from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
@@ -23,7 +24,7 @@ from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.policy import BatchPolicy, packs_mixers
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, packs_mixers
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
@@ -40,6 +41,7 @@ _LEFT = 8
 
 _PIPELINE, _AS_CHATS = "The pipeline of batches", "experts computed as in a chat"
 _PLANNED = "The schedule that was planned for rows"
+_LINK_IS_OFF = 2.0
 _SETTLED = 3
 """Sweeps in a row by another schedule than the planned one: more than a trial."""
 
@@ -109,7 +111,7 @@ class PackedModel:
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
         self._exact: PagedSteps | None = None
-        self._choice = ScheduleChoice(policy.planned, policy.planned_reading)
+        self._choice = ScheduleChoice(policy.planned, policy.planned_reading, by_hand=policy.by_hand)
         self._last: Schedule | None = None
         self._others = 0
         """Sweeps in a row by `_last`, which is not the planned schedule."""
@@ -137,6 +139,8 @@ class PackedModel:
     def _opened_pipeline(self) -> DevicePipeline | None:
         """None where experts are computed as in a chat; where some of them come over a link, it is said why."""
         if not self._loaded.caches:
+            if self._policy.by_hand:
+                FALLS.say(_PLANNED, _AS_CHATS, "no experts come to the model's device")
             return None
         try:
             pipeline = DevicePipeline(self._loaded, self._layers, self._states, self._policy.resident)
@@ -239,6 +243,7 @@ class PackedModel:
             self._choice.took(chosen, tokens, busy_s, reads=reads)
             if not reads and len(work) >= self._policy.rows:
                 self._compare(schedule)
+                self._heed_link()
             self._record(work, since_ns)
             return self._logits(work, parts, micro_batches)
 
@@ -363,7 +368,7 @@ class PackedModel:
     def _compare(self, schedule: Schedule) -> None:
         """Says that sweeps have settled for another schedule than the planned one: a link may be slower than said."""
         planned = self._policy.planned
-        if planned is None or self._policy.schedule is not None:
+        if planned is None or self._policy.schedule is not None or self._pipeline is None:
             return
         self._others = self._others + 1 if schedule is self._last and schedule is not planned else 0
         self._last = schedule
@@ -371,6 +376,23 @@ class PackedModel:
             FALLS.say(_PLANNED, str(schedule), f"{planned} was measured to be slower here")
         elif schedule is planned:
             FALLS.is_over(_PLANNED)
+
+    def _heed_link(self) -> None:
+        """Has rows planned again where the link is not what it was taken to be.
+
+        Raises:
+            PlanOutdatedError: it is not.
+        """
+        planned_s = self._policy.transfer_s
+        if self._pipeline is None or not planned_s or self._policy.by_hand:
+            return
+        factor = self._pipeline.experts.transfer_s / planned_s
+        if 1 / _LINK_IS_OFF < factor < _LINK_IS_OFF:
+            return
+        times = f"{factor:.1f} times as long as" if factor > 1 else f"{factor:.0%} of what"
+        said = f"Copies to the graphics card take {times} the plan for rows had, so these are planned again."
+        FALLS.tell("The plan for rows", said)
+        raise PlanOutdatedError(ErrorCode.BUSY, said)
 
     def _run(self, index: int, batch: _MicroBatch) -> torch.Tensor:
         if self._native is None:

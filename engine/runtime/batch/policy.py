@@ -6,12 +6,11 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.common.falls import FALLS
+from engine.common.errors import EngineError
 from engine.common.footprint import activation_token_bytes
 from engine.devices.host_memory import available_ram
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType
-from engine.planner.batch_plan import why_not
 from engine.planner.batch_prediction import ROWS_TOGETHER, SWEEP_TOKENS
 from engine.planner.memory import CHUNKS_TOGETHER
 from engine.planner.plan_parts import BatchPlan
@@ -20,9 +19,13 @@ from engine.runtime.kv.reuse import kinds_by_length
 from engine.runtime.kv.window_masks import window_of_cache_alone
 from engine.runtime.loaded_model import LoadedModel
 
+
+class PlanOutdatedError(EngineError):
+    """Rows are to be planned again: the machine is not what it was taken to be."""
+
+
 _MICRO_BATCHES = 8
 """Micro-batches of one sweep on a device without a plan: attention runs two ahead, a bubble is an eighth of a layer."""
-_GIVEN = "The plan that was given for rows"
 _KV_SHARE = 0.5
 """Share of the free RAM: the rest is for activations, the page cache of the input file, and other programs."""
 _LEAST_KV_BYTES = 64 * 2**20
@@ -64,9 +67,11 @@ class BatchPolicy:
         schedule: on a device, the order of a layer's work; `None` for the measured fastest.
         planned, planned_reading: the schedules that the planner expects to be fastest, for decoding and for sweeps that
             read prompts: tried first.
+        by_hand: whether sweeps of all rows follow these alone.
         resident: r_w, the share of each layer's experts that stays on the device; None for what there is memory for.
         cached: r_c, the share of keys and values that stays there.
         row_tokens: a row's tokens at its end, as planned, where keys and values stay on the device.
+        transfer_s: of an expert over the link, as the plan has it; 0 where rows are not planned again.
         kv_type: storage type of keys and values; `None` for the model's own precision.
         ahead: tokens of an answer for which a row reserves pages at a time; `None` for all of them before it begins, so
             that it never has to step aside for another of its kind.
@@ -83,9 +88,11 @@ class BatchPolicy:
     schedule: Schedule | None = None
     planned: Schedule | None = None
     planned_reading: Schedule | None = None
+    by_hand: bool = False
     resident: float | None = None
     cached: float = 0.0
     row_tokens: int = 0
+    transfer_s: float = 0.0
     kv_type: KvType | None = None
     window: int = 0
     kept: int = 0
@@ -97,13 +104,8 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
     """The policy that fits this machine: keys and values get half of the free RAM, or what the budget leaves of it.
 
     Args:
-        plan: sizes chosen by the planner, if it ran; one that cannot be carried out is left alone.
+        plan: sizes chosen by the planner, if it ran.
     """
-    if plan is not None:
-        if why := why_not(plan):
-            FALLS.say(_GIVEN, "the engine's own sizes", why)
-            return policy_for(loaded)
-        FALLS.is_over(_GIVEN)
     rows = plan.sequences if plan is not None else ROWS_TOGETHER
     # Where weights come from disk or over a link, prompts are read in long chunks, because each chunk loads them once.
     # On a card a chunk is as long as its memory allows.
@@ -119,6 +121,7 @@ def policy_for(loaded: LoadedModel, plan: BatchPlan | None = None) -> BatchPolic
         micro_batch_rows=plan.micro_batch,
         planned=SCHEDULES[plan.decode],
         planned_reading=SCHEDULES[plan.prefill],
+        by_hand=plan.by_hand,
         resident=plan.weights_on_card,
         cached=plan.cache_on_card,
         row_tokens=plan.row_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import closing
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
@@ -15,8 +16,8 @@ from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.job import Answerer, run_first_rows, run_job
-from engine.runtime.batch.job_plan import JobPlan, SweepClock, plan_asked, plan_job, predicted_after
-from engine.runtime.batch.model_rows import ModelRows
+from engine.runtime.batch.job_plan import JobPlan, SweepClock, observed, plan_asked, plan_job, predicted_after
+from engine.runtime.batch.model_rows import Elsewhere, ModelRows, nowhere
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
@@ -24,13 +25,21 @@ from engine.runtime.schedule.background import Background, JobRows
 from engine.runtime.schedule.executor import BatchExecutor
 
 _Result = TypeVar("_Result")
+Moved = Callable[[Exception, LoadedModel], LoadedModel | None]
+"""See `Scheduler.moved`."""
 
 
 class OwnHost:
     """The calling thread has the model for this job alone."""
 
-    def __init__(self, loaded: LoadedModel) -> None:
-        self.loaded = loaded
+    def __init__(self, loaded: LoadedModel, moved: Moved) -> None:
+        self.loaded, self._moved = loaded, moved
+
+    def moved(self, error: Exception, loaded: LoadedModel) -> bool:
+        """See `Scheduler.moved`: whether rows can go on with what `loaded` is now."""
+        found = self._moved(error, loaded)
+        self.loaded = found or self.loaded
+        return found is not None
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """What `work` returns."""
@@ -48,8 +57,17 @@ class OwnHost:
 class SharedHost:
     """The jobs of a scheduler; for the thread of one of them."""
 
-    def __init__(self, background: Background) -> None:
-        self._background, self.loaded = background, background.loaded
+    def __init__(self, background: Background, moved: Moved) -> None:
+        self._background, self._moved = background, moved
+
+    @property
+    def loaded(self) -> LoadedModel:
+        """The model, where it is now."""
+        return self._background.loaded
+
+    def moved(self, error: Exception, loaded: LoadedModel) -> bool:
+        """As of `OwnHost`."""
+        return self._background.call(lambda: self._moved(error, loaded)) is not None
 
     def call(self, work: Callable[[], _Result]) -> _Result:
         """See `Background.call`."""
@@ -68,19 +86,31 @@ class HostedModel:
     """A loaded model that answers a job's rows, all of them or some."""
 
     def __init__(self, host: OwnHost | SharedHost) -> None:
-        self._host, self.loaded = host, host.loaded
+        self._host = host
 
     @cached_property
     def answerer(self) -> Answerer:
         """The model, as the job's journal knows it."""
-        return Answerer(self.loaded.info.path, content_digest(Path(self.loaded.info.path)), self.loaded.info.precision)
+        info = self._host.loaded.info
+        return Answerer(info.path, content_digest(Path(info.path)), info.precision)
 
     def open(self, prepared: PreparedJob, watcher: JobWatcher) -> tuple[ModelRows, int]:
-        """Plans for the job; who answers its rows, and how many at once at most."""
-        plan = self._host.call(lambda: plan_job(prepared, self.loaded))
+        """Plans for the job; who answers its rows, and how many at once at most.
+
+        Where the model loses its card, or the link is another than was known, the plan is made again, and rows under
+        way begin again by it.
+        """
+        host, loaded = self._host, self._host.loaded
+
+        def elsewhere(error: Exception) -> ModelRows | None:
+            return self.open(prepared, watcher)[0] if host.moved(error, loaded) else None
+
+        plan = host.call(lambda: plan_job(prepared, loaded))
         if plan.prediction is not None and not prepared.job.is_remote:
             watcher.on_plan(plan.prediction)
-        rows = rows_of(self._host.call(lambda: self._host.executor(plan.policy)), self.loaded)
+        link = observed(loaded)
+        policy = replace(plan.policy, transfer_s=link.transfer_s if link is not None else 0.0)
+        rows = rows_of(host.call(lambda: host.executor(policy)), loaded, elsewhere)
         return rows, plan.policy.rows
 
 
@@ -102,9 +132,9 @@ def open_rows(
     return plan, rows_of(BatchExecutor(loaded, plan.policy), loaded)
 
 
-def rows_of(executor: BatchExecutor | JobRows, loaded: LoadedModel) -> ModelRows:
+def rows_of(executor: BatchExecutor | JobRows, loaded: LoadedModel, elsewhere: Elsewhere = nowhere) -> ModelRows:
     """A job's rows as a loaded model answers them."""
-    return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family)
+    return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family, elsewhere)
 
 
 def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: JobWatcher) -> None:

@@ -166,14 +166,19 @@ class ModelDevices:
         return self._budgets() != self._heeded
 
     def are_short(self, now_s: float) -> bool:
-        """Whether a device refuses memory because others hold it."""
+        """Whether a device refuses memory because others hold it, or may use less than it holds."""
         watches = [device.watch for device in self.devices if device.watch is not None]
         try:
             for watch in watches:
                 watch.look_again(now_s)
         except RuntimeError:  # it has failed: its next use says how
             return False
-        return any(watch.note for watch in watches)
+        return bool(self.short)
+
+    @property
+    def short(self) -> list[Device]:
+        """Those of which others hold memory, as far as is known, or that may use less than they hold."""
+        return [each for each in self.devices if each.memory.excess or (each.watch is not None and each.watch.note)]
 
     @property
     def note(self) -> str:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
+from engine.common.falls import passed_over
 from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
@@ -134,8 +135,8 @@ class Background:
 
         def leave() -> None:
             shared.jobs -= 1
-            if not shared.jobs:
-                self._lanes.pop(key, None)
+            if not shared.jobs and self._lanes.get(key) is shared:
+                del self._lanes[key]
                 shared.lane.free()
 
         return JobRows(self, shared, leave)
@@ -158,12 +159,21 @@ class Background:
         """Ends what jobs want: the model is about to be freed."""
         self._is_closed = True
         self._answer_calls()
+        self.leave()
+
+    def leave(self) -> None:
+        """Ends what jobs have begun; they may begin again once the model has been loaded elsewhere."""
         for run in list(self._runs):
             run.error = run.error or EngineError(ErrorCode.BUSY, _CLOSED)
             self._end(run)
         lanes, self._lanes = self._lanes, {}
         for shared in lanes.values():
-            shared.lane.free()
+            with passed_over("Rows of a job could not be given up"):  # the card that they are on may be gone
+                shared.lane.free()
+
+    def use(self, loaded: LoadedModel) -> None:
+        """Answers with this model from now on."""
+        self.loaded, self._preparation = loaded, Preparation(loaded)
 
     def _answer_calls(self) -> None:
         while True:
@@ -217,7 +227,8 @@ class Background:
         self._runs.remove(run)
         lane, source = run.shared.lane, run.source
         if run.error is not None or run.outcome is BatchOutcome.CANCELLED:
-            lane.drop(source)
+            with passed_over("Rows of a job could not be given up"):
+                lane.drop(source)
         elif source in lane.sources and run.outcome is BatchOutcome.FINISHED:
             lane.sources.remove(source)
         run.ended.set()

@@ -25,7 +25,7 @@ from engine.common.falls import FALLS
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check, never
 from engine.runtime.batch.packed_sweep import PackedModel
-from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
@@ -76,7 +76,7 @@ class Scheduler:
     Args:
         on_news: called on any thread when a job wants `serve` to go on with it.
         places: loads the model without its card when this no longer responds, or others have taken its memory, and
-            again with it.  Requests go on there from what they have been answered; jobs end, in a sentence.
+            again with it.  Requests go on there from what they have been answered; rows of jobs under way begin again.
         on_note: told in a sentence that a device has less memory than it had, and by an empty one that this is over.
     """
 
@@ -98,12 +98,12 @@ class Scheduler:
         self._times = Times()
         self._is_beside = False
         """Whether somebody else computes with the model between two turns."""
+        self.background = Background(loaded, self._job_lane, self._on_news)
         self._use(loaded)
 
     def _use(self, loaded: LoadedModel) -> None:
         """Answers with this model from now on."""
         self.loaded, self._note = loaded, ""
-        self.background = Background(loaded, self._job_lane, self._on_news)
         self._preparation = Preparation(loaded)
         self._kept = loaded.kept
         self._stream = SingleStream(loaded, kept=self._kept)
@@ -335,14 +335,31 @@ class Scheduler:
         if self._places.may_return():
             self._move(self._places.with_card)
 
+    def moved(self, error: Exception, loaded: LoadedModel) -> LoadedModel | None:
+        """The model that a job's rows go on with after this error; None if it has other causes than a lost card, or an
+        outdated plan.
+
+        Args:
+            loaded: what answered them so far.
+        """
+        if self.loaded is loaded and not isinstance(error, PlanOutdatedError):
+            places = self._places
+            if places is None or not self._has_lost_card(error):
+                return None
+            with torch.inference_mode(False):  # which jobs are answered in, and weights must not be made in
+                self._move(lambda: places.without_card(is_lost=self._is_lost))
+        return self.loaded
+
     def _move(self, load: Callable[[], LoadedModel]) -> None:
         """Goes on with the model as `load` loads it."""
         carried = self._carried()
-        self.background.close()
+        self.background.leave()
         self.forget()
         try:
             self._use(load())
+            self.background.use(self.loaded)
         except BaseException as error:
+            self.background.close()
             for asked in carried:
                 asked.end(error)
             raise

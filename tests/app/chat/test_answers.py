@@ -32,6 +32,14 @@ def test_a_question_and_its_answer(page: ChatView, engine: ScriptedEngine, qtbot
     assert page.composer.send_button.text() == "Send"
 
 
+def test_what_gave_way_stands_under_the_answer(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    gone = "The graphics card stopped responding, so the model runs on the CPU now."
+    type_and_send(qtbot, page, "What is the capital of France?")
+    engine.write("It is Paris.")
+    engine.finish(gave_way=gone)
+    assert last_answer(page).figures.endswith(f"  ·  {gone}")
+
+
 def test_shift_enter_starts_a_line_and_an_empty_box_sends_nothing(page: ChatView, qtbot: QtBot) -> None:
     qtbot.keyClick(page.composer.box, Qt.Key.Key_Return)
     qtbot.keyClicks(page.composer.box, "a")

@@ -14,12 +14,16 @@ class ScheduleChoice:
     Args:
         planned, reading: the schedules that the planner expects to be the fastest, for decoding and for sweeps that
             read prompts: taken first.
+        by_hand: whether no others are tried.
 
     Sizes within a factor of two count as one.  The number of experts that a sweep uses, and the arithmetic per expert,
     decide between a link that transfers all of them and a CPU that computes some.
     """
 
-    def __init__(self, planned: Schedule | None = None, reading: Schedule | None = None) -> None:
+    def __init__(
+        self, planned: Schedule | None = None, reading: Schedule | None = None, *, by_hand: bool = False
+    ) -> None:
+        self._others = () if by_hand else _CANDIDATES
         self._first = {False: planned, True: reading}
         self._choices: dict[tuple[int, bool], Choice[Schedule]] = {}
 
@@ -36,5 +40,5 @@ class ScheduleChoice:
 
     def _choice(self, tokens: int, reads: bool) -> Choice[Schedule]:
         first = self._first[reads]
-        arms = tuple(dict.fromkeys(_CANDIDATES if first is None else (first, *_CANDIDATES)))
+        arms = tuple(dict.fromkeys(self._others if first is None else (first, *self._others)))
         return self._choices.setdefault((tokens.bit_length(), reads), Choice(arms, run=1, first=2, in_common=1.0))

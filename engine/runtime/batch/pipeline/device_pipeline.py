@@ -151,6 +151,11 @@ class DevicePipeline:
     def begin(self, index: int, batch: Batch) -> LayerRun:
         """See `LayerWork.begin`."""
         RECORDER.layer = index
+        if (meter := self.device.meter) is not None:  # the library computes the layer on the host's tensors
+            dense = [each for each in self._layers[index].parameters() if each.numel()]
+            nbytes, weights = sum(each.nbytes for each in dense), sum(each.numel() for each in dense)
+            flops = 2.0 * weights * batch.hidden.shape[1]
+            self.device.compute_stream.submit(lambda: meter.kernel(nbytes, flops))
         return LayerRun(lambda: self._layers.run(index, batch.hidden, batch.recording))
 
     def attend(self, call: AttentionCall, pieces: Pieces, number: int, index: int, *, behind: bool) -> AttendedAhead:

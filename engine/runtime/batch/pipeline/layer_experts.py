@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.common.costs import Cost
 from engine.common.falls import FALLS
-from engine.devices.device import Event
+from engine.devices.device import CopyRecord, Direction, Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import BANK_LAYER, compute_experts
 from engine.experts.dispatcher import HybridExperts
@@ -22,6 +23,8 @@ from engine.runtime.batch.pipeline.layer_run import ExpertsCall
 from engine.runtime.batch.pipeline.residents import Residents
 from engine.runtime.load.devices import DeviceExperts
 from engine.telemetry import lanes
+
+_NEARLY_ALL = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,23 @@ class LayerExperts:
             raise
         self._buffers.layer_numbers = [index for index, number in enumerate(self._first_of) if number is not None]
         self.whole = True
+        self._latency, self._record_nbytes = modules[0].latency, layout.nbytes
+        self._not_told = device.copy_log.listen(self._copied)
         self._routing: tuple[Sequence[ExpertsCall], Routing] | None = None
         self._uses = BatchCorrelation(len(modules), self.most)
         self._ends: dict[int, Event] = {}
         """End of the last computation issued for each layer in flight."""
         self._residents = Residents(modules, self._uses.hot)
         self._awaits_residents = resident is not None
+
+    @property
+    def transfer_s(self) -> float:
+        """Of one expert over the link, as far as is known by now."""
+        return self._latency.transfer_s
+
+    def _copied(self, copy: CopyRecord) -> None:
+        if copy.direction == Direction.H2D and copy.nbytes >= self._record_nbytes:
+            self._latency.costs.observe(Cost.H2D, copy.nbytes, copy.ended_s - copy.started_s)
 
     def begin(self) -> None:
         """Before a sweep: those experts that are planned to stay are there, or as many as have room."""
@@ -135,6 +149,7 @@ class LayerExperts:
         """See `LayerWork.bring_wanted`."""
         for number, routing in self._routings(calls):
             self._uses.observe(number, routing.index.numpy())
+            self._note_distinct(routing, self._buffers.experts_of(number))
             wanted = sorted(routing.experts, key=lambda expert: -routing.tokens(expert))
             self._buffers.bring(self._buffers.begin(number), self._missing(number, wanted))
 
@@ -189,6 +204,14 @@ class LayerExperts:
             return compute_experts(call.module, call.hidden, call.index, call.weights)
         return site.experts.with_misses_on_cpu(call.hidden, call.index, call.weights)
 
+    def _note_distinct(self, routing: Routing, experts: int) -> None:
+        """How far routing is from even, where not nearly all experts are used anyway."""
+        tokens = len(routing.index)
+        here = routing.index.numel() - len(routing.absent)
+        even = experts * (1 - (1 - here / (tokens * experts)) ** tokens) if tokens else 0.0
+        if 0 < even < _NEARLY_ALL * experts:
+            self._latency.costs.observe(Cost.DISTINCT, 1, len(routing.experts) / even)
+
     def leave(self, index: int) -> None:
         """Ends a layer: its residents may be replaced."""
         self._routing = None
@@ -211,6 +234,7 @@ class LayerExperts:
 
     def close(self) -> None:
         """Returns all memory.  Safe to call twice."""
+        self._not_told()
         self._residents.release_all()
         self._buffers.close()
         self._held.take_back()
