@@ -192,9 +192,9 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def unread_inputs(config: dict[str, Any]) -> str:
-    """Inputs other than text that the model accepts, as display text (`images and sound`); empty if none."""
-    found = [_INPUTS[key] for key in _INPUTS if isinstance(config.get(key), dict)]
+def unread_inputs(config: dict[str, Any], *, sees: bool = False) -> str:
+    """Inputs of the model that it is not given, as display text (`images and sound`); empty if there are none."""
+    found = [_INPUTS[key] for key in _INPUTS if isinstance(config.get(key), dict) and not (sees and "vision" in key)]
     nested = config.get("thinker_config")
     if isinstance(nested, dict):
         return unread_inputs(nested)

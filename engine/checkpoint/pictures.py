@@ -21,8 +21,7 @@ def is_of_tower(key: str) -> bool:
 
 
 def why_blind(config: Mapping[str, Any], keys: Iterable[str]) -> str:
-    """Why a model with this configuration and these tensors reads text only, completing "NAME reads text only: ..."; empty
-    if it sees."""
+    """Why a model with this configuration and these tensors reads text only, ending a sentence; empty if it sees."""
     if not isinstance(config.get("vision_config"), dict):
         return "it was made for text"
     if config["model_type"] not in SIGHTS:

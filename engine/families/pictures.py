@@ -1,7 +1,7 @@
 """How families that see cut pictures into tokens: sizes and names only, no library.
 
-A picture becomes a grid of patches of some pixels; the tower makes one token of each small square of them.  How large the
-grid is follows from the picture's size and the family's rule, which a test holds to the library's own processors.
+A picture becomes a grid of patches of some pixels; the tower makes one token of each small square of them.  How large
+the grid is follows from the picture's size and the family's rule, which a test holds to the library's own processors.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ class Sight:
     """How a family sees.
 
     Attributes:
-        rule: how large a picture's grid is. "area": as many pixels as it has, within two limits, both sides a multiple of
-            a token's; "frames": the same for films, of which a picture is the first `frames` frames; "square": always the
-            same; "budget": as many tokens as there may be; "edge": at most so many pixels long.
+        rule: how large a picture's grid is. "area": as many pixels as it has, within two limits, both sides a multiple
+            of a token's; "frames": the same for films, of which a picture is the first `frames` frames; "square":
+            always the same; "budget": as many tokens as there may be; "edge": at most so many pixels long.
         processor: the library's module and class that makes numbers of it, without torchvision.
-        patch, merge, frames: pixels of a patch's side, patches of a token's side and how often a picture is repeated, where
-            neither configuration says.
+        patch, merge, frames: pixels of a patch's side, patches of a token's side and how often a picture is repeated,
+            where neither configuration says.
         least, most: pixels of the area, pixels of the edge, or tokens, where the preprocessor's file does not say.
-        before, after: control tokens round a picture's tokens, by their names in the tokenizer; `row_end` after each row but
-            the last, whose end `after` is.
+        mark: which control token the chat template writes for a picture: that of the placeholder, or `boi`.
+        before, after: text round a picture's tokens, with names of control tokens in braces; `row_end` between rows.
         axes: whether tokens have positions of three axes (mrope).
-        both_ways: whether a picture's tokens attend to each other whatever their order.
+        both_ways: the argument by which the library's model is told which tokens are a picture's, where these attend
+            to each other whatever their order; empty where they do not.
     """
 
     rule: Rule
@@ -54,14 +55,15 @@ class Sight:
     frames: int = 2
     least: int = 56 * 56
     most: int = 28 * 28 * 1280
+    mark: Literal["image", "boi"] = "image"
     before: str = ""
     after: str = ""
     row_end: str = ""
     axes: bool = False
-    both_ways: bool = False
+    both_ways: str = ""
 
     def reading(self, vision: Mapping[str, Any], preprocessor: Mapping[str, Any], whole: Mapping[str, Any]) -> Sizes:
-        """The numbers of one model: of its tower's configuration, its preprocessor's file, and all of its configuration."""
+        """The numbers of one model, by its tower's part of its configuration, its preprocessor's file and the whole."""
         size = preprocessor.get("size")
         size = size if isinstance(size, dict) else {}
 
@@ -85,7 +87,8 @@ class Sight:
             size.get("longest_edge"),
             whole.get("mm_tokens_per_image"),
         )
-        return Sizes(self, patch, merge, number(self.frames, preprocessor.get("temporal_patch_size")), least, most)
+        frames = number(self.frames, preprocessor.get("temporal_patch_size"), vision.get("temporal_patch_size"))
+        return Sizes(self, patch, merge, frames, least, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,17 @@ class Sizes:
     frames: int
     least: int
     most: int
+
+    def settings(self) -> dict[str, Any]:
+        """Arguments of the library's processor where the preprocessor's file does not say."""
+        if self.sight.rule in ("area", "frames"):
+            return {
+                "patch_size": self.patch,
+                "merge_size": self.merge,
+                "temporal_patch_size": self.frames,
+                "size": {"shortest_edge": self.least, "longest_edge": self.most},
+            }
+        return {}
 
     def grid(self, width: int, height: int) -> Grid:
         """That of a picture of so many pixels.

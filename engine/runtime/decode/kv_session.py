@@ -42,6 +42,7 @@ from engine.runtime.kv.reuse import (
 )
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import Layout
 from engine.telemetry.lanes import PREFILL
 from engine.telemetry.recorder import RECORDER
 
@@ -93,6 +94,9 @@ class KvSession:
         self._pieces = PromptPieces(loaded)
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
+        self._sight = loaded.sight
+        self._layout: Layout | None = None
+        """Where pictures lie in the prompt."""
         self._kept = kept
         self._form = CacheForm.of(new_cache(loaded.model)) if self._kept is not None else None
         self._cache: Cache | None = None
@@ -154,7 +158,7 @@ class KvSession:
 
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
         """The answer continues the prompt."""
-        return list(prompt)
+        return self._sight.plain(prompt) if self._layout is not None and self._sight is not None else list(prompt)
 
     def read(
         self,
@@ -179,6 +183,9 @@ class KvSession:
         self._beam_room.release()
         self._leave_graphs()
         restart_angles(self._model)
+        self._layout = self._sight.layout(prompt) if self._sight is not None else None
+        if self._layout is not None and self._drafter is not None:
+            self._drafter.clear()
         begun_s = clock.now()
         found = self._reuse(prompt, repeats=repeats and self._devices is None)
         on_reused(found.ram, found.disk, clock.now() - begun_s)
@@ -225,7 +232,12 @@ class KvSession:
 
     def drafters(self) -> list[Drafter]:
         """What guesses its next tokens besides their text."""
-        return [self._drafter] if self._drafter is not None else []
+        return list(self._heads)
+
+    @property
+    def _heads(self) -> list[HeadDrafter]:
+        """A layer that drafts knows no positions of pictures."""
+        return [self._drafter] if self._drafter is not None and self._layout is None else []
 
     def takes(self, tokens: int) -> bool:
         """Whether `several` computes so many tokens now, and `take_back` forgets them exactly.
@@ -253,7 +265,7 @@ class KvSession:
         self._room.make(cache, held + len(ids))
         compute = self._step.several if in_steps else self._step.sweep
         with self._listening():
-            logits = compute(torch.tensor([list(ids)], device=self._device), cache, held)
+            logits = compute(torch.tensor([list(ids)], device=self._device), cache, self._position(held))
         self._room.count(cache)
         self._computed(ids)
         return logits
@@ -266,8 +278,8 @@ class KvSession:
         if before is None:
             self._cache.crop(-tokens)
             del self._ids[-tokens:]
-            if self._drafter is not None:
-                self._drafter.take_back(tokens)
+            for drafter in self._heads:
+                drafter.take_back(tokens)
             return
         # States that have taken the tokens in do not let go of them: those that stay are computed again.
         kept = self._ids[before.length : -tokens]
@@ -277,26 +289,20 @@ class KvSession:
 
     def _sweeps(self, tokens: int) -> bool:
         """Whether the library computes so many tokens at once."""
-        return (
-            self._drafter is not None
-            and 0 < tokens <= MOST_ROWS
-            and type(self._cache) is DynamicCache
-            and bool(self._ids)
-        )
+        return bool(self._heads) and 0 < tokens <= MOST_ROWS and type(self._cache) is DynamicCache and bool(self._ids)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """During a forward."""
         if RECORDER.on:
             RECORDER.forward()
-        if self._drafter is None:
-            yield
-            return
-        self._drafter.listen()
+        for drafter in self._heads:
+            drafter.listen()
         try:
             yield
         except BaseException:
-            self._drafter.stop_listening()
+            for drafter in self._heads:
+                drafter.stop_listening()
             raise
 
     def _computed(self, ids: Sequence[int]) -> None:
@@ -304,15 +310,15 @@ class KvSession:
         held = len(self._ids)
         self._ids.extend(ids)
         self._whole = True
-        if self._drafter is not None:
-            self._drafter.heard(held, ids)
+        for drafter in self._heads:
+            drafter.heard(held, ids)
         if RECORDER.on:
             RECORDER.head()
 
     def forks(self, width: int) -> bool:
         """Whether `beams` share pages, and each step of them is one native call."""
         cache = self.cache
-        can = self._devices is None and self._step.rows_of(width) is not None
+        can = self._devices is None and self._step.rows_of(width) is not None and not self._shift
         return can and cache is not None and BeamPages.can_fork(cache, len(self._ids))
 
     def beams(self, width: int) -> BeamModel:
@@ -323,7 +329,8 @@ class KvSession:
         if rows is not None and self.forks(width):
             return BeamPages(rows, self._cache, len(self._ids), width)
         self._leave_graphs()
-        return BeamCache(self._step, self._cache, len(self._ids), width, self._device, self._beam_room)
+        room = self._beam_room
+        return BeamCache(self._step, self._cache, len(self._ids), width, self._device, room, self._shift)
 
     def _forward(self, tokens: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
         self._whole = False
@@ -331,12 +338,14 @@ class KvSession:
         self._room.make(self._cache, held + len(ids))
         try:
             with self._listening():
-                captured = self.graphs if len(ids) == 1 else None
+                captured = self.graphs if len(ids) == 1 and not self._shift else None
                 again = captured.step(tokens, self._cache, held) if captured is not None else None
                 if again is not None:
                     logits = again
                 else:
-                    logits, self._cache = self._step(tokens, self._cache, held)
+                    layout = self._layout
+                    given = layout.given(held, held + len(ids), self._model) if layout is not None else None
+                    logits, self._cache = self._step(tokens, self._cache, self._position(held), given)
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 raise
@@ -348,6 +357,14 @@ class KvSession:
             return logits
         # Not in the handler, which keeps the tensors of the forward alive.
         return self._compute_again([*self._ids, *ids])
+
+    @property
+    def _shift(self) -> int:
+        """Of the answer's positions, behind pictures."""
+        return self._layout.shift if self._layout is not None else 0
+
+    def _position(self, held: int) -> int:
+        return self._layout.position(held) if self._layout is not None else held
 
     def _reads_less(self, tokens: int) -> bool:
         """After a piece of a prompt for which there was no memory: from now on they are shorter, if they can be."""
@@ -385,6 +402,8 @@ class KvSession:
             end = min(begin + min(piece, self._fitting_tokens), total)
             if begin < last < end and self._forgets():
                 end = last
+            if self._layout is not None:
+                end = self._layout.whole(begin, end)
             yield begin, end
             begin = end
 
@@ -532,9 +551,16 @@ class BeamCache:
     """The KV caches of several sequences with one common prompt."""
 
     def __init__(
-        self, step: StepModel, prompt: Cache, length: int, width: int, device: torch.device, room: KvRoom
+        self,
+        step: StepModel,
+        prompt: Cache,
+        length: int,
+        width: int,
+        device: torch.device,
+        room: KvRoom,
+        shift: int = 0,
     ) -> None:
-        self._step = step
+        self._step, self._shift = step, shift
         self._room = room
         room.make(None, length + 1, width)
         self._cache: Cache = copy.deepcopy(prompt)
@@ -546,7 +572,7 @@ class BeamCache:
         self._room.make(self._cache, self._length + 1, tokens.shape[0])
         if RECORDER.on:
             RECORDER.forward()
-        logits, self._cache = self._step(tokens, self._cache, self._length)
+        logits, self._cache = self._step(tokens, self._cache, self._length + self._shift)
         self._room.count(self._cache)
         self._length += 1
         if RECORDER.on:

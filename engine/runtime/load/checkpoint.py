@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
+from engine.checkpoint.pictures import is_of_tower, why_blind
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
@@ -26,11 +29,13 @@ from engine.runtime.load.library_models import (
     build_skeleton,
     count_weights,
     finish_generation_config,
+    leave_out_tower,
     model_class_for,
     quantizer_for,
     read_library_config,
     tied_to,
 )
+from engine.runtime.pictures import Sight, open_tower
 
 _UNKNOWN_CONTEXT = 32_768
 """For models that set themselves no limit (state-space models, say)."""
@@ -45,6 +50,8 @@ class OpenedCheckpoint:
         sites: its experts modules, in the checkpoint's own precision.
         weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
+        sight: makes what sees, of the tokenizer and the place of embeddings; None for a model that reads text only.
+        why_blind: why it does, completing a sentence.
         left_out: a sentence about what the checkpoint wants quantised besides weights; may be empty.
         guesses: whether the model has the layer that guesses tokens.
     """
@@ -59,6 +66,8 @@ class OpenedCheckpoint:
     unread: str
     left_out: str
     guesses: bool = False
+    sight: Callable[[Any, torch.device], Sight] | None = None
+    why_blind: str = ""
 
     @property
     def name(self) -> str:
@@ -116,13 +125,21 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     tensors = read_tensors(directory, guesses=guesses)
     check_filled(tensors.values())
     profile = profile_of(raw, tensors.values())
+    why = why_blind(raw, tensors)
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
+    sight = None
+    if not why:
+        tower = partial(open_tower, library_config, tensors, dtype, quantizer, adapter)
+        sight = partial(Sight, directory, raw, library_config, tower, is_whole=leave_out_tower(model))
+        tensors = {key: entry for key, entry in tensors.items() if not is_of_tower(key)}
     if guesses:
         tensors = add_draft_head(model, tensors, lambda make: build_beside(model, dtype, make))
     sites = find_sites(model, parameter_dtypes(model, dtype))
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
     left_out = left_out_note(directory, raw)
-    unread, has_head = unread_inputs(raw), draft_head_of(model) is not None
-    return OpenedCheckpoint(directory, profile, model, sites, plan, dtype, weights, unread, left_out, has_head)
+    unread, has_head = unread_inputs(raw, sees=not why), draft_head_of(model) is not None
+    return OpenedCheckpoint(
+        directory, profile, model, sites, plan, dtype, weights, unread, left_out, has_head, sight, why
+    )

@@ -53,6 +53,7 @@ from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
+from engine.runtime.pictures import Blind
 from engine.runtime.segments import SegmentedCapture
 
 _log = logging.getLogger(__name__)
@@ -276,7 +277,7 @@ def _hand_over(
         tables_note(placement.tables.on_disk) if plan.tables else "",
         layers_note(placement.streamed) if plan.streamed else "",
         file.left_out,
-        f"Switchyard gives this model text only, no {file.unread.replace(' and ', ' or ')}." if file.unread else "",
+        unread_note(file),
         kv_note,
         stored_note(file.plan) if plan.precision == STORED and not plan.in_place else "",
         head_note(model, wanted=plan.wants_head, on_card=bool(plan.devices)),
@@ -300,6 +301,7 @@ def _hand_over(
         kv_bytes_per_token=kv_bytes,
         device_note=_joined(*notes),
         is_hampered=any(faults),
+        sees=file.sight is not None,
         template_note=template_note(tokenizer),
         thinking=thinking_choices(template_text(tokenizer)),
         thinks=may_think(template_text(tokenizer), profile.family),
@@ -329,6 +331,8 @@ def _hand_over(
         speculates=plan.speculates,
         prepared=prepared,
         kv_type=kv_type,
+        sight=file.sight(tokenizer, plan.dense) if file.sight is not None else None,
+        blind=Blind(file.name, file.why_blind) if file.why_blind else None,
     )
 
 
@@ -354,6 +358,14 @@ def head_note(model: Any, *, wanted: bool, on_card: bool) -> str:
         return ""
     why = "the model runs on a card" if on_card else "this checkpoint has none that Switchyard knows"
     return f"No layer for drafting tokens is used: {why}."
+
+
+def unread_note(file: OpenedCheckpoint) -> str:
+    """Says what else than text the model could take, and is not given."""
+    if not file.unread:
+        return ""
+    taken = "text and images" if file.sight is not None else "text"
+    return f"Switchyard gives this model {taken} only, no {file.unread.replace(' and ', ' or ')}."
 
 
 def threads_note(asked: int | None, used: int) -> str:

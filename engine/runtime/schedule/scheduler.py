@@ -405,7 +405,8 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if asked.prepared.request.cancelled():
             raise RequestCancelled
-        is_wanted = request.sampling.beams == 1 and (self._are_exact or self._single is not None)
+        reads_text = asked.prepared.layout is None
+        is_wanted = request.sampling.beams == 1 and reads_text and (self._are_exact or self._single is not None)
         together = self._shared() if is_wanted else None
         shares = together is not None and together.has_room_for(asked.prepared)
         if together is not None and shares and together.is_exact:
