@@ -42,7 +42,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8"
 _CONVERTED = re.compile(r"-(?P<place>[0-9a-f]{12})\.gguf")
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 _MORE_BESIDE = (
-    MANIFEST_NAME, "tiktoken.model", "sentencepiece.bpe.model", "preprocessor_config.json", "processor_config.json",
+    MANIFEST_NAME, "tiktoken.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 """Files of models that are not downloaded."""
 _ABOUT = re.compile(r"(?:readme|licen[cs]e|notice|use_policy|copying)(?:\.md|\.txt)?|\.gitattributes", re.IGNORECASE)

@@ -27,7 +27,8 @@ SINGLE_NAME = "model.safetensors"
 _BESIDE_WEIGHTS = (
     CONFIG_NAME, INDEX_NAME, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
-    "tekken.json", "chat_template.jinja", "chat_template.json", *BESIDE,
+    "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    *BESIDE,
 )  # fmt: skip
 MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 Rule = Literal["area", "frames", "square", "budget", "edge"]
@@ -41,6 +41,7 @@ class Sight:
         patch, merge, frames: pixels of a patch's side, patches of a token's side and how often a picture is repeated,
             where neither configuration says.
         least, most: pixels of the area, pixels of the edge, or tokens, where the preprocessor's file does not say.
+        edge: pixels of a square's side, where the tower's configuration does not say.
         mark: which control token the chat template writes for a picture: that of the placeholder, or `boi`.
         before, after: text round a picture's tokens, with names of control tokens in braces; `row_end` between rows.
         axes: whether tokens have positions of three axes (mrope).
@@ -55,6 +56,7 @@ class Sight:
     frames: int = 2
     least: int = 56 * 56
     most: int = 28 * 28 * 1280
+    edge: int = 224
     mark: Literal["image", "boi"] = "image"
     before: str = ""
     after: str = ""
@@ -88,7 +90,8 @@ class Sight:
             whole.get("mm_tokens_per_image"),
         )
         frames = number(self.frames, preprocessor.get("temporal_patch_size"), vision.get("temporal_patch_size"))
-        return Sizes(self, patch, merge, frames, least, most)
+        edge = number(self.edge, vision.get("image_size"))
+        return Sizes(self, patch, merge, frames, least, most, edge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,17 +104,24 @@ class Sizes:
     frames: int
     least: int
     most: int
+    edge: int
 
     def settings(self) -> dict[str, Any]:
-        """Arguments of the library's processor where the preprocessor's file does not say."""
-        if self.sight.rule in ("area", "frames"):
-            return {
-                "patch_size": self.patch,
-                "merge_size": self.merge,
-                "temporal_patch_size": self.frames,
-                "size": {"shortest_edge": self.least, "longest_edge": self.most},
-            }
-        return {}
+        """Sizes as the library's processor takes them."""
+        side, sized = self.patch * self.merge, {"shortest_edge": self.least, "longest_edge": self.most}
+        match self.sight.rule:
+            case "square":
+                return {"size": {"height": self.edge, "width": self.edge}}
+            case "budget":
+                return {"patch_size": self.patch, "pooling_kernel_size": self.merge, "max_soft_tokens": self.most}
+            case "edge":
+                return {"patch_size": {"height": side, "width": side}, "size": {"longest_edge": self.most}}
+        return {
+            "patch_size": self.patch,
+            "merge_size": self.merge,
+            "temporal_patch_size": self.frames,
+            "size": sized,
+        }
 
     def grid(self, width: int, height: int) -> Grid:
         """That of a picture of so many pixels.
@@ -167,10 +177,33 @@ class Sizes:
 
 
 _QWEN = Sight(rule="area", processor="qwen2_vl:Qwen2VLImageProcessorPil", axes=True)
-_GLM = Sight(
-    rule="frames", processor="glm46v:Glm46VImageProcessorPil", axes=True, least=112 * 112, most=28 * 28 * 15000
-)
+_GLM = Sight(rule="frames", processor="glm4v:Glm4vImageProcessorPil", axes=True, least=112 * 112, most=28 * 28 * 15000)
 SIGHTS: dict[str, Sight] = {
+    "gemma3": Sight(
+        rule="square",
+        processor="gemma3:Gemma3ImageProcessorPil",
+        most=256,
+        mark="boi",
+        before="\n\n{boi}",
+        after="{eoi}\n\n",
+        both_ways="token_type_ids",
+    ),
+    "gemma4": Sight(
+        rule="budget",
+        processor="gemma4:Gemma4ImageProcessorPil",
+        patch=16,
+        merge=3,
+        most=280,
+        before="{boi}",
+        after="{eoi}",
+        both_ways="mm_token_type_ids",
+    ),
+    "glm4v": _GLM,
+    "glm4v_moe": _GLM,
+    "glm46v": replace(_GLM, processor="glm46v:Glm46VImageProcessorPil"),
+    "mistral3": Sight(
+        rule="edge", processor="pixtral:PixtralImageProcessorPil", most=1540, row_end="[IMG_BREAK]", after="[IMG_END]"
+    ),
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,

@@ -89,7 +89,7 @@ class Blind:
     def refuse(self) -> EngineError:
         """What a request with pictures gets."""
         return EngineError(
-            ErrorCode.INVALID_REQUEST,
+            ErrorCode.PICTURES_NOT_READ,
             f"{self.name} reads text only: {self.why}. Send the text alone, or choose a model that sees.",
         )
 
@@ -118,6 +118,8 @@ class Sight:
         self._open_tower, self._is_whole = open_tower, is_whole
         self._tower: Any = None
         self._processor: Any = None
+        self._lists = True
+        """Whether the library's model takes the rows of each picture by themselves."""
         self._known = WeakValueDictionary[int, SeenPicture]()
         self._recent = OrderedDict[bytes, SeenPicture]()
         self._features = OrderedDict[bytes, Features]()
@@ -255,6 +257,7 @@ class Sight:
                 "version of the model.",
             )
         self.read_pictures += 1
+        self._lists = isinstance(out.pooler_output, list | tuple)
         if RECORDER.on:
             RECORDER.span(lanes.PHASE, lanes.PICTURE, begun_ns, clock.now_ns(), layer=-1, count=expected)
         return Features(rows.to(self._place), tuple(each.to(self._place) for each in deep))
@@ -275,7 +278,8 @@ class Sight:
         if self._is_whole:
             found["input_ids"] = ids
             if rows:
-                out = BaseModelOutputWithPooling(pooler_output=tuple(rows))
+                listed = tuple(rows) if self._lists else torch.cat(rows)[None]
+                out = BaseModelOutputWithPooling(pooler_output=listed)
                 out.deepstack_features = deep
                 found["mm_encoder_outputs"] = {"image": out}
             return found
@@ -397,7 +401,7 @@ def processor_of(directory: Path, sizes: Sizes) -> Any:
     kind = getattr(module, name)
     said = {key: value for key, value in preprocessor_at(directory).items() if key in _SETTINGS}
     try:
-        return kind(**{**sizes.settings(), **said})
+        return kind(**sizes.settings(), **said)
     except Exception as error:  # whatever the library stumbles over
         raise EngineError(
             ErrorCode.CHECKPOINT_DAMAGED,
@@ -408,12 +412,11 @@ def processor_of(directory: Path, sizes: Sizes) -> Any:
 
 _SETTINGS = frozenset(
     (
-        *("size", "min_pixels", "max_pixels", "patch_size", "temporal_patch_size", "merge_size", "image_mean"),
-        *("image_std", "rescale_factor", "resample", "do_resize", "do_rescale", "do_normalize", "max_soft_tokens"),
-        *("pooling_kernel_size",),
+        *("image_mean", "image_std", "rescale_factor", "resample"),
+        *("do_resize", "do_rescale", "do_normalize"),
     )
 )
-"""Of a preprocessor's file; all else is the library's own business."""
+"""Of a preprocessor's file, beside sizes; all else is the library's own business."""
 
 
 def open_tower(

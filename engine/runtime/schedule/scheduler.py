@@ -459,7 +459,7 @@ class Scheduler:
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
-        together = self._shared() if self.loaded.devices is None else None
+        together = self._shared() if self.loaded.devices is None and not policy.reads_pictures else None
         if together is None:
             return lane_for(self.loaded, policy)
         if policy.window or policy.kv_type is not self.loaded.kv_type:

@@ -1,0 +1,291 @@
+"""Models that see: logits and tokens are the library's, and what was read of a picture is never taken for another."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine import cli
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.library import show
+from engine.checkpoint.pictures import picture_tokens
+from engine.common.chat import ChatMessage, Picture
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.kept_context import keep_chat
+from engine.common.pictures import read_picture
+from engine.families.pictures import SIGHTS
+from engine.jobs.rows import never
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.load.kept_context import open_kept
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import processor_of
+from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.scheduler import Scheduler
+from tests.engine.loaded_tiny import NO_END
+from tests.engine.on_devices import MIB, opened
+from tests.engine.seeing_models import SEEING, drawn, reference, seeing_checkpoint, turn
+from tests.engine.test_disk_backed import on_disk
+from tests.engine.tiny_families import tiny_checkpoint
+
+A, B = drawn(30, 22, 1), drawn(17, 40, 2)
+MESSAGES = (turn("Look ", A, " and at ", B, " what is it?"),)
+TOKENS = 8
+
+
+@cache
+def checkpoint(family: str, parent: Path) -> Path:
+    return seeing_checkpoint(family, parent / family)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("seeing")
+
+
+def library_answer(
+    model: LoadedModel, folder: Path, ids: Sequence[int], pictures: Sequence[Picture], tokens: int = TOKENS
+) -> tuple[list[int], list[torch.Tensor]]:
+    """What the library's whole model says to the same tokens and pictures: its tokens, and the logits before each."""
+    assert model.sight is not None
+    given = dict(
+        processor_of(folder, model.sight.sizes)(
+            images=[read_picture(each, "") for each in pictures], return_tensors="pt"
+        )
+    )
+    prompt = torch.tensor([model.sight.plain(ids)])
+    kinds = (prompt == model.sight.placeholder_id).int()
+    family = model.info.family
+    given |= {} if family == "mistral3" else {"token_type_ids" if family == "gemma3" else "mm_token_type_ids": kinds}
+    for unread in ("num_crops", "num_soft_tokens_per_image"):
+        given.pop(unread, None)
+    out = reference(folder).generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        **given,
+        do_sample=False,
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, len(ids) :].tolist(), list(out.logits)
+
+
+def ask(
+    scheduler: Scheduler, *conversations: Sequence[ChatMessage], chat: str = "", **sampling: Any
+) -> list[GenerationResult]:
+    """All at once."""
+    ends: dict[int, Outcome] = {}
+    for number, messages in enumerate(conversations):
+        params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, **sampling})
+        request = BatchRequest(0, tuple(messages), sampling=params, end_ids=NO_END, chat=chat)
+        scheduler.submit(request, lambda outcome, number=number: ends.update({number: outcome}))  # type: ignore[misc]
+    scheduler.serve()
+    results = [ends[number] for number in range(len(conversations))]
+    assert all(isinstance(result, GenerationResult) for result in results), results
+    return results  # type: ignore[return-value]
+
+
+@contextmanager
+def loaded(folder: Path, precision: Any = "fp32", **options: Any) -> Iterator[LoadedModel]:
+    config = EngineConfig(str(folder), device="cpu", precision=precision, threads=1, **options)
+    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=never)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
+    """Two pictures of odd sizes between text, in one piece and in many, then token by token."""
+    with loaded(checkpoint(family, folder)) as model:
+        assert model.info.sees
+        assert "images" not in model.info.device_note
+        ids = Preparation(model).prompt(MESSAGES, never)
+        tokens, expected = library_answer(model, checkpoint(family, folder), ids, (A, B))
+        for chunk in (4096, 7):
+            model.chunk_tokens = chunk
+            session = KvSession(model)
+            with torch.inference_mode():
+                reading = session.read(ids, lambda _done, _all: None, never)
+                try:
+                    while True:
+                        next(reading)
+                except StopIteration as end:
+                    found = [end.value[0]]
+                found += [session.step(torch.tensor([[token]]), token) for token in tokens[:-1]]
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert model.sight is not None
+        assert model.sight.read_pictures == 2
+        for again in range(2):  # what came before is gone on with
+            (answer,) = ask(Scheduler(model), MESSAGES)
+            assert list(answer.token_ids) == tokens, again
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "gemma3"])
+def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
+    place = checkpoint(family, folder)
+    with loaded(place, "bf16") as model:
+        ids = Preparation(model).prompt(MESSAGES, never)
+        _tokens, expected = library_answer(model, place, ids, (A, B))
+        session = KvSession(model)
+        with torch.inference_mode():
+            *_, logits = [*_logits_after(session, ids)]
+        assert (logits.float() - expected[0]).abs().max() < 0.2 * expected[0].std()
+        (answer,) = ask(Scheduler(model), MESSAGES)
+        (again,) = ask(Scheduler(model), MESSAGES)
+        assert answer.token_ids == again.token_ids
+
+
+def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tensor]:
+    reading = session.read(ids, lambda _done, _all: None, never)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            yield end.value[0]
+            return
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
+    with loaded(place) as model:
+        alone = [ask(Scheduler(model), messages)[0].token_ids for messages in (MESSAGES, text)]
+        ids = Preparation(model).prompt(MESSAGES, never)
+        assert list(alone[0]) == library_answer(model, place, ids, (A, B))[0]
+        together = ask(Scheduler(model), MESSAGES, text, (turn("And ", B),))
+        assert [each.token_ids for each in together[:2]] == alone
+        (beams,) = ask(Scheduler(model), MESSAGES, beams=2)
+        assert len(beams.token_ids) == TOKENS
+    with on_disk(monkeypatch, place, "fp32") as model:
+        assert "read from disk" in model.info.device_note
+        assert ask(Scheduler(model), MESSAGES)[0].token_ids == alone[0]
+    with opened(place, vram_bytes=8 * MIB) as model:
+        scheduler = Scheduler(model)
+        assert ask(scheduler, MESSAGES)[0].token_ids == alone[0]
+        scheduler.close()
+
+
+def test_a_picture_is_read_once_and_never_taken_for_another(folder: Path) -> None:
+    same_size = drawn(17, 40, 3)
+    with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
+        scheduler, sight = Scheduler(model), model.sight
+        assert sight is not None
+        (first,) = ask(scheduler, (turn("Look ", B, " what?"),))
+        (again,) = ask(scheduler, (turn("Look ", B, " who?"),))
+        (other,) = ask(scheduler, (turn("Look ", same_size, " what?"),))
+        assert sight.read_pictures == 2
+        begin = Preparation(model).prompt((turn("Look ", B, " what?"),), never)
+        assert again.reused_tokens > begin.index(max(begin))  # more than up to the picture's last token
+        assert other.prompt_tokens == first.prompt_tokens
+        assert other.reused_tokens == next(place for place, token in enumerate(begin) if token >= 2**62)
+        fresh = ask(Scheduler(model), (turn("Look ", same_size, " what?"),))[0]
+        assert other.token_ids == fresh.token_ids
+
+
+def test_what_was_read_of_pictures_survives_a_restart(folder: Path) -> None:
+    place, chat = checkpoint("qwen3_vl_moe", folder), "a chat with pictures"
+    messages = [turn(drawn(60, 60, 5), drawn(50, 62, 6), " what are they?")]
+    keep_chat(chat)
+    answers = []
+    for restart in range(2):
+        with loaded(place) as model:
+            model.kept = open_kept(model)
+            assert model.kept is not None
+            assert model.sight is not None
+            scheduler = Scheduler(model)
+            (answer,) = ask(scheduler, messages, chat=chat)
+            answers.append(answer.token_ids)
+            assert answer.from_disk == (64 if restart else 0)
+            assert model.sight.read_pictures == 2 - restart  # the second begins behind the first 64 tokens
+            assert model.kept.settle(30)
+            scheduler.close()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("family", [family for family in SIGHTS if family not in ("glm4v",)])
+def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
+    vision = {"patch_size": 16} if family.startswith("qwen3") else {}
+    sizes = SIGHTS[family].reading(vision, {}, {"spatial_merge_size": 2})
+    processor, drawing = processor_of(Path("a-model"), sizes), np.random.default_rng(0)
+    for _ in range(25):
+        width, height = (int(side) for side in drawing.integers(1, 900, 2))
+        try:
+            grid = sizes.grid(width, height)
+        except ValueError:
+            with pytest.raises(ValueError, match="aspect"):
+                processor(images=[np.zeros((height, width, 3), np.uint8)], input_data_format="channels_last")
+            continue
+        made = processor(images=[np.zeros((height, width, 3), np.uint8)], input_data_format="channels_last")
+        if "image_grid_thw" in made:
+            _, rows, columns = np.asarray(made["image_grid_thw"])[0] // (1, sizes.merge, sizes.merge)
+            assert (rows, columns) == grid[:2], (width, height)
+        elif "num_soft_tokens_per_image" in made:
+            assert made["num_soft_tokens_per_image"][0] == grid.rows * grid.columns
+        elif "image_sizes" in made:
+            side = sizes.patch * sizes.merge
+            assert [edge // side for edge in made["image_sizes"][0]] == [grid.rows, grid.columns], (width, height)
+        else:
+            assert grid.rows * grid.columns == 256
+
+
+def test_a_command_reads_a_picture_and_a_listing_says_its_price(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = checkpoint("qwen3_vl_moe", folder)
+    file = tmp_path / "a.png"
+    file.write_bytes(base64.b64decode(A.data))
+    options = ["--device", "cpu", "--precision", "fp32", "--threads", "1", "--max-tokens", "3", "--json"]
+    ask_about = ["chat", "--model", str(place), *options, "--prompt", "What?", "--image", str(file)]
+    assert cli.main([*ask_about, "--image", str(file)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    cost = picture_tokens(place, 30, 22)
+    assert cost == 14
+    assert document["prompt_tokens"] > 2 * cost
+    assert cli.main(["models", "show", str(place)]) == 0
+    assert "text and pictures (512 x 512: " in capsys.readouterr().out
+    assert show(str(place)).sees
+    blind = tiny_checkpoint("mixtral", tmp_path / "mixtral")
+    assert cli.main([*ask_about[:2], str(blind), *ask_about[3:]]) == 2
+    said = capsys.readouterr()
+    assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
+
+
+def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path) -> None:
+    place = seeing_checkpoint("qwen3_vl_moe", tmp_path / "cut")
+    weights = place / "model.safetensors"
+    save_file(
+        {key: value for key, value in load_file(weights).items() if ".visual." not in key}, weights, {"format": "pt"}
+    )
+    assert picture_tokens(place, 30, 22) == 14
+    for model, why in ((place, "lacks the weights that see"), (None, "kimi_k25 models see is not known")):
+        where = model or tiny_checkpoint("kimi_k25", tmp_path / "kimi")
+        with loaded(where) as blind:
+            assert not blind.info.sees
+            with pytest.raises(EngineError, match=why) as refusal:
+                Preparation(blind).prompt(MESSAGES, never)
+            assert refusal.value.code is ErrorCode.PICTURES_NOT_READ
+    damaged = seeing_checkpoint("qwen3_vl_moe", tmp_path / "damaged")
+    (damaged / "preprocessor_config.json").write_text('{"image_mean": "much"}')
+    with loaded(damaged) as model, pytest.raises(EngineError, match=r"preprocessor_config\.json again"):
+        Scheduler(model).answer(BatchRequest(0, MESSAGES))
+    assert read_config(damaged)["model_type"] == "qwen3_vl_moe"
+    assert importlib.util.find_spec("torchvision") is None  # nothing here may need it
