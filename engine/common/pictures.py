@@ -60,6 +60,8 @@ _BRANDS = {b"avif": "AVIF", b"avis": "AVIF"} | dict.fromkeys(
     (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"
 )
 _READABLE = ("PNG", "JPEG", "WebP", "GIF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+"""Of files that may be read."""
 
 
 class _DamagedError(Exception):
