@@ -76,6 +76,7 @@ class ModelShape:
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
         sees: whether it is given pictures, too.
+        tower_weights: parameters of what sees, which is read with the first picture.
     """
 
     name: str
@@ -106,6 +107,7 @@ class ModelShape:
     table_columns: int = 0
     stored: StoredWeights | None = None
     sees: bool = False
+    tower_weights: int = 0
 
     @property
     def moe_layers(self) -> int:
@@ -235,6 +237,7 @@ _WITH_DEFAULT = {
     "table_weights": 0,
     "table_rows": 0,
     "table_columns": 0,
+    "tower_weights": 0,
 }
 
 

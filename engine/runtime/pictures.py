@@ -336,7 +336,10 @@ class Layout:
     def __init__(self, sight: Sight, ids: list[int], spans: list[Span]) -> None:
         self.sight, self.ids, self.spans = sight, ids, spans
         self.end = spans[-1].end
-        self.positions, self.shift = self._laid_out() if sight.sizes.sight.axes else (None, 0)
+        self.positions: torch.Tensor | None = None
+        self.shift = 0
+        if sight.sizes.sight.axes:
+            self.positions, self.shift = self._laid_out()
 
     def _laid_out(self) -> tuple[torch.Tensor, int]:
         """As `get_rope_index` of the library: a picture is as long as its longer side."""

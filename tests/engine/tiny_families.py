@@ -60,7 +60,7 @@ def _config_of(family: str, drawn: Mapping[str, Any], overrides: dict[str, Any])
     make_known(family)
     library_default = transformers.AutoConfig.for_model(family)
     top = type(library_default)
-    values = {**(ADAPTED.get(family) or FAMILIES.get(family) or SEEING[family]), **overrides}
+    values = {**{**SEEING, **FAMILIES, **ADAPTED}[family], **overrides}
     if "text_config" not in top.sub_configs:
         for part, of in top.sub_configs.items():  # Dbrx keeps its attention and its experts in parts of their own
             values[part] = {**values[part], **_known_values(of, drawn)}

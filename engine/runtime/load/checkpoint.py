@@ -51,7 +51,8 @@ class OpenedCheckpoint:
         weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
         sight: makes what sees, of the tokenizer and the place of embeddings; None for a model that reads text only.
-        why_blind: why it does, completing a sentence.
+        tower_weights: how many weights what sees has.
+        why_blind: why it reads text only, completing a sentence.
         left_out: a sentence about what the checkpoint wants quantised besides weights; may be empty.
         guesses: whether the model has the layer that guesses tokens.
     """
@@ -68,6 +69,7 @@ class OpenedCheckpoint:
     guesses: bool = False
     sight: Callable[[Any, torch.device], Sight] | None = None
     why_blind: str = ""
+    tower_weights: int = 0
 
     @property
     def name(self) -> str:
@@ -128,8 +130,9 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     why = why_blind(raw, tensors)
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
-    sight = None
+    sight, tower_weights = None, 0
     if not why:
+        tower_weights = sum(entry.numel for key, entry in tensors.items() if is_of_tower(key))
         tower = partial(open_tower, library_config, tensors, dtype, quantizer, adapter)
         sight = partial(Sight, directory, raw, library_config, tower, is_whole=leave_out_tower(model))
         tensors = {key: entry for key, entry in tensors.items() if not is_of_tower(key)}
@@ -141,5 +144,5 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     left_out = left_out_note(directory, raw)
     unread, has_head = unread_inputs(raw, sees=not why), draft_head_of(model) is not None
     return OpenedCheckpoint(
-        directory, profile, model, sites, plan, dtype, weights, unread, left_out, has_head, sight, why
+        directory, profile, model, sites, plan, dtype, weights, unread, left_out, has_head, sight, why, tower_weights
     )
