@@ -27,7 +27,6 @@ from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.common.foreign import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
-from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.embeddings import Embedded, Text, read_texts
 from engine.serving.service import Service, body_of, of_engine, on_a_thread, status_of, while_connected
@@ -89,13 +88,12 @@ class _Ollama:
         family = entry.family or "unknown"
         info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
         template = await on_a_thread(lambda: chat_template(entry.path))
-        thinks = thinking_choices(template) or may_think(template, entry.family)
         chats = not entry.embeds
         able = {
             "completion": chats,
             "vision": chats and entry.sees,
-            "tools": chats and takes_tools(template),
-            "thinking": chats and thinks,
+            "tools": chats and entry.calls_tools,
+            "thinking": chats and entry.thinks,
             "embedding": entry.embeds,
         }
         described = {"details": _described(entry)["details"], "model_info": info, "template": template}

@@ -20,6 +20,7 @@ from engine.common.config import BatchJob
 from engine.common.errors import EngineError
 from engine.common.pictures import pictures_of
 from tests.engine.seeing_models import seeing_checkpoint
+from tests.engine.tiny_families import tiny_checkpoint
 from tests.made_pictures import coloured, file_of, png_of
 
 
@@ -167,9 +168,7 @@ def test_requests_in_openai_s_format_have_pictures(
 def test_a_model_that_reads_text_only_says_so(
     photos: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tests.tiny_checkpoint import write_tiny_checkpoint
-
-    model = write_tiny_checkpoint(tmp_path_factory.mktemp("blind") / "model")
+    model = tiny_checkpoint("mixtral", tmp_path_factory.mktemp("blind") / "model")
     source = photos / "rows.jsonl"
     source.write_text('{"photo": "0.png"}\n', encoding="utf-8")
     command = ["batch", str(source), "--model", str(model), "--image-column", "photo", "--template", "What?"]

@@ -140,6 +140,7 @@ class _Entry:
         self.family, self.parameters, self.bytes_on_disk = name, 10**6, 10**6
         self.precision_words = self.dtype = "float32"
         self.context_tokens, self.last_used, self.embeds, self.sees = 256, 0.0, False, name == "qwen3_moe"
+        self.calls_tools = self.thinks = False
 
 
 def _alone(messages: list[dict[str, str]], **sampling: Any) -> str:
