@@ -224,7 +224,7 @@ MOST_NAMED = 3
 def seeing_text(seeing: Sequence[str]) -> str:
     """Which models on this PC see."""
     if not seeing:
-        return translate("Chat", "No model on this PC sees pictures: the Models page marks those that do.")
+        return translate("Chat", "No model on this PC sees pictures.")
     named = ", ".join(seeing[:MOST_NAMED])
     if len(seeing) > MOST_NAMED:
         named = translate("Chat", "{0} and {1} more").format(named, len(seeing) - MOST_NAMED)
