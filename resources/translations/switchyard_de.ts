@@ -1592,6 +1592,10 @@ negativ</translation>
             <translation>für neue Chats</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>sieht Bilder</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>Standard</translation>
         </message>
@@ -1669,11 +1673,11 @@ negativ</translation>
         </message>
         <message>
             <source>{0} reads text only.</source>
-            <translation type="unfinished" />
+            <translation>{0} liest nur Text.</translation>
         </message>
         <message>
             <source>No model on this PC sees pictures.</source>
-            <translation type="unfinished" />
+            <translation>Kein Modell auf diesem PC sieht Bilder.</translation>
         </message>
         <message>
             <source>{0} and {1} more</source>
@@ -1681,11 +1685,7 @@ negativ</translation>
         </message>
         <message>
             <source>On this PC these see pictures: {0}.</source>
-            <translation type="unfinished" />
-        </message>
-        <message>
-            <source>{0} × {1}</source>
-            <translation type="unfinished" />
+            <translation>Auf diesem PC sehen diese Modelle Bilder: {0}.</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1791,7 +1791,7 @@ negativ</translation>
         </message>
         <message>
             <source>This model reads text only: the pictures in this chat are not read.</source>
-            <translation type="unfinished" />
+            <translation>Dieses Modell liest nur Text: Die Bilder in diesem Chat werden nicht gelesen.</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5175,15 +5175,15 @@ negativ</translation>
         </message>
         <message>
             <source>pictures</source>
-            <translation type="unfinished" />
+            <translation>Bilder</translation>
         </message>
         <message>
             <source>tools</source>
-            <translation type="unfinished" />
+            <translation>Werkzeuge</translation>
         </message>
         <message>
             <source>thinks</source>
-            <translation type="unfinished" />
+            <translation>denkt nach</translation>
         </message>
         <message>
             <source>embeddings</source>
@@ -5191,11 +5191,11 @@ negativ</translation>
         </message>
         <message>
             <source>Sees pictures</source>
-            <translation type="unfinished" />
+            <translation>Sieht Bilder</translation>
         </message>
         <message>
             <source>Calls tools</source>
-            <translation type="unfinished" />
+            <translation>Ruft Werkzeuge auf</translation>
         </message>
         <message>
             <source>Thinks first</source>
@@ -5203,7 +5203,7 @@ negativ</translation>
         </message>
         <message>
             <source>Embeds texts</source>
-            <translation type="unfinished" />
+            <translation>Bettet Texte ein</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5299,11 +5299,11 @@ negativ</translation>
         </message>
         <message>
             <source>Pictures</source>
-            <translation type="unfinished" />
+            <translation>Bilder</translation>
         </message>
         <message>
             <source>Embeddings</source>
-            <translation type="unfinished" />
+            <translation>Embeddings</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5564,11 +5564,11 @@ negativ</translation>
         </message>
         <message>
             <source>What a model can do</source>
-            <translation type="unfinished" />
+            <translation>Was ein Modell kann</translation>
         </message>
         <message>
             <source>Any ability</source>
-            <translation type="unfinished" />
+            <translation>Alle Fähigkeiten</translation>
         </message>
         <message>
             <source>Models on this PC</source>
@@ -5616,7 +5616,7 @@ negativ</translation>
         </message>
         <message>
             <source>No model here is marked so.</source>
-            <translation type="unfinished" />
+            <translation>Kein Modell hier ist so gekennzeichnet.</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5961,7 +5961,7 @@ negativ</translation>
         </message>
         <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
-            <translation type="unfinished" />
+            <translation>{0} hat das Format {1}, das hier nicht gelesen wird: Speichern Sie das Bild als PNG oder JPEG.</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8253,19 +8253,19 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Column of pictures</source>
-            <translation type="unfinished" />
+            <translation>Spalte mit Bildern</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
-            <translation type="unfinished" />
+            <translation>Ihre Zellen sind Pfade von Bildern, ausgehend vom Ordner der Datei, für ein Modell, das Bilder sieht</translation>
         </message>
         <message>
             <source>Pictures: none</source>
-            <translation type="unfinished" />
+            <translation>Bilder: keine</translation>
         </message>
         <message>
             <source>Pictures: {0}</source>
-            <translation type="unfinished" />
+            <translation>Bilder: {0}</translation>
         </message>
         <message>
             <source>Insert column {0}</source>
@@ -8277,11 +8277,11 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
         <message>
             <source>Describe the picture.</source>
-            <translation type="unfinished" />
+            <translation>Beschreibe das Bild.</translation>
         </message>
         <message>
             <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
-            <translation type="unfinished" />
+            <translation>{0} liest nur Text, deshalb erhalten Zeilen mit Bildern keine Antwort: Wählen Sie ein Modell, das Bilder sieht.</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -1592,6 +1592,10 @@ negativo</translation>
             <translation>para chats nuevos</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>ve imágenes</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>predeterminado</translation>
         </message>
@@ -1669,11 +1673,11 @@ negativo</translation>
         </message>
         <message>
             <source>{0} reads text only.</source>
-            <translation type="unfinished" />
+            <translation>{0} solo lee texto.</translation>
         </message>
         <message>
             <source>No model on this PC sees pictures.</source>
-            <translation type="unfinished" />
+            <translation>Ningún modelo de este PC ve imágenes.</translation>
         </message>
         <message>
             <source>{0} and {1} more</source>
@@ -1681,11 +1685,7 @@ negativo</translation>
         </message>
         <message>
             <source>On this PC these see pictures: {0}.</source>
-            <translation type="unfinished" />
-        </message>
-        <message>
-            <source>{0} × {1}</source>
-            <translation type="unfinished" />
+            <translation>En este PC ven imágenes: {0}.</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1791,7 +1791,7 @@ negativo</translation>
         </message>
         <message>
             <source>This model reads text only: the pictures in this chat are not read.</source>
-            <translation type="unfinished" />
+            <translation>Este modelo solo lee texto: las imágenes de este chat no se leen.</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5175,15 +5175,15 @@ negativo</translation>
         </message>
         <message>
             <source>pictures</source>
-            <translation type="unfinished" />
+            <translation>imágenes</translation>
         </message>
         <message>
             <source>tools</source>
-            <translation type="unfinished" />
+            <translation>herramientas</translation>
         </message>
         <message>
             <source>thinks</source>
-            <translation type="unfinished" />
+            <translation>razona</translation>
         </message>
         <message>
             <source>embeddings</source>
@@ -5191,11 +5191,11 @@ negativo</translation>
         </message>
         <message>
             <source>Sees pictures</source>
-            <translation type="unfinished" />
+            <translation>Ve imágenes</translation>
         </message>
         <message>
             <source>Calls tools</source>
-            <translation type="unfinished" />
+            <translation>Llama a herramientas</translation>
         </message>
         <message>
             <source>Thinks first</source>
@@ -5203,7 +5203,7 @@ negativo</translation>
         </message>
         <message>
             <source>Embeds texts</source>
-            <translation type="unfinished" />
+            <translation>Crea embeddings de textos</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5299,11 +5299,11 @@ negativo</translation>
         </message>
         <message>
             <source>Pictures</source>
-            <translation type="unfinished" />
+            <translation>Imágenes</translation>
         </message>
         <message>
             <source>Embeddings</source>
-            <translation type="unfinished" />
+            <translation>Embeddings</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5564,11 +5564,11 @@ negativo</translation>
         </message>
         <message>
             <source>What a model can do</source>
-            <translation type="unfinished" />
+            <translation>Lo que sabe hacer un modelo</translation>
         </message>
         <message>
             <source>Any ability</source>
-            <translation type="unfinished" />
+            <translation>Cualquier capacidad</translation>
         </message>
         <message>
             <source>Models on this PC</source>
@@ -5616,7 +5616,7 @@ negativo</translation>
         </message>
         <message>
             <source>No model here is marked so.</source>
-            <translation type="unfinished" />
+            <translation>Ningún modelo de aquí tiene esta marca.</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5961,7 +5961,7 @@ negativo</translation>
         </message>
         <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
-            <translation type="unfinished" />
+            <translation>{0} está en el formato {1}, que aquí no se lee: guárdela como PNG o JPEG.</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8253,19 +8253,19 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
         <message>
             <source>Column of pictures</source>
-            <translation type="unfinished" />
+            <translation>Columna de imágenes</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
-            <translation type="unfinished" />
+            <translation>Sus celdas son rutas de imágenes, desde la carpeta del archivo, para un modelo que ve imágenes</translation>
         </message>
         <message>
             <source>Pictures: none</source>
-            <translation type="unfinished" />
+            <translation>Imágenes: ninguna</translation>
         </message>
         <message>
             <source>Pictures: {0}</source>
-            <translation type="unfinished" />
+            <translation>Imágenes: {0}</translation>
         </message>
         <message>
             <source>Insert column {0}</source>
@@ -8277,11 +8277,11 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
         <message>
             <source>Describe the picture.</source>
-            <translation type="unfinished" />
+            <translation>Describe la imagen.</translation>
         </message>
         <message>
             <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
-            <translation type="unfinished" />
+            <translation>{0} solo lee texto, por lo que las filas con imágenes no obtienen respuesta: elija un modelo que vea imágenes.</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

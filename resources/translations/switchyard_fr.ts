@@ -1592,6 +1592,10 @@ négatif</translation>
             <translation>pour les nouvelles discussions</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>voit les images</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>par défaut</translation>
         </message>
@@ -1669,11 +1673,11 @@ négatif</translation>
         </message>
         <message>
             <source>{0} reads text only.</source>
-            <translation type="unfinished" />
+            <translation>{0} ne lit que du texte.</translation>
         </message>
         <message>
             <source>No model on this PC sees pictures.</source>
-            <translation type="unfinished" />
+            <translation>Aucun modèle sur ce PC ne voit les images.</translation>
         </message>
         <message>
             <source>{0} and {1} more</source>
@@ -1681,11 +1685,7 @@ négatif</translation>
         </message>
         <message>
             <source>On this PC these see pictures: {0}.</source>
-            <translation type="unfinished" />
-        </message>
-        <message>
-            <source>{0} × {1}</source>
-            <translation type="unfinished" />
+            <translation>Sur ce PC, ces modèles voient les images : {0}.</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1791,7 +1791,7 @@ négatif</translation>
         </message>
         <message>
             <source>This model reads text only: the pictures in this chat are not read.</source>
-            <translation type="unfinished" />
+            <translation>Ce modèle ne lit que du texte : les images de cette discussion ne sont pas lues.</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5175,15 +5175,15 @@ négatif</translation>
         </message>
         <message>
             <source>pictures</source>
-            <translation type="unfinished" />
+            <translation>images</translation>
         </message>
         <message>
             <source>tools</source>
-            <translation type="unfinished" />
+            <translation>outils</translation>
         </message>
         <message>
             <source>thinks</source>
-            <translation type="unfinished" />
+            <translation>réfléchit</translation>
         </message>
         <message>
             <source>embeddings</source>
@@ -5191,11 +5191,11 @@ négatif</translation>
         </message>
         <message>
             <source>Sees pictures</source>
-            <translation type="unfinished" />
+            <translation>Voit les images</translation>
         </message>
         <message>
             <source>Calls tools</source>
-            <translation type="unfinished" />
+            <translation>Appelle des outils</translation>
         </message>
         <message>
             <source>Thinks first</source>
@@ -5203,7 +5203,7 @@ négatif</translation>
         </message>
         <message>
             <source>Embeds texts</source>
-            <translation type="unfinished" />
+            <translation>Crée des embeddings</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5299,11 +5299,11 @@ négatif</translation>
         </message>
         <message>
             <source>Pictures</source>
-            <translation type="unfinished" />
+            <translation>Images</translation>
         </message>
         <message>
             <source>Embeddings</source>
-            <translation type="unfinished" />
+            <translation>Embeddings</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5564,11 +5564,11 @@ négatif</translation>
         </message>
         <message>
             <source>What a model can do</source>
-            <translation type="unfinished" />
+            <translation>Ce qu'un modèle sait faire</translation>
         </message>
         <message>
             <source>Any ability</source>
-            <translation type="unfinished" />
+            <translation>Toutes les capacités</translation>
         </message>
         <message>
             <source>Models on this PC</source>
@@ -5616,7 +5616,7 @@ négatif</translation>
         </message>
         <message>
             <source>No model here is marked so.</source>
-            <translation type="unfinished" />
+            <translation>Aucun modèle ici ne porte cette marque.</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5961,7 +5961,7 @@ négatif</translation>
         </message>
         <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
-            <translation type="unfinished" />
+            <translation>{0} est au format {1}, qui n'est pas lu ici : enregistrez l'image en PNG ou JPEG.</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8253,19 +8253,19 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         </message>
         <message>
             <source>Column of pictures</source>
-            <translation type="unfinished" />
+            <translation>Colonne d'images</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
-            <translation type="unfinished" />
+            <translation>Ses cellules sont des chemins d'images, à partir du dossier du fichier, pour un modèle qui voit les images</translation>
         </message>
         <message>
             <source>Pictures: none</source>
-            <translation type="unfinished" />
+            <translation>Images : aucune</translation>
         </message>
         <message>
             <source>Pictures: {0}</source>
-            <translation type="unfinished" />
+            <translation>Images : {0}</translation>
         </message>
         <message>
             <source>Insert column {0}</source>
@@ -8277,11 +8277,11 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         </message>
         <message>
             <source>Describe the picture.</source>
-            <translation type="unfinished" />
+            <translation>Décris l'image.</translation>
         </message>
         <message>
             <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
-            <translation type="unfinished" />
+            <translation>{0} ne lit que du texte, les lignes avec images restent donc sans réponse : choisissez un modèle qui voit les images.</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -1577,6 +1577,10 @@ negative</source>
             <translation>新しいチャット用</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>画像対応</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>既定</translation>
         </message>
@@ -1654,11 +1658,11 @@ negative</source>
         </message>
         <message>
             <source>{0} reads text only.</source>
-            <translation type="unfinished" />
+            <translation>{0} はテキストのみを読み取ります。</translation>
         </message>
         <message>
             <source>No model on this PC sees pictures.</source>
-            <translation type="unfinished" />
+            <translation>この PC には画像を認識できるモデルがありません。</translation>
         </message>
         <message>
             <source>{0} and {1} more</source>
@@ -1666,11 +1670,7 @@ negative</source>
         </message>
         <message>
             <source>On this PC these see pictures: {0}.</source>
-            <translation type="unfinished" />
-        </message>
-        <message>
-            <source>{0} × {1}</source>
-            <translation type="unfinished" />
+            <translation>この PC で画像を認識できるモデル: {0}。</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1774,7 +1774,7 @@ negative</source>
         </message>
         <message>
             <source>This model reads text only: the pictures in this chat are not read.</source>
-            <translation type="unfinished" />
+            <translation>このモデルはテキストのみを読み取ります。このチャットの画像は読み取られません。</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5143,15 +5143,15 @@ negative</source>
         </message>
         <message>
             <source>pictures</source>
-            <translation type="unfinished" />
+            <translation>画像</translation>
         </message>
         <message>
             <source>tools</source>
-            <translation type="unfinished" />
+            <translation>ツール</translation>
         </message>
         <message>
             <source>thinks</source>
-            <translation type="unfinished" />
+            <translation>思考</translation>
         </message>
         <message>
             <source>embeddings</source>
@@ -5159,11 +5159,11 @@ negative</source>
         </message>
         <message>
             <source>Sees pictures</source>
-            <translation type="unfinished" />
+            <translation>画像を認識</translation>
         </message>
         <message>
             <source>Calls tools</source>
-            <translation type="unfinished" />
+            <translation>ツールを呼び出す</translation>
         </message>
         <message>
             <source>Thinks first</source>
@@ -5171,7 +5171,7 @@ negative</source>
         </message>
         <message>
             <source>Embeds texts</source>
-            <translation type="unfinished" />
+            <translation>テキストを埋め込む</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5267,11 +5267,11 @@ negative</source>
         </message>
         <message>
             <source>Pictures</source>
-            <translation type="unfinished" />
+            <translation>画像</translation>
         </message>
         <message>
             <source>Embeddings</source>
-            <translation type="unfinished" />
+            <translation>埋め込み</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5532,11 +5532,11 @@ negative</source>
         </message>
         <message>
             <source>What a model can do</source>
-            <translation type="unfinished" />
+            <translation>モデルの機能</translation>
         </message>
         <message>
             <source>Any ability</source>
-            <translation type="unfinished" />
+            <translation>すべての機能</translation>
         </message>
         <message>
             <source>Models on this PC</source>
@@ -5584,7 +5584,7 @@ negative</source>
         </message>
         <message>
             <source>No model here is marked so.</source>
-            <translation type="unfinished" />
+            <translation>この機能を持つモデルはありません。</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5928,7 +5928,7 @@ negative</source>
         </message>
         <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
-            <translation type="unfinished" />
+            <translation>{0} は {1} 形式で、ここでは読み取れません。PNG または JPEG で保存してください。</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8216,19 +8216,19 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
         <message>
             <source>Column of pictures</source>
-            <translation type="unfinished" />
+            <translation>画像の列</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
-            <translation type="unfinished" />
+            <translation>セルはファイルのあるフォルダーを基準とする画像のパスで、画像を認識するモデル用です</translation>
         </message>
         <message>
             <source>Pictures: none</source>
-            <translation type="unfinished" />
+            <translation>画像: なし</translation>
         </message>
         <message>
             <source>Pictures: {0}</source>
-            <translation type="unfinished" />
+            <translation>画像: {0}</translation>
         </message>
         <message>
             <source>Insert column {0}</source>
@@ -8240,11 +8240,11 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
         <message>
             <source>Describe the picture.</source>
-            <translation type="unfinished" />
+            <translation>画像を説明してください。</translation>
         </message>
         <message>
             <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
-            <translation type="unfinished" />
+            <translation>{0} はテキストのみを読み取るため、画像のある行には回答が得られません。画像を認識するモデルを選択してください。</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -1577,6 +1577,10 @@ negative</source>
             <translation>用于新对话</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>能看图片</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>默认</translation>
         </message>
@@ -1654,11 +1658,11 @@ negative</source>
         </message>
         <message>
             <source>{0} reads text only.</source>
-            <translation type="unfinished" />
+            <translation>{0} 只能读取文本。</translation>
         </message>
         <message>
             <source>No model on this PC sees pictures.</source>
-            <translation type="unfinished" />
+            <translation>这台电脑上没有能看图片的模型。</translation>
         </message>
         <message>
             <source>{0} and {1} more</source>
@@ -1666,11 +1670,7 @@ negative</source>
         </message>
         <message>
             <source>On this PC these see pictures: {0}.</source>
-            <translation type="unfinished" />
-        </message>
-        <message>
-            <source>{0} × {1}</source>
-            <translation type="unfinished" />
+            <translation>这台电脑上能看图片的模型：{0}。</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1774,7 +1774,7 @@ negative</source>
         </message>
         <message>
             <source>This model reads text only: the pictures in this chat are not read.</source>
-            <translation type="unfinished" />
+            <translation>此模型只能读取文本：不会读取此对话中的图片。</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5143,15 +5143,15 @@ negative</source>
         </message>
         <message>
             <source>pictures</source>
-            <translation type="unfinished" />
+            <translation>图片</translation>
         </message>
         <message>
             <source>tools</source>
-            <translation type="unfinished" />
+            <translation>工具</translation>
         </message>
         <message>
             <source>thinks</source>
-            <translation type="unfinished" />
+            <translation>思考</translation>
         </message>
         <message>
             <source>embeddings</source>
@@ -5159,11 +5159,11 @@ negative</source>
         </message>
         <message>
             <source>Sees pictures</source>
-            <translation type="unfinished" />
+            <translation>能看图片</translation>
         </message>
         <message>
             <source>Calls tools</source>
-            <translation type="unfinished" />
+            <translation>能调用工具</translation>
         </message>
         <message>
             <source>Thinks first</source>
@@ -5171,7 +5171,7 @@ negative</source>
         </message>
         <message>
             <source>Embeds texts</source>
-            <translation type="unfinished" />
+            <translation>能生成文本嵌入</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5267,11 +5267,11 @@ negative</source>
         </message>
         <message>
             <source>Pictures</source>
-            <translation type="unfinished" />
+            <translation>图片</translation>
         </message>
         <message>
             <source>Embeddings</source>
-            <translation type="unfinished" />
+            <translation>嵌入</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5532,11 +5532,11 @@ negative</source>
         </message>
         <message>
             <source>What a model can do</source>
-            <translation type="unfinished" />
+            <translation>模型的能力</translation>
         </message>
         <message>
             <source>Any ability</source>
-            <translation type="unfinished" />
+            <translation>任意能力</translation>
         </message>
         <message>
             <source>Models on this PC</source>
@@ -5584,7 +5584,7 @@ negative</source>
         </message>
         <message>
             <source>No model here is marked so.</source>
-            <translation type="unfinished" />
+            <translation>这里没有带此标记的模型。</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5928,7 +5928,7 @@ negative</source>
         </message>
         <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
-            <translation type="unfinished" />
+            <translation>{0} 是 {1} 格式，这里无法读取：请另存为 PNG 或 JPEG。</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8216,19 +8216,19 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
         <message>
             <source>Column of pictures</source>
-            <translation type="unfinished" />
+            <translation>图片列</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
-            <translation type="unfinished" />
+            <translation>单元格是图片路径（相对于该文件所在的文件夹），供能看图片的模型使用</translation>
         </message>
         <message>
             <source>Pictures: none</source>
-            <translation type="unfinished" />
+            <translation>图片：无</translation>
         </message>
         <message>
             <source>Pictures: {0}</source>
-            <translation type="unfinished" />
+            <translation>图片：{0}</translation>
         </message>
         <message>
             <source>Insert column {0}</source>
@@ -8240,11 +8240,11 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
         <message>
             <source>Describe the picture.</source>
-            <translation type="unfinished" />
+            <translation>请描述这张图片。</translation>
         </message>
         <message>
             <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
-            <translation type="unfinished" />
+            <translation>{0} 只能读取文本，因此带图片的行得不到回答：请选择能看图片的模型。</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -145,6 +145,7 @@ def about_text(row: ModelRow) -> str:
     parts = [
         file_size(entry.bytes_on_disk) if entry.bytes_on_disk else "",
         entry.precision_words,
+        translate("Chat", "sees pictures") if entry.sees else "",
         entry.origin if entry.is_in_place and entry.origin != "folder" else "",
         translate("Chat", "default") if row.is_default else "",
         translate("Chat", "loaded") if row.is_loaded else "",
@@ -233,7 +234,7 @@ def seeing_text(seeing: Sequence[str]) -> str:
 
 def picture_text(width: int, height: int, tokens: int | None) -> str:
     """A picture's size, and what it costs where that is known."""
-    size = translate("Chat", "{0} × {1}").format(count(width), count(height))
+    size = f"{count(width)} × {count(height)}"
     if tokens is None:
         return size
     return f"{size} · {translate('Chat', '{0} tokens', '', tokens).format(count(tokens))}"
