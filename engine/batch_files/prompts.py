@@ -87,7 +87,7 @@ def parse_template(text: str, columns: Sequence[str], image_column: str = "") ->
 
 
 def template_of(columns: Sequence[str], image_column: str = "") -> Template:
-    """The default template: the only column, or one with a typical name, but not the one of pictures.
+    """The default template: the only column, or one with a typical name; beside pictures only such a one.
 
     Raises:
         EngineError: `INVALID_REQUEST`, if that is ambiguous.
@@ -96,7 +96,7 @@ def template_of(columns: Sequence[str], image_column: str = "") -> Template:
     by_name = {name.lower(): name for name in candidates}
     usual = [by_name[name] for name in _USUAL_COLUMNS if name in by_name]
     found = usual[0] if usual else None
-    if found is None and len(candidates) == 1:
+    if found is None and len(candidates) == 1 and not image_column:
         found = candidates[0]
     if found is None:
         example = f"'Summarise: {{{{{candidates[0] if candidates else 'text'}}}}}'"

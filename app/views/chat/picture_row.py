@@ -42,7 +42,7 @@ class PictureRow(Flow):
         self._removable = removable
         self._pictures: tuple[Picture, ...] = ()
         self._captions: tuple[str, ...] = ()
-        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Minimum)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
         self.buttons: list[IconButton] = []
@@ -87,6 +87,8 @@ class PictureRow(Flow):
         words = QLabel(caption, column)
         words.setProperty("role", "secondary")
         words.setFont(small_font(words.font(), CAPTION_PX))
+        column.setMinimumHeight(scaled(HEIGHT_PX) + 2 + words.sizeHint().height())  # so that captions are on one line
+        below.addStretch(1)
         below.addWidget(frame, 0, Qt.AlignmentFlag.AlignLeft)
         below.addWidget(words, 0, Qt.AlignmentFlag.AlignLeft)
         shown.setAccessibleDescription(caption)

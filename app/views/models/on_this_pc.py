@@ -45,6 +45,8 @@ from engine.checkpoint.library import LibraryEntry
 LEAST_ROWS, MOST_ROWS = 2, 7
 _WIDTHS: dict[int, int] = {Column.ORIGIN: 9, Column.SIZE: 8, Column.PRECISION: 9, Column.SPEED: 8, Column.USED: 10}
 """Characters; the name takes the rest."""
+LEAST_NAME = 0.5
+"""Of its column."""
 _NARROW_EM, _NARROWER_EM = 84, 62
 """Widths below which columns are left out; their texts are in the lines below the table."""
 
@@ -291,6 +293,9 @@ class NameDelegate(QStyledItemDelegate):
         area = QRectF(option.rect).adjusted(8, 0, -6, 0)
         small, name, pills = small_font(option.font, 11.5), QFont(option.font), marks(row)
         metrics = QFontMetricsF(name)
+        least = min(metrics.horizontalAdvance(row.entry.name), area.width() * LEAST_NAME)
+        while pills and pills_width(pills, small) > area.width() - least:
+            pills.pop()  # all are in the line below the table
         shown = metrics.elidedText(
             row.entry.name, Qt.TextElideMode.ElideMiddle, area.width() - pills_width(pills, small)
         )

@@ -141,6 +141,7 @@ def model_facts(entry: LibraryEntry) -> str:
         parts.append(translate("Models", "{0} B parameters").format(figures(entry.parameters / 1e9)))
     if entry.experts:
         parts.append(translate("Models", "{0} experts, {1} per token").format(entry.experts, entry.experts_per_token))
+    parts += able_words(entry)
     if entry.context_tokens:
         parts.append(translate("Models", "context {0}").format(count(entry.context_tokens)))
     if entry.last_used is not None:

@@ -10,7 +10,6 @@ import subprocess
 import threading
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -31,11 +30,10 @@ from app.views.chat.picture_row import PictureRow
 from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
-from engine.common.model_info import ModelInfo
 from engine.common.paths import python_module
 from engine.common.pictures import MOST_PICTURES
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
-from tests.app.scripted_engine import STARTER, ScriptedEngine
+from tests.app.scripted_engine import STARTER, ScriptedEngine, seer
 
 HERE = endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m", found=Found("llama.cpp", "", ("m", "blind"), (0, 0)))
 
@@ -142,16 +140,6 @@ def places(row: QWidget) -> list[QLabel]:
 
 def captions(row: QWidget) -> list[str]:
     return [label.text() for label in row.findChildren(QLabel) if not label.property("picture")]
-
-
-def seer(folder: Path) -> ModelInfo:
-    """A model that sees, of which what says so is in a folder."""
-    config = {"model_type": "qwen3_vl_moe", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["Q"], **config}), encoding="utf-8")
-    size = {"shortest_edge": 65536, "longest_edge": 16777216}
-    preparing = {"size": size, "patch_size": 16, "merge_size": 2}
-    (folder / "preprocessor_config.json").write_text(json.dumps(preparing), encoding="utf-8")
-    return replace(STARTER, name="Seer", path=str(folder), sees=True)
 
 
 def test_a_model_on_this_pc_that_sees_is_sent_them_and_says_what_they_cost(
