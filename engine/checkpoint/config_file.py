@@ -73,8 +73,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     if gguf is not None:
         from engine.checkpoint.gguf.checkpoint import gguf_config  # imports numpy, which others do not need
         from engine.checkpoint.gguf.file import read_gguf
+        from engine.checkpoint.gguf.projector import projector_of
 
-        config = gguf_config(read_gguf(gguf))
+        file = read_gguf(gguf)
+        config, projector = gguf_config(file), projector_of(file)
+        if projector is not None:
+            config = {**projector.config, "text_config": config}
         check_numbers(gguf, config)
         return config
     if not directory.exists():

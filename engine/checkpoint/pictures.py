@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint.config_file import MAX_CONFIG_BYTES, read_config, read_json
+from engine.checkpoint.gguf.names import gguf_at
 from engine.common.errors import EngineError, ErrorCode
 from engine.families.pictures import SIGHTS, Grid, Sizes
 
@@ -31,6 +32,17 @@ def why_blind(config: Mapping[str, Any], keys: Iterable[str]) -> str:
     return ""
 
 
+def why_gguf_is_blind(directory: Path) -> str:
+    """The same of a GGUF file; empty for a checkpoint of another kind."""
+    gguf = gguf_at(directory)
+    if gguf is None:
+        return ""
+    from engine.checkpoint.gguf.file import read_gguf
+    from engine.checkpoint.gguf.projector import why_not
+
+    return why_not(read_gguf(gguf))
+
+
 def sizes_of(directory: Path, config: Mapping[str, Any]) -> Sizes:
     """How the model in a folder, which sees and has this configuration, cuts pictures.
 
@@ -46,6 +58,12 @@ def preprocessor_at(directory: Path) -> dict[str, Any]:
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if they are broken.
     """
+    if (gguf := gguf_at(directory)) is not None:
+        from engine.checkpoint.gguf.file import read_gguf  # imports numpy, which others do not need
+        from engine.checkpoint.gguf.projector import projector_of
+
+        projector = projector_of(read_gguf(gguf))
+        return projector.preprocessor if projector is not None else {}
     for name in _FILES:
         file = directory / name
         if file.is_file():

@@ -64,8 +64,11 @@ def read_tensors(
     if gguf is not None:
         from engine.checkpoint.gguf.checkpoint import gguf_tensors  # imports numpy, which others do not need
         from engine.checkpoint.gguf.file import read_gguf
+        from engine.checkpoint.gguf.projector import projector_of
 
-        return gguf_tensors(read_gguf(gguf), guesses=guesses)
+        model = read_gguf(gguf)
+        projector = projector_of(model)
+        return {**gguf_tensors(model, guesses=guesses), **(projector.tensors if projector is not None else {})}
     index, file = directory / INDEX_NAME, directory / CONFIG_NAME
     if index.exists():
         tensors = _from_index(directory, index, open_file)

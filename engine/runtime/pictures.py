@@ -14,7 +14,8 @@ import importlib
 import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,12 @@ from engine.checkpoint.pictures import picture_grid, preprocessor_at, sizes_of
 from engine.common import clock
 from engine.common.chat import Picture
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.falls import FALLS
 from engine.common.pictures import read_picture, size_of
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.families.pictures import Grid, Sizes
 from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.library_conversion import load_rest, plan_loading, tensors_of
 from engine.runtime.load.library_models import build_skeleton, first_line
 from engine.runtime.load.tensor_reader import TensorReader
@@ -42,6 +46,8 @@ FIRST = 1 << 62
 """Ids from here on are tokens of pictures."""
 _CHUNK_BITS, _INDEX_BITS = 45, 17
 _CHUNKS = 8
+_ACTIVATIONS = 64
+"""Numbers that a tower computes at once for each of a picture's: widths of its layers' inner parts, and some more."""
 _MOST_KEPT_BYTES = 256 * 2**20
 _MOST_KNOWN = 64
 """Pictures that prompts may be made of without anybody holding on to them."""
@@ -100,6 +106,7 @@ class Sight:
     Args:
         open_tower: reads its weights, at the first picture.
         place: where embeddings are.
+        devices: cards on which the tower may compute.
     """
 
     def __init__(
@@ -110,11 +117,12 @@ class Sight:
         open_tower: Callable[[], Any],
         tokenizer: Any,
         place: torch.device,
+        devices: ModelDevices | None = None,
         *,
         is_whole: bool,
     ) -> None:
         self.sizes: Sizes = sizes_of(directory, raw)
-        self._directory, self._place = directory, place
+        self._directory, self._place, self._devices = directory, place, devices
         self._open_tower, self._is_whole = open_tower, is_whole
         self._tower: Any = None
         self._processor: Any = None
@@ -132,8 +140,8 @@ class Sight:
         self._names = names
         self.mark: str = names[self.sizes.sight.mark]
         """What the chat template writes for a picture."""
-        self.read_pictures = 0
-        """How often the tower has computed one."""
+        self.read_pictures = self.read_on_card = 0
+        """How often the tower has computed one, and has done so on a card."""
 
     # --- prompts ----------------------------------------------------------------------------------------
 
@@ -247,7 +255,10 @@ class Sight:
             for name, value in given.items()
             if name in takes
         }
-        out = self._tower.get_image_features(**inputs, return_dict=True)
+        numbers = sum(value.numel() for value in inputs.values() if torch.is_tensor(value))
+        with self._on_card(_ACTIVATIONS * numbers * dtype.itemsize) as place:
+            inputs = {name: value.to(place) if torch.is_tensor(value) else value for name, value in inputs.items()}
+            out = self._tower.get_image_features(**inputs, return_dict=True)
         rows, deep = _joined(out.pooler_output), tuple(map(_joined, getattr(out, "deepstack_features", None) or ()))
         expected = seen.grid.rows * seen.grid.columns
         if rows.shape[0] != expected:
@@ -261,6 +272,43 @@ class Sight:
         if RECORDER.on:
             RECORDER.span(lanes.PHASE, lanes.PICTURE, begun_ns, clock.now_ns(), layer=-1, count=expected)
         return Features(rows.to(self._place), tuple(each.to(self._place) for each in deep))
+
+    @contextmanager
+    def _on_card(self, activations: int) -> Iterator[torch.device]:
+        """Where the tower is meanwhile: on the first card, if the experts there can make room for it, or on the CPU.
+
+        Its weights are copied there for a picture and stay in RAM: few are sent, and every token uses experts.
+        """
+        cpu = torch.device("cpu")
+        if self._devices is None:
+            yield cpu
+            return
+        card, experts = self._devices.devices[0], self._devices.experts
+        own = [*self._tower.parameters(), *self._tower.buffers()]
+        reservation = card.memory.reserve(0, MemoryCategory.WEIGHTS)
+        need = sum(each.nbytes for each in own) + activations
+        try:
+            try:
+                reservation.resize(need)
+            except DeviceMemoryError as error:
+                experts.give_back(0, error.asked - error.free + card.memory.excess)
+                reservation.resize(need)
+        except DeviceMemoryError:
+            FALLS.say("The part that sees", "the CPU", f"{card.name} has no room for it beside what it holds")
+            experts.take_back()
+            yield cpu
+            return
+        held = [each.data for each in own]
+        try:
+            for each in own:
+                each.data = each.data.to(card.torch_device)
+            self.read_on_card += 1
+            yield card.torch_device
+        finally:
+            for each, data in zip(own, held, strict=True):
+                each.data = data
+            reservation.release()
+            experts.take_back()
 
     def given(self, layout: Layout, begin: int, end: int, model: Any) -> dict[str, Any]:
         """Arguments of the model's forward for these tokens of a prompt, but for its cache."""

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGUFValueType, GGUFWriter
 from PIL import Image
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModel, AutoTokenizer
 
+from engine.checkpoint.gguf.file import Strings, read_gguf
 from engine.common.chat import ChatMessage, Picture
-from tests.engine.tiny_families import model_class, tiny_checkpoint
+from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+from tests.tiny_gguf import dequantised, write_gguf
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -110,6 +113,84 @@ def turn(*parts: str | Picture) -> ChatMessage:
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     """The library's own model of a checkpoint, whole."""
-    from transformers import AutoConfig
-
     return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype).eval()
+
+
+def with_picture_tokens(file: Path, target: Path) -> Path:
+    """A GGUF model whose vocabulary and chat template know pictures."""
+    read = read_gguf(file)
+    tokens = [*read.metadata["tokenizer.ggml.tokens"]]  # type: ignore[misc]
+    said: Any = read.metadata["tokenizer.ggml.token_type"]
+    kinds = [*(int(kind) for kind in said[:-3]), 3, 3, 3]
+    marks = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+    merges = [*read.metadata["tokenizer.ggml.merges"]]  # type: ignore[misc]
+    gone = set(tokens[-3:])
+    changes: dict[str, Any] = {
+        "tokenizer.ggml.tokens": [*tokens[:-3], *marks],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": [each for each in merges if each.replace(" ", "") not in gone],
+        "tokenizer.chat_template": TEMPLATE.replace("".join(MARKS), "".join(marks)),
+    }
+
+    def keys(writer: GGUFWriter) -> None:
+        for key, value in {**read.metadata, **changes}.items():
+            if key != "general.architecture":
+                plain = value.tolist() if isinstance(value, np.ndarray) else value
+                plain = list(plain) if isinstance(plain, Strings) else plain
+                writer.add_key_value(key, plain, GGUFValueType.get_type(plain))
+
+    tensors = {name: dequantised(entry) for name, entry in read.tensors.items()}
+    return write_gguf(target, tensors, architecture=read.architecture, keys=keys)
+
+
+def drawn_tower(family: str, width: int) -> Any:
+    """A random tower of a family whose rows are so wide."""
+    config = tiny_config(family).vision_config
+    config.out_hidden_size = width
+    with torch.random.fork_rng():
+        torch.manual_seed(11)
+        tower = AutoModel.from_config(config).eval()
+        for parameter in tower.parameters():
+            parameter.data = torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1)
+    return tower
+
+
+def write_mmproj(file: Path, tower: Any, width: int) -> Path:
+    """As llama.cpp's converter writes the towers of Qwen3-VL and those after it."""
+    config, state = tower.config, {name: value.numpy() for name, value in tower.state_dict().items()}
+    patches = state["patch_embed.proj.weight"]
+    tensors = {
+        "v.patch_embd.weight": patches[:, :, 0],
+        "v.patch_embd.weight.1": patches[:, :, 1],
+        "v.patch_embd.bias": state["patch_embed.proj.bias"],
+        "v.position_embd.weight": state["pos_embed.weight"],
+    }
+    parts = {"merger.norm": "v.post_ln", "merger.linear_fc1": "mm.0", "merger.linear_fc2": "mm.2"}
+    layer = {"norm1": "ln1", "norm2": "ln2", "attn.qkv": "attn_qkv", "attn.proj": "attn_out"}
+    layer |= {"mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down"}
+    for at in range(config.depth):
+        parts |= {f"blocks.{at}.{theirs}": f"v.blk.{at}.{name}" for theirs, name in layer.items()}
+    for theirs, name in parts.items():
+        tensors |= {f"{name}.{kind}": state[f"{theirs}.{kind}"] for kind in ("weight", "bias")}
+
+    def keys(writer: GGUFWriter) -> None:
+        writer.add_type("mmproj")
+        writer.add_string("clip.projector_type", "qwen3vl_merger")
+        writer.add_bool("clip.has_vision_encoder", True)
+        numbers = {
+            "projection_dim": width,
+            "block_count": config.depth,
+            "embedding_length": config.hidden_size,
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count": config.num_heads,
+            "patch_size": config.patch_size,
+            "spatial_merge_size": config.spatial_merge_size,
+            "image_min_pixels": 64,
+            "image_max_pixels": 64 * 40,
+        }
+        for name, value in numbers.items():
+            writer.add_uint32(f"clip.vision.{name}", value)
+        for name in ("image_mean", "image_std"):
+            writer.add_array(f"clip.vision.{name}", [0.5, 0.5, 0.5])
+
+    return write_gguf(file, tensors, architecture="clip", keys=keys)

@@ -37,8 +37,18 @@ from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.on_devices import MIB, opened
-from tests.engine.seeing_models import SEEING, drawn, reference, seeing_checkpoint, turn
+from tests.engine.seeing_models import (
+    SEEING,
+    drawn,
+    drawn_tower,
+    reference,
+    seeing_checkpoint,
+    turn,
+    with_picture_tokens,
+    write_mmproj,
+)
 from tests.engine.test_disk_backed import on_disk
+from tests.engine.test_gguf_architectures import unpacked
 from tests.engine.tiny_families import tiny_checkpoint
 
 A, B = drawn(30, 22, 1), drawn(17, 40, 2)
@@ -139,7 +149,7 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
             assert list(answer.token_ids) == tokens, again
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"])
 def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
     place = checkpoint(family, folder)
     with loaded(place, "bf16") as model:
@@ -181,6 +191,8 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
     with opened(place, vram_bytes=8 * MIB) as model:
         scheduler = Scheduler(model)
         assert ask(scheduler, MESSAGES)[0].token_ids == alone[0]
+        assert model.sight is not None
+        assert model.sight.read_on_card == 2
         scheduler.close()
 
 
@@ -267,6 +279,43 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     assert cli.main([*ask_about[:2], str(blind), *ask_about[3:]]) == 2
     said = capsys.readouterr()
     assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
+
+
+@pytest.mark.parametrize(("name", "whole"), [("qwen35", "qwen3_5"), ("qwen35moe", "qwen3_5_moe")])
+def test_a_gguf_file_sees_with_its_mmproj(name: str, whole: str, tmp_path: Path) -> None:
+    """Written as llama.cpp's converter writes the library's tower; text sides are compared elsewhere."""
+    file = with_picture_tokens(unpacked(name, tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
+    with loaded(file, "fp32") as blind:
+        assert not blind.info.sees
+        with pytest.raises(EngineError, match="there is no mmproj file"):
+            Preparation(blind).prompt(MESSAGES, never)
+        text = (ChatMessage("user", "Which one?"),)
+        alone = ask(Scheduler(blind), text)[0].token_ids
+        width = blind.model.config.hidden_size
+    tower = drawn_tower(whole, width)
+    written = write_mmproj(tmp_path / "mmproj-a-model-f32.gguf", tower, width)
+    with loaded(file, "fp32") as ours:
+        assert ours.info.sees
+        assert ask(Scheduler(ours), text)[0].token_ids == alone
+        (answer,) = ask(Scheduler(ours), MESSAGES)
+        assert len(answer.token_ids) == TOKENS
+        assert ours.sight is not None
+        ids = Preparation(ours).prompt(MESSAGES, never)
+        layout = ours.sight.layout(ids)
+        assert layout is not None
+        given = processor_of(file, ours.sight.sizes)(images=[read_picture(A, "")], return_tensors="pt")
+        with torch.no_grad():
+            expected = tower(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
+        torch.testing.assert_close(ours.sight.features(layout.spans[0].seen).rows, expected, rtol=0, atol=1e-5)
+        assert picture_tokens(file, 30, 22) == len(expected) + 2
+    write_mmproj(written, drawn_tower(whole, 2 * width), 2 * width)
+    with loaded(file, "fp32") as ours:
+        assert ask(Scheduler(ours), text)[0].token_ids == alone
+        with pytest.raises(EngineError, match=r"mmproj-a-model-f32\.gguf beside it is the part of another model"):
+            Preparation(ours).prompt(MESSAGES, never)
+    written.write_bytes(written.read_bytes()[:3000])
+    with loaded(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
+        Preparation(ours).prompt(MESSAGES, never)
 
 
 def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
-from engine.checkpoint.pictures import is_of_tower, why_blind
+from engine.checkpoint.pictures import is_of_tower, why_blind, why_gguf_is_blind
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
@@ -23,6 +23,7 @@ from engine.experts.sites import ExpertsSite, find_sites
 from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for
 from engine.runtime.draft_head import add_draft_head, draft_head_of
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
 from engine.runtime.load.library_models import (
     build_beside,
@@ -50,7 +51,7 @@ class OpenedCheckpoint:
         sites: its experts modules, in the checkpoint's own precision.
         weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
-        sight: makes what sees, of the tokenizer and the place of embeddings; None for a model that reads text only.
+        sight: makes what sees, of the tokenizer, the place of embeddings and cards; None for one that reads text only.
         tower_weights: how many weights what sees has.
         why_blind: why it reads text only, completing a sentence.
         left_out: a sentence about what the checkpoint wants quantised besides weights; may be empty.
@@ -67,7 +68,7 @@ class OpenedCheckpoint:
     unread: str
     left_out: str
     guesses: bool = False
-    sight: Callable[[Any, torch.device], Sight] | None = None
+    sight: Callable[[Any, torch.device, ModelDevices | None], Sight] | None = None
     why_blind: str = ""
     tower_weights: int = 0
 
@@ -127,7 +128,7 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     tensors = read_tensors(directory, guesses=guesses)
     check_filled(tensors.values())
     profile = profile_of(raw, tensors.values())
-    why = why_blind(raw, tensors)
+    why = why_gguf_is_blind(directory) or why_blind(raw, tensors)
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
     sight, tower_weights = None, 0

@@ -331,7 +331,7 @@ def _hand_over(
         speculates=plan.speculates,
         prepared=prepared,
         kv_type=kv_type,
-        sight=file.sight(tokenizer, plan.dense) if file.sight is not None else None,
+        sight=file.sight(tokenizer, plan.dense, devices if plan.devices else None) if file.sight is not None else None,
         blind=Blind(file.name, file.why_blind) if file.why_blind else None,
     )
 
