@@ -152,8 +152,7 @@ def test_a_model_on_this_pc_that_sees_is_sent_them_and_says_what_they_cost(
     assert captions(page.composer.pictures) == ["640 × 320 · 202 tokens"]
     assert places(page.composer.pictures)[0].accessibleDescription() == "640 × 320 · 202 tokens"
     assert page.room._pictures() == 202
-    use = page.composer.meter.use
-    assert use is None or use.used >= 202
+    qtbot.waitUntil(lambda: page.composer.meter.use is not None and page.composer.meter.use.used >= 202)
     write(page, "What is it?")
     (message,) = engine.requests[0].command.messages
     assert [part["type"] for part in json.loads(message.parts)] == ["image_url", "text"]
