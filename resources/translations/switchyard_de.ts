@@ -2252,6 +2252,10 @@ negativ</translation>
             <translation>Anweisungen, die das Modell zuerst liest</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>Sampling: {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>Wie das nächste Token gewählt wird: {0}</translation>
         </message>
@@ -8836,6 +8840,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     </context>
     <context>
         <name>TitleBar</name>
+        <message>
+            <source>Model: {0}</source>
+            <translation>Modell: {0}</translation>
+        </message>
         <message>
             <source>Cancel loading</source>
             <translation>Laden abbrechen</translation>

@@ -2252,6 +2252,10 @@ negativo</translation>
             <translation>Instrucciones que el modelo lee primero</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>Muestreo: {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>Cómo se elige el siguiente token: {0}</translation>
         </message>
@@ -8836,6 +8840,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     </context>
     <context>
         <name>TitleBar</name>
+        <message>
+            <source>Model: {0}</source>
+            <translation>Modelo: {0}</translation>
+        </message>
         <message>
             <source>Cancel loading</source>
             <translation>Cancelar la carga</translation>

@@ -2252,6 +2252,10 @@ négatif</translation>
             <translation>Instructions que le modèle lit en premier</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>Échantillonnage : {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>Comment le prochain token est choisi : {0}</translation>
         </message>
@@ -8836,6 +8840,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     </context>
     <context>
         <name>TitleBar</name>
+        <message>
+            <source>Model: {0}</source>
+            <translation>Modèle : {0}</translation>
+        </message>
         <message>
             <source>Cancel loading</source>
             <translation>Annuler le chargement</translation>

@@ -2233,6 +2233,10 @@ negative</source>
             <translation>モデルが最初に読む指示</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>サンプリング: {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>次のトークンの選び方: {0}</translation>
         </message>
@@ -8799,6 +8803,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>TitleBar</name>
+        <message>
+            <source>Model: {0}</source>
+            <translation>モデル: {0}</translation>
+        </message>
         <message>
             <source>Cancel loading</source>
             <translation>読み込みをキャンセル</translation>

@@ -2233,6 +2233,10 @@ negative</source>
             <translation>模型最先读取的指令</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>采样：{0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>如何选择下一个 token：{0}</translation>
         </message>
@@ -8799,6 +8803,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>TitleBar</name>
+        <message>
+            <source>Model: {0}</source>
+            <translation>模型：{0}</translation>
+        </message>
         <message>
             <source>Cancel loading</source>
             <translation>取消加载</translation>
