@@ -75,10 +75,10 @@ def read_config(directory: Path) -> dict[str, Any]:
         from engine.checkpoint.gguf.file import read_gguf
         from engine.checkpoint.gguf.projector import projector_of
 
-        file = read_gguf(gguf)
-        config, projector = gguf_config(file), projector_of(file)
+        model = read_gguf(gguf)
+        config, projector = gguf_config(model), projector_of(model)
         if projector is not None:
-            config = {**projector.config, "text_config": config}
+            config = projector.whole_config(config)
         check_numbers(gguf, config)
         return config
     if not directory.exists():

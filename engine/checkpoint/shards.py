@@ -68,7 +68,8 @@ def read_tensors(
 
         model = read_gguf(gguf)
         projector = projector_of(model)
-        return {**gguf_tensors(model, guesses=guesses), **(projector.tensors if projector is not None else {})}
+        tensors = gguf_tensors(model, guesses=guesses)
+        return projector.whole_tensors(tensors) if projector is not None else tensors
     index, file = directory / INDEX_NAME, directory / CONFIG_NAME
     if index.exists():
         tensors = _from_index(directory, index, open_file)

@@ -47,6 +47,8 @@ class Sight:
         axes: whether tokens have positions of three axes (mrope).
         both_ways: the argument by which the library's model is told which tokens are a picture's, where these attend
             to each other whatever their order; empty where they do not.
+        experts: the argument by which it is told which tokens have experts of their own: a picture's, and the two that
+            begin and end it.
     """
 
     rule: Rule
@@ -63,6 +65,7 @@ class Sight:
     row_end: str = ""
     axes: bool = False
     both_ways: str = ""
+    experts: str = ""
 
     def reading(self, vision: Mapping[str, Any], preprocessor: Mapping[str, Any], whole: Mapping[str, Any]) -> Sizes:
         """The numbers of one model, by its tower's part of its configuration, its preprocessor's file and the whole."""
@@ -179,6 +182,14 @@ class Sizes:
 _QWEN = Sight(rule="area", processor="qwen2_vl:Qwen2VLImageProcessorPil", axes=True)
 _GLM = Sight(rule="frames", processor="glm4v:Glm4vImageProcessorPil", axes=True, least=112 * 112, most=28 * 28 * 15000)
 SIGHTS: dict[str, Sight] = {
+    "ernie4_5_vl_moe": Sight(
+        rule="area",
+        processor="ernie4_5_vl_moe:Ernie4_5_VLMoeImageProcessorPil",
+        frames=1,
+        most=28 * 28 * 6177,
+        axes=True,
+        experts="moe_mm_token_type_ids",
+    ),
     "gemma3": Sight(
         rule="square",
         processor="gemma3:Gemma3ImageProcessorPil",

@@ -133,10 +133,16 @@ class Sight:
         self._features = OrderedDict[bytes, Features]()
         self._turn = threading.Lock()
         self.placeholder_id = _token_id(config, "image_token_id", "image_token_index")
-        names = {"image": tokenizer.convert_ids_to_tokens(self.placeholder_id)}
+        known = self.placeholder_id < len(tokenizer)
+        names = {"image": tokenizer.convert_ids_to_tokens(self.placeholder_id) if known else ""}
         for short in ("boi", "eoi"):
             if (found := _token_id(config, f"{short}_token_id", f"{short}_token_index", default=-1)) >= 0:
                 names[short] = tokenizer.convert_ids_to_tokens(found)
+        ends = (_token_id(config, f"image_{end}_token_id", default=-1) for end in ("start", "end"))
+        self._ends = frozenset(ends)
+        """The tokens that begin and end a picture, where those have a part of their own."""
+        self._follows = None if known else _token_id(config, "boi_token_id", "boi_token_index")
+        """The token that pictures' tokens follow, where no text is one: GGUF files of Gemma 3 have no placeholder."""
         self._names = names
         self.mark: str = names[self.sizes.sight.mark]
         """What the chat template writes for a picture."""
@@ -176,6 +182,16 @@ class Sight:
         Raises:
             EngineError: `MODEL_UNSUPPORTED`: the chat template has no place for them.
         """
+        if self._follows is not None:
+            left = list(pictures)
+            found = [
+                each
+                for token in ids
+                for each in (token, *(left.pop(0).ids() if token == self._follows and left else ()))
+            ]
+            if left:
+                raise self.no_place()
+            return found
         own = (token for each in pictures for token in each.ids())
         found = [next(own, -1) if token == self.placeholder_id else token for token in ids]
         if -1 in found or next(own, -1) != -1:
@@ -193,6 +209,11 @@ class Sight:
     def plain(self, ids: Sequence[int]) -> list[int]:
         """The same with the placeholder in place of pictures' tokens, as the library has it."""
         return [self.placeholder_id if token >= FIRST else token for token in ids]
+
+    def text(self, ids: Sequence[int]) -> list[int]:
+        """The same with a token that the tokenizer knows in their place."""
+        stands = self.placeholder_id if self._follows is None else self._follows
+        return [stands if token >= FIRST else token for token in ids]
 
     def layout(self, ids: Sequence[int]) -> Layout | None:
         """Where pictures lie in a prompt; `None` without any."""
@@ -320,6 +341,9 @@ class Sight:
         else:
             found["position_ids"] = torch.arange(begin, end, device=self._place)[None]
         rows, deep = self._rows(layout, begin, end)
+        if sight.experts:
+            own = [int(token >= FIRST or token in self._ends) for token in layout.ids[begin:end]]
+            found[sight.experts] = torch.tensor([own], device=self._place)
         if sight.both_ways:
             kinds = torch.tensor([[int(token >= FIRST) for token in layout.ids[:end]]], device=self._place)
             found[sight.both_ways] = kinds
@@ -417,7 +441,8 @@ class Layout:
 
     def given(self, begin: int, end: int, model: Any) -> dict[str, Any] | None:
         """Arguments of the model for these tokens; `None` where they are those of text at shifted positions."""
-        if begin >= self.end or end <= self.spans[0].begin:
+        ends = bool(self.sight.sizes.sight.experts)  # which begin and end a picture
+        if begin >= self.end + ends or end <= self.spans[0].begin - ends:
             return None
         return self.sight.given(self, begin, end, model)
 

@@ -80,6 +80,9 @@ def library_answer(
     kinds = (prompt == model.sight.placeholder_id).int()
     family = model.info.family
     given |= {} if family == "mistral3" else {"token_type_ids" if family == "gemma3" else "mm_token_type_ids": kinds}
+    if family == "ernie4_5_vl_moe":
+        marks = torch.tensor([model.sight.placeholder_id + at for at in (-1, 0, 1)])
+        given["moe_mm_token_type_ids"] = torch.isin(prompt, marks).int()
     for unread in ("num_crops", "num_soft_tokens_per_image"):
         given.pop(unread, None)
     out = reference(folder).generate(
@@ -281,7 +284,16 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
 
 
-@pytest.mark.parametrize(("name", "whole"), [("qwen35", "qwen3_5"), ("qwen35moe", "qwen3_5_moe")])
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("gemma3", "gemma3"),
+        ("qwen2vl", "qwen2_5_vl"),
+        ("qwen35", "qwen3_5"),
+        ("qwen35moe", "qwen3_5_moe"),
+        ("qwen3vl", "qwen3_vl"),
+    ],
+)
 def test_a_gguf_file_sees_with_its_mmproj(name: str, whole: str, tmp_path: Path) -> None:
     """Written as llama.cpp's converter writes the library's tower; text sides are compared elsewhere."""
     file = with_picture_tokens(unpacked(name, tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
@@ -292,23 +304,27 @@ def test_a_gguf_file_sees_with_its_mmproj(name: str, whole: str, tmp_path: Path)
         text = (ChatMessage("user", "Which one?"),)
         alone = ask(Scheduler(blind), text)[0].token_ids
         width = blind.model.config.hidden_size
-    tower = drawn_tower(whole, width)
-    written = write_mmproj(tmp_path / "mmproj-a-model-f32.gguf", tower, width)
+    theirs = drawn_tower(whole, width)
+    written = write_mmproj(tmp_path / "mmproj-a-model-f32.gguf", whole, theirs, width)
     with loaded(file, "fp32") as ours:
         assert ours.info.sees
         assert ask(Scheduler(ours), text)[0].token_ids == alone
-        (answer,) = ask(Scheduler(ours), MESSAGES)
+        (answer,) = ask(Scheduler(ours), MESSAGES, repetition_penalty=1.1)
         assert len(answer.token_ids) == TOKENS
         assert ours.sight is not None
         ids = Preparation(ours).prompt(MESSAGES, never)
         layout = ours.sight.layout(ids)
         assert layout is not None
         given = processor_of(file, ours.sight.sizes)(images=[read_picture(A, "")], return_tensors="pt")
+        given.pop("num_crops", None)
         with torch.no_grad():
-            expected = tower(given["pixel_values"], grid_thw=given["image_grid_thw"]).pooler_output
-        torch.testing.assert_close(ours.sight.features(layout.spans[0].seen).rows, expected, rtol=0, atol=1e-5)
+            made = theirs.get_image_features(**given, return_dict=True)
+        expected, features = made.pooler_output[0], ours.sight.features(layout.spans[0].seen)
+        torch.testing.assert_close(features.rows, expected, rtol=0, atol=1e-5)
+        for deep, wanted in zip(features.deep, getattr(made, "deepstack_features", None) or (), strict=True):
+            torch.testing.assert_close(deep, wanted[0], rtol=0, atol=1e-5)
         assert picture_tokens(file, 30, 22) == len(expected) + 2
-    write_mmproj(written, drawn_tower(whole, 2 * width), 2 * width)
+    write_mmproj(written, whole, drawn_tower(whole, 2 * width), 2 * width)
     with loaded(file, "fp32") as ours:
         assert ask(Scheduler(ours), text)[0].token_ids == alone
         with pytest.raises(EngineError, match=r"mmproj-a-model-f32\.gguf beside it is the part of another model"):

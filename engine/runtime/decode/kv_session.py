@@ -158,7 +158,7 @@ class KvSession:
 
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
         """The answer continues the prompt."""
-        return self._sight.plain(prompt) if self._layout is not None and self._sight is not None else list(prompt)
+        return self._sight.text(prompt) if self._layout is not None and self._sight is not None else list(prompt)
 
     def read(
         self,

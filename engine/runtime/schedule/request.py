@@ -251,7 +251,7 @@ class Preparation:
             stop = (*sampling.stop, *self.implied_stops)
             if sampling.repetition_penalty != 1:
                 earlier = self._earlier(request.messages, prompt, cancelled)
-            text = prompt if self._sight is None else self._sight.plain(prompt)
+            text = prompt if self._sight is None else self._sight.text(prompt)
             request.on_prepared(not self._encodes and self.replies.thinks(text))
             if constraint is not None and not self._encodes:
                 constraint = self.replies.free_before(constraint, text, thinking)
