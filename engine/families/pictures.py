@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-Rule = Literal["area", "frames", "square", "budget", "edge"]
+Rule = Literal["area", "frames", "square", "budget", "edge", "fit"]
 _MOST_ELONGATED = 200
 """Times that a side may be as long as the other one, by the rules of an area."""
 
@@ -36,12 +36,13 @@ class Sight:
     Attributes:
         rule: how large a picture's grid is. "area": as many pixels as it has, within two limits, both sides a multiple
             of a token's; "frames": the same for films, of which a picture is the first `frames` frames; "square":
-            always the same; "budget": as many tokens as there may be; "edge": at most so many pixels long.
+            always the same; "budget": as many tokens as there may be; "edge": at most so many pixels long; "fit":
+            made smaller to so many patches, and so many on a side, and then filled up with black.
         processor: the library's module and class that makes numbers of it, without torchvision.
         patch, merge, frames: pixels of a patch's side, patches of a token's side and how often a picture is repeated,
             where neither configuration says.
         least, most: pixels of the area, pixels of the edge, or tokens, where the preprocessor's file does not say.
-        edge: pixels of a square's side, where the tower's configuration does not say.
+        edge: pixels of a square's side, or patches on a side, where the tower's configuration does not say.
         mark: which control token the chat template writes for a picture: that of the placeholder, or `boi`.
         before, after: text round a picture's tokens, with names of control tokens in braces; `row_end` between rows.
         axes: whether tokens have positions of three axes (mrope).
@@ -89,11 +90,12 @@ class Sight:
             self.most,
             preprocessor.get("max_pixels"),
             preprocessor.get("max_soft_tokens"),
+            preprocessor.get("max_patches"),
             size.get("longest_edge"),
             whole.get("mm_tokens_per_image"),
         )
         frames = number(self.frames, preprocessor.get("temporal_patch_size"), vision.get("temporal_patch_size"))
-        edge = number(self.edge, vision.get("image_size"))
+        edge = number(self.edge, size.get("max_height"), vision.get("image_size"))
         return Sizes(self, patch, merge, frames, least, most, edge)
 
 
@@ -154,6 +156,16 @@ class Sizes:
                     width, height = math.floor(width / ratio), math.floor(height / ratio)
                 rows, columns = max(1, math.ceil(height / side)), max(1, math.ceil(width / side))
                 return Grid(rows, columns, rows)
+            case "fit":
+                wide, high = self.fitted(width, height)
+                return Grid(math.ceil(high / side), math.ceil(wide / side), 2)
+
+    def fitted(self, width: int, height: int) -> tuple[int, int]:
+        """What a picture's sides are made by the rule "fit", before it is filled up."""
+        patches = max(1.0, height // self.patch) * max(1.0, width // self.patch)
+        most = self.edge * self.patch
+        scale = min(1.0, math.sqrt(self.most / patches), most / height, most / width)
+        return min(max(1, int(width * scale)), most), min(max(1, int(height * scale)), most)
 
     def _of_area(self, width: int, height: int, frames: int, side: int) -> Grid:
         if max(width, height) > _MOST_ELONGATED * min(width, height):
@@ -212,6 +224,7 @@ SIGHTS: dict[str, Sight] = {
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
     "glm46v": replace(_GLM, processor="glm46v:Glm46VImageProcessorPil"),
+    "kimi_k25": Sight(rule="fit", processor="", most=16384, edge=512),
     "mistral3": Sight(
         rule="edge", processor="pixtral:PixtralImageProcessorPil", most=1540, row_end="[IMG_BREAK]", after="[IMG_END]"
     ),

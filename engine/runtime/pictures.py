@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -107,6 +108,9 @@ class Sight:
         open_tower: reads its weights, at the first picture.
         place: where embeddings are.
         devices: cards on which the tower may compute.
+
+    Raises:
+        LookupError: it cannot be used, for a reason that completes a sentence.
     """
 
     def __init__(
@@ -144,8 +148,10 @@ class Sight:
         self._follows = None if known else _token_id(config, "boi_token_id", "boi_token_index")
         """The token that pictures' tokens follow, where no text is one: GGUF files of Gemma 3 have no placeholder."""
         self._names = names
-        self.mark: str = names[self.sizes.sight.mark]
+        self.mark: str = names.get(self.sizes.sight.mark) or ""
         """What the chat template writes for a picture."""
+        if not (self.mark and all(names.values() if known else (self.mark,))):
+            raise LookupError("its tokenizer has no token for pictures")
         self.read_pictures = self.read_on_card = 0
         """How often the tower has computed one, and has done so on a card."""
 
@@ -268,7 +274,10 @@ class Sight:
         if self._tower is None:
             self._tower = self._open_tower()
             self._processor = processor_of(self._directory, self.sizes)
-        given = self._processor(images=[image], return_tensors="pt")
+        try:
+            given = self._processor(images=[image], return_tensors="pt")
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise _senseless(self._directory, error) from error
         takes = inspect.signature(self._tower.get_image_features).parameters
         dtype = next(self._tower.parameters()).dtype
         inputs = {
@@ -462,7 +471,7 @@ def _token_id(config: Any, *names: str, default: int | None = None) -> int:
         if isinstance(found := getattr(config, name, None), int):
             return found
     if default is None:
-        raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "The model's configuration names no token for pictures.")
+        raise LookupError("its tokenizer has no token for pictures")
     return default
 
 
@@ -472,6 +481,8 @@ def processor_of(directory: Path, sizes: Sizes) -> Any:
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`: the file with its settings makes no sense to the library.
     """
+    if sizes.sight.rule == "fit":
+        return _Fitting(sizes, preprocessor_at(directory))
     package, _, name = sizes.sight.processor.partition(":")
     module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
     kind = getattr(module, name)
@@ -479,11 +490,42 @@ def processor_of(directory: Path, sizes: Sizes) -> Any:
     try:
         return kind(**sizes.settings(), **said)
     except Exception as error:  # whatever the library stumbles over
-        raise EngineError(
-            ErrorCode.CHECKPOINT_DAMAGED,
-            f"What {directory.name} says about preparing pictures makes no sense ({first_line(error)}): get its "
-            "preprocessor_config.json again.",
-        ) from error
+        raise _senseless(directory, error) from error
+
+
+def _senseless(directory: Path, error: Exception) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"What {directory.name} says about preparing pictures makes no sense ({first_line(error)}): get its "
+        "preprocessor_config.json again.",
+    )
+
+
+class _Fitting:
+    """Kimi K2.5's, which the library has for torchvision alone."""
+
+    def __init__(self, sizes: Sizes, said: Mapping[str, Any]) -> None:
+        self._sizes = sizes
+        colours = (said.get("image_mean", [0.5] * 3), said.get("image_std", [0.5] * 3))
+        self._mean, self._std = (np.array(each, np.float32).reshape(3, 1, 1) for each in colours)
+
+    def __call__(self, images: Sequence[Any], return_tensors: str = "pt") -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Patches [N, 3, P, P] of pictures in RGB, and the grid of each."""
+        from PIL.Image import Resampling
+
+        sizes, patches, grids = self._sizes, list[torch.Tensor](), list[list[int]]()
+        for image in images:
+            rows, columns, _ = sizes.grid(*image.size)
+            fitted = image.resize(sizes.fitted(*image.size), Resampling.BICUBIC)
+            side, patch = sizes.patch * sizes.merge, sizes.patch
+            whole = np.zeros((rows * side, columns * side, 3), np.uint8)
+            whole[: fitted.height, : fitted.width] = np.asarray(fitted)
+            numbers = (whole.transpose(2, 0, 1).astype(np.float32) / 255 - self._mean) / self._std
+            high, wide = rows * sizes.merge, columns * sizes.merge
+            cut = torch.from_numpy(numbers).reshape(3, high, patch, wide, patch).permute(1, 3, 0, 2, 4)
+            patches.append(cut.reshape(high * wide, 3, patch, patch))
+            grids.append([1, high, wide])
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
 
 
 _SETTINGS = frozenset(

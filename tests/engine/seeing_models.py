@@ -36,6 +36,7 @@ _PREPARED: dict[str, dict[str, Any]] = {
     "gemma4": {"image_processor": {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 3}},
     "glm4v_moe": _QWEN,
     "glm46v": _QWEN,
+    "kimi_k25": {"size": {"max_height": 8, "max_width": 8}, "max_patches": 40, "patch_size": 4, "merge_size": 2},
     "mistral3": {"size": {"longest_edge": 32}, "patch_size": 4},
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
 }

@@ -6,6 +6,7 @@ have for them.  What belongs to another model is refused in a sentence when a pi
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,11 +16,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS
-from engine.checkpoint.gguf.file import GgufFile, Strings, read_projector
+from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf, read_projector
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
-from engine.common.foreign import open_foreign
+from engine.common.foreign import open_foreign, reason
 
 
 class _Kind(NamedTuple):
@@ -125,6 +126,17 @@ def _found(model: GgufFile) -> Projector | str:
     file = beside(model.path) if model.open_file is open_foreign else None
     if file is None:
         return "there is no mmproj file, the part that sees, beside it"
+    try:
+        status = file.stat()
+    except OSError as error:
+        return f"{file.name} beside it cannot be read ({reason(error)})"
+    return _looked_at(model.path, model.digest, file, (status.st_size, status.st_mtime_ns, status.st_ino))
+
+
+@functools.lru_cache(maxsize=4)
+def _looked_at(path: Path, _digest: str, file: Path, _state: tuple[int, ...]) -> Projector | str:
+    """The same of these two files, as they are now."""
+    model = read_gguf(path)
     if model.architecture not in _KINDS:
         return f"how {model.architecture} models see is not known to this version of Switchyard in GGUF files"
     kind = _KINDS[model.architecture]

@@ -20,6 +20,7 @@ from engine.checkpoint.shards import check_filled, content_digest, read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite, find_sites
+from engine.families.pictures import SIGHTS
 from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for
 from engine.runtime.draft_head import add_draft_head, draft_head_of
@@ -132,10 +133,11 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
     sight, tower_weights = None, 0
+    is_whole = raw["model_type"] in SIGHTS and leave_out_tower(model)
     if not why:
         tower_weights = sum(entry.numel for key, entry in tensors.items() if is_of_tower(key))
         tower = partial(open_tower, library_config, tensors, dtype, quantizer, adapter)
-        sight = partial(Sight, directory, raw, library_config, tower, is_whole=leave_out_tower(model))
+        sight = partial(Sight, directory, raw, library_config, tower, is_whole=is_whole)
         tensors = {key: entry for key, entry in tensors.items() if not is_of_tower(key)}
     if guesses:
         tensors = add_draft_head(model, tensors, lambda make: build_beside(model, dtype, make))

@@ -53,7 +53,7 @@ from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
-from engine.runtime.pictures import Blind
+from engine.runtime.pictures import Blind, Sight
 from engine.runtime.segments import SegmentedCapture
 
 _log = logging.getLogger(__name__)
@@ -283,6 +283,7 @@ def _hand_over(
         head_note(model, wanted=plan.wants_head, on_card=bool(plan.devices)),
     ]
     held = (parts.bank, parts.disk_backed)
+    seeing = _seeing(file, tokenizer, plan.dense, devices if plan.devices else None)
     info = ModelInfo(
         name=file.name,
         path=str(file.directory),
@@ -301,7 +302,7 @@ def _hand_over(
         kv_bytes_per_token=kv_bytes,
         device_note=_joined(*notes),
         is_hampered=any(faults),
-        sees=file.sight is not None,
+        sees=isinstance(seeing, Sight),
         template_note=template_note(tokenizer),
         thinking=thinking_choices(template_text(tokenizer)),
         thinks=may_think(template_text(tokenizer), profile.family),
@@ -331,8 +332,8 @@ def _hand_over(
         speculates=plan.speculates,
         prepared=prepared,
         kv_type=kv_type,
-        sight=file.sight(tokenizer, plan.dense, devices if plan.devices else None) if file.sight is not None else None,
-        blind=Blind(file.name, file.why_blind) if file.why_blind else None,
+        sight=seeing if isinstance(seeing, Sight) else None,
+        blind=seeing if isinstance(seeing, Blind) else None,
     )
 
 
@@ -358,6 +359,16 @@ def head_note(model: Any, *, wanted: bool, on_card: bool) -> str:
         return ""
     why = "the model runs on a card" if on_card else "this checkpoint has none that Switchyard knows"
     return f"No layer for drafting tokens is used: {why}."
+
+
+def _seeing(file: OpenedCheckpoint, tokenizer: Any, place: torch.device, devices: ModelDevices | None) -> Sight | Blind:
+    """What reads pictures, or why nothing does."""
+    if file.sight is None:
+        return Blind(file.name, file.why_blind)
+    try:
+        return file.sight(tokenizer, place, devices)
+    except LookupError as error:
+        return Blind(file.name, str(error.args[0]))
 
 
 def unread_note(file: OpenedCheckpoint) -> str:
