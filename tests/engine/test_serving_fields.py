@@ -14,6 +14,7 @@ import httpx2
 import pytest
 
 from engine.batch_files.openai_requests import NO_LIMIT
+from engine.checkpoint.library import describe
 from engine.common.pictures import pictures_of
 from engine.serving.asking import Ask
 from engine.serving.server import Address, Server
@@ -22,6 +23,7 @@ from tests.engine.test_serving import HELLO, TOOL, Running, _until, made_up_mode
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
 from tests.made_pictures import coloured, file_of, png_of
 from tests.scripted_desk import ScriptedDesk
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 FUNCTION: dict[str, Any] = TOOL["function"]  # type: ignore[assignment]
 SIDES = {"enum": ["left", "right"]}
@@ -357,15 +359,14 @@ def test_a_response_that_was_cut_has_an_item_that_was(running: Running) -> None:
 
 def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path: Path) -> None:
     models = made_up_models()
-    entry = models.listed()[0]
-    models.listed = lambda: [entry]  # type: ignore[method-assign]
-    models.find = lambda _name: ("mixtral", tmp_path)  # type: ignore[method-assign]
-    entry.path = tmp_path  # type: ignore[misc]
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    models.listed = lambda: [describe(folder, "mixtral")]  # type: ignore[method-assign]
+    models.find = lambda _name: ("mixtral", folder)  # type: ignore[method-assign]
     server = Server(Service(ScriptedDesk(ends=True), models), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
 
     def capabilities(template: Any) -> list[str]:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         shown = httpx2.post(f"{url}/api/show", json={"model": "mixtral"}, timeout=20).json()
         return list(shown["capabilities"])
 
@@ -375,7 +376,7 @@ def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path
         assert capabilities("{% if enable_thinking %}{% endif %}") == ["completion", "thinking"]
         several = [{"name": "default", "template": "</think>"}, {"name": "tool_use", "template": "{{ tools }}"}]
         assert capabilities(several) == ["completion", "tools", "thinking"]
-        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")  # counts in the place of the other
+        (folder / "chat_template.jinja").write_text("{{ messages }}")  # counts in the place of the other
         assert capabilities(several) == ["completion"]
     finally:
         server.stop()

@@ -419,7 +419,7 @@ class ContinuousBatch(Lane):
             source.on_row(new.ended())
             return True
         if new.layout is not None:
-            source.on_row(new.ended("failed", EngineError(ErrorCode.INVALID_REQUEST, _PICTURES)))
+            source.on_row(new.ended(EngineError(ErrorCode.INVALID_REQUEST, _PICTURES)))
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
         if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:
