@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PySide6.QtCore import QBuffer, QCoreApplication, QMimeData, QObject, QSize, Qt, QUrl
+from PySide6.QtCore import QBuffer, QByteArray, QCoreApplication, QMimeData, QObject, QSize, Qt, QUrl
 from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
 
 from app.services.background import TaskQueue
 from engine.common.chat import Picture
-from engine.common.foreign import reason
-from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES, SUFFIXES, kind_of
+from engine.common.foreign import read_foreign, reason
+from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES, SUFFIXES, is_endless, kind_of, media_of
 from engine.common.sizes import about
 
 MOST_SIDE_PX = 2048
@@ -137,8 +137,7 @@ def _read(path: Path) -> QImage:
         if not path.is_file() and path.exists():  # a pipe would keep us waiting
             raise NotAPictureError(translate("Pictures", "{0} is no file.").format(path.name))
         nbytes = path.stat().st_size
-        with path.open("rb"):
-            pass
+        data = read_foreign(path, MOST_FILE_BYTES) if nbytes <= MOST_FILE_BYTES else b""
     except OSError as error:
         raise NotAPictureError(
             translate("Pictures", "{0} cannot be read ({1}).").format(path.name, reason(error))
@@ -146,11 +145,19 @@ def _read(path: Path) -> QImage:
     if nbytes > MOST_FILE_BYTES:
         words = translate("Pictures", "{0} is larger than {1}: make it smaller first.")
         raise NotAPictureError(words.format(path.name, about(MOST_FILE_BYTES)))
-    reader = QImageReader(str(path))
+    if is_endless(data):
+        raise NotAPictureError(translate("Pictures", "{0} is damaged and cannot be shown.").format(path.name))
+    content = QByteArray(data)  # the buffer does not keep it
+    buffer = QBuffer(content)
+    reader = QImageReader(buffer)
     reader.setDecideFormatFromContent(True)
     reader.setAutoTransform(True)
     if bytes(reader.format().data()).decode("ascii", "replace") not in _FORMATS:
-        kind = _kind_in(path) or (path.suffix[1:].upper() if path.suffix.lower() in OTHER_SUFFIXES else "")
+        kind = (
+            ""
+            if media_of(data)
+            else kind_of(data) or (path.suffix[1:].upper() if path.suffix.lower() in OTHER_SUFFIXES else "")
+        )
         if kind:
             words = translate("Pictures", "{0} is in the {1} format, which is not read here: save it as PNG or JPEG.")
             raise NotAPictureError(words.format(path.name, kind))
@@ -169,15 +176,6 @@ def _read(path: Path) -> QImage:
         )
         raise NotAPictureError(words.format(path.name))
     return image
-
-
-def _kind_in(path: Path) -> str:
-    """What kind of picture a file is that is none of those which are read."""
-    try:
-        with path.open("rb") as file:
-            return kind_of(file.read(4096))
-    except OSError:
-        return ""
 
 
 def _encoded(image: QImage, is_photo: bool) -> Picture:

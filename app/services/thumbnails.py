@@ -17,6 +17,7 @@ from app.services.background import LatestTask
 from app.services.pictures import fitting
 from engine.common.chat import Picture
 from engine.common.errors import EngineError
+from engine.common.pictures import is_endless
 
 MOST_KEPT = 32
 """Enough to show those of the next message again when one is taken away, and once more when it is sent."""
@@ -100,7 +101,10 @@ class Thumbnails(QObject):
 
 def made(picture: Picture, most: QSize) -> Thumbnail:
     """A thumbnail, scaled while the picture is read, so that a large one takes little memory."""
-    data = QByteArray(base64.b64decode(picture.data))  # the buffer does not keep it
+    file = base64.b64decode(picture.data)
+    if is_endless(file):
+        return Thumbnail(QImage(), QSize())
+    data = QByteArray(file)  # the buffer does not keep it
     buffer = QBuffer(data)
     reader = QImageReader(buffer)
     pixels = reader.size()

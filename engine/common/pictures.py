@@ -68,6 +68,10 @@ class _DamagedError(Exception):
     """What a file says of itself cannot be; the argument completes a sentence."""
 
 
+class _EndlessError(_DamagedError):
+    """It has so many parts that a reader would take for ever."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Walked:
     """A picture's size before it is turned, its file without what is no pixel, and what a camera wrote into it."""
@@ -94,6 +98,19 @@ def media_of(data: bytes) -> str:
     """The type of a picture's file by its first bytes, such as `image/png`; empty if it is none that is read here."""
     kind = kind_of(data)
     return f"image/{kind.lower()}" if kind in _READABLE else ""
+
+
+def is_endless(data: bytes) -> bool:
+    """Whether a picture's file has so many parts that readers of other libraries would take for ever."""
+    walk = _WALKS.get(kind_of(data))
+    try:
+        if walk is not None:
+            walk(data)
+    except _EndlessError:
+        return True
+    except (_DamagedError, IndexError, ValueError):
+        pass
+    return False
 
 
 def picture_of(data: bytes, where: str) -> Picture:
@@ -342,7 +359,9 @@ def _jpeg(data: bytes) -> _Walked:
     end = data.find(b"\xff\xd9", at)
     if end < 0:
         raise IndexError
-    if len(sizes) != 1 or data.count(b"\xff\xda", at, end) > _MOST_SCANS:
+    if data.count(b"\xff\xda", at, end) > _MOST_SCANS:
+        raise _EndlessError("it has far too many scans")
+    if len(sizes) != 1:
         raise _DamagedError("its parts are not those of a JPEG")
     kept.append(data[at : end + 2])
     return _Walked(*sizes[0], b"".join(kept), exif)
@@ -383,7 +402,7 @@ def _after_blocks(data: bytes, at: int) -> int:
 
 def _count(blocks: int) -> None:
     if blocks > _MOST_BLOCKS:
-        raise _DamagedError("it has far too many parts")
+        raise _EndlessError("it has far too many parts")
 
 
 def _webp(data: bytes) -> _Walked:

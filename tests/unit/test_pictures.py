@@ -19,6 +19,7 @@ from engine.common.chat import ChatMessage, Picture, parts_with
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.pictures import (
     MOST_PICTURE_BYTES,
+    is_endless,
     kind_of,
     local_path,
     media_of,
@@ -164,6 +165,8 @@ def test_bombs_of_parts_are_dropped_or_refused() -> None:
     assert read(_gif_remarks()).tobytes() == read(file_of(coloured(), "GIF")).tobytes()
     assert read(_small_exif()).tobytes() == read(file_of(coloured(), "JPEG")).tobytes()
     assert "damaged" in said(_many_scans())
+    assert is_endless(_many_scans())
+    assert not any(map(is_endless, (bombed, plain, plain[:50], b"", OTHERS["HEIC"])))
     assert "far too many parts" in said(plain[:33] + _chunk(b"tEXt", b"") * 300_000 + plain[33:])
     assert "larger than 16 MB" in said(plain + bytes(MOST_PICTURE_BYTES))
 
