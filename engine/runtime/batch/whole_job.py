@@ -20,6 +20,7 @@ from engine.runtime.batch.model_rows import ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import Blind
 from engine.runtime.schedule.background import Background, JobRows
 from engine.runtime.schedule.executor import BatchExecutor
 
@@ -91,7 +92,13 @@ class HostedModel:
         return Answerer(self.loaded.info.path, content_digest(Path(self.loaded.info.path)), self.loaded.info.precision)
 
     def open(self, prepared: PreparedJob, watcher: JobWatcher) -> tuple[ModelRows, int]:
-        """Plans for the job; who answers its rows, and how many at once at most."""
+        """Plans for the job; who answers its rows, and how many at once at most.
+
+        Raises:
+            EngineError: `PICTURES_NOT_READ`: all rows have pictures, and nobody else answers.
+        """
+        if not prepared.job.is_remote:
+            _require_sight(prepared, self.loaded)
         plan = self._host.call(lambda: plan_job(prepared, self.loaded))
         if plan.prediction is not None and not prepared.job.is_remote:
             watcher.on_plan(plan.prediction)
@@ -107,6 +114,11 @@ def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> 
     """
     model = HostedModel(host)
     return run_job(prepared, model.answerer, lambda watcher: model.open(prepared, watcher)[0], watcher, host.seconds)
+
+
+def _require_sight(prepared: PreparedJob, loaded: LoadedModel) -> None:
+    if prepared.job.image_column and loaded.sight is None:
+        raise (loaded.blind or Blind(loaded.info.name, "it was made for text")).refuse()
 
 
 def open_rows(
@@ -129,6 +141,7 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         watcher: receives each answer with the message it answers, in any order, and finally the predicted speed of the
             whole job, corrected by the time these rows took.  It receives no pace.
     """
+    _require_sight(prepared, loaded)
     with closing(rows_of(BatchExecutor(loaded), loaded)) as executor:
         clock = SweepClock(lambda: executor.under_way)
 
