@@ -32,6 +32,7 @@ ALLOWED = frozenset(
         "LGPL-3.0-only",
         "MIT",
         "MIT-0",
+        "MIT-CMU",
         "MPL-2.0",
         "PSF-2.0",
         "Zlib",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -12,8 +12,10 @@ from engine.batch_files.job_watcher import StoppedError
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
 from engine.batch_files.opening import INPUT_SUFFIXES, FolderRows, InputForm, open_source
 from engine.batch_files.prompts import as_text, template_of
+from engine.batch_files.rows import Row
 from engine.batch_files.tables import SpreadsheetRows
 from engine.common.errors import EngineError
+from engine.common.pictures import SUFFIXES
 
 SHOWN_ROWS = 5
 _MOST_CHARACTERS = 300
@@ -35,6 +37,7 @@ class InputPreview:
         sheets: of a workbook with several that have rows; `sheet` is the one that was read.
         has_plain_text: whether a row may be a whole text file or one of its lines; `whole_files`: which it is.
         problem: what is wrong with the first invalid row, as the end of a sentence; empty if all are valid.
+        image_column: the column whose cells are named like pictures; empty if there is none.
     """
 
     path: Path
@@ -50,6 +53,7 @@ class InputPreview:
     has_plain_text: bool
     whole_files: bool
     problem: str
+    image_column: str = ""
 
 
 def look_at(path: Path, form: InputForm) -> InputPreview:
@@ -68,8 +72,9 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
         {file.suffix.lower() for file in source.files} if isinstance(source, FolderRows) else {path.suffix.lower()}
     )
     openai = holds_openai_requests(source)
+    image_column = "" if openai else _image_column(columns, first)
     try:
-        template = "" if openai else template_of(columns).text
+        template = "" if openai else template_of(columns, image_column).text
     except EngineError:
         template = ""
     return InputPreview(
@@ -86,7 +91,18 @@ def look_at(path: Path, form: InputForm) -> InputPreview:
         has_plain_text=".txt" in suffixes,
         whole_files=isinstance(source, FolderRows) if form.whole_files is None else form.whole_files,
         problem=next((row.problem for row in first if row.problem), ""),
+        image_column=image_column,
     )
+
+
+def _image_column(columns: Sequence[str], rows: Sequence[Row]) -> str:
+    """The first column of which most cells are named like pictures."""
+    for name in columns:
+        cells = [as_text(row.fields.get(name)).strip()[:4096] for row in rows]
+        named = sum(cell.lower().endswith(SUFFIXES) or cell[:11].lower() == "data:image/" for cell in cells)
+        if named * 2 > len(cells):
+            return name
+    return ""
 
 
 def count_rows(path: Path, form: InputForm, cancelled: Callable[[], bool]) -> int | None:

@@ -1,5 +1,7 @@
-"""Pictures for other servers: read from files or the clipboard off the GUI thread, made small enough, and without what
-a camera wrote into them, such as the place.
+"""Pictures for models that see, here and on other servers.
+
+They are read from files or the clipboard off the GUI thread, made small enough, and without what a camera wrote into
+them, such as the place.
 
 They become PNG or JPEG, which every server reads: some read no WebP, and only a GIF's first picture.
 """
@@ -11,21 +13,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PySide6.QtCore import QBuffer, QCoreApplication, QMimeData, QObject, QSize, Qt, QUrl
+from PySide6.QtCore import QBuffer, QByteArray, QCoreApplication, QMimeData, QObject, QSize, Qt, QUrl
 from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
 
 from app.services.background import TaskQueue
 from engine.common.chat import Picture
-from engine.common.foreign import reason
-from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES
+from engine.common.foreign import read_foreign, reason
+from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES, SUFFIXES, is_endless, kind_of, media_of
 from engine.common.sizes import about
 
 MOST_SIDE_PX = 2048
-"""A larger picture is scaled down; models see no more of it."""
+"""A larger picture is scaled down: most models see no more of it, and for the others it is some thousand tokens."""
 MOST_FILE_BYTES = 100 * 10**6
 MOST_PNG_BYTES = 1_500_000
 JPEG_QUALITY = 90
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+OTHER_SUFFIXES = (".heic", ".heif", ".avif", ".svg", ".svgz", ".tif", ".tiff", ".bmp", ".jxl", ".jp2", ".psd")
+"""Pictures that are refused by name."""
 _FILE_MANAGERS = ("x-special/nautilus-clipboard", "copy", "cut")
 _MOST = QSize(MOST_SIDE_PX, MOST_SIDE_PX)
 _FORMATS = ("png", "jpeg", "webp", "gif")
@@ -92,7 +95,7 @@ def _urls_in(text: str) -> list[QUrl]:
 
 def is_picture(source: Source) -> bool:
     """Whether it may be one that can be sent."""
-    return isinstance(source, QImage) or source.suffix.lower() in SUFFIXES
+    return isinstance(source, QImage) or source.suffix.lower() in SUFFIXES + OTHER_SUFFIXES
 
 
 def too_many() -> str:
@@ -134,8 +137,7 @@ def _read(path: Path) -> QImage:
         if not path.is_file() and path.exists():  # a pipe would keep us waiting
             raise NotAPictureError(translate("Pictures", "{0} is no file.").format(path.name))
         nbytes = path.stat().st_size
-        with path.open("rb"):
-            pass
+        data = read_foreign(path, MOST_FILE_BYTES) if nbytes <= MOST_FILE_BYTES else b""
     except OSError as error:
         raise NotAPictureError(
             translate("Pictures", "{0} cannot be read ({1}).").format(path.name, reason(error))
@@ -143,10 +145,22 @@ def _read(path: Path) -> QImage:
     if nbytes > MOST_FILE_BYTES:
         words = translate("Pictures", "{0} is larger than {1}: make it smaller first.")
         raise NotAPictureError(words.format(path.name, about(MOST_FILE_BYTES)))
-    reader = QImageReader(str(path))
+    if is_endless(data):
+        raise NotAPictureError(translate("Pictures", "{0} is damaged and cannot be shown.").format(path.name))
+    content = QByteArray(data)  # the buffer does not keep it
+    buffer = QBuffer(content)
+    reader = QImageReader(buffer)
     reader.setDecideFormatFromContent(True)
     reader.setAutoTransform(True)
     if bytes(reader.format().data()).decode("ascii", "replace") not in _FORMATS:
+        kind = (
+            ""
+            if media_of(data)
+            else kind_of(data) or (path.suffix[1:].upper() if path.suffix.lower() in OTHER_SUFFIXES else "")
+        )
+        if kind:
+            words = translate("Pictures", "{0} is in the {1} format, which is not read here: save it as PNG or JPEG.")
+            raise NotAPictureError(words.format(path.name, kind))
         words = translate("Pictures", "{0} is no PNG, JPEG, WebP or GIF picture.")
         raise NotAPictureError(words.format(path.name))
     size = reader.size()

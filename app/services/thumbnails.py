@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import base64
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
 
 from PySide6.QtCore import QBuffer, QByteArray, QObject, QSize
 from PySide6.QtGui import QImage, QImageReader
@@ -14,6 +16,8 @@ from shiboken6 import isValid
 from app.services.background import LatestTask
 from app.services.pictures import fitting
 from engine.common.chat import Picture
+from engine.common.errors import EngineError
+from engine.common.pictures import is_endless
 
 MOST_KEPT = 32
 """Enough to show those of the next message again when one is taken away, and once more when it is sent."""
@@ -97,7 +101,10 @@ class Thumbnails(QObject):
 
 def made(picture: Picture, most: QSize) -> Thumbnail:
     """A thumbnail, scaled while the picture is read, so that a large one takes little memory."""
-    data = QByteArray(base64.b64decode(picture.data))  # the buffer does not keep it
+    file = base64.b64decode(picture.data)
+    if is_endless(file):
+        return Thumbnail(QImage(), QSize())
+    data = QByteArray(file)  # the buffer does not keep it
     buffer = QBuffer(data)
     reader = QImageReader(buffer)
     pixels = reader.size()
@@ -115,6 +122,22 @@ def size_of(picture: Picture) -> QSize:
         if size.isValid():
             return size
     return QSize()
+
+
+def tokens_of(pictures: Iterable[Picture], model_path: str) -> int:
+    """About how many tokens pictures cost with the model there; 0 of those whose size is not known or not taken."""
+    sizes = (size_of(picture) for picture in pictures)
+    return sum(_cost(model_path, size.width(), size.height()) for size in sizes if size.isValid())
+
+
+@lru_cache(256)
+def _cost(model_path: str, width: int, height: int) -> int:
+    from engine.checkpoint.pictures import picture_tokens  # imported late: few chats have pictures
+
+    try:
+        return picture_tokens(Path(model_path), width, height)
+    except (EngineError, OSError):  # the model says so itself once it is asked
+        return 0
 
 
 def _key(picture: Picture, most: QSize) -> tuple[int, int, int]:

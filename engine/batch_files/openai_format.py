@@ -42,12 +42,15 @@ def holds_openai_requests(source: RowSource) -> bool:
     return any(isinstance(body, Mapping) and ("url" in fields or "messages" in body) for fields, body in bodies)
 
 
-def openai_request(row: Row, defaults: SamplingParams, *, elsewhere: bool = False) -> RowRequest:
+def openai_request(
+    row: Row, defaults: SamplingParams, *, elsewhere: bool = False, folder: Path | None = None
+) -> RowRequest:
     """The request in a row.
 
     Args:
         defaults: for everything missing in its body.
         elsewhere: see `read_messages`.
+        folder: in which paths of pictures begin that this machine reads.
 
     Raises:
         BadRequestError: it cannot be answered as requested.
@@ -65,7 +68,7 @@ def openai_request(row: Row, defaults: SamplingParams, *, elsewhere: bool = Fals
         {name: body[name] for name in _TOOLS if body.get(name) is not None} if elsewhere and body.get("tools") else {}
     )
     refuse_what_is_not_given({name: value for name, value in body.items() if name not in tools}, "batch")
-    messages = read_messages(body.get("messages"), elsewhere=elsewhere)
+    messages = read_messages(body.get("messages"), elsewhere=elsewhere, local_files=folder)
     sampling = replace(defaults, **read_sampling(body))
     kept = json.dumps(tools, ensure_ascii=False) if tools else ""
     return RowRequest(row.index, messages, sampling, read_constraint(body), kept)

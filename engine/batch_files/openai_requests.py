@@ -12,13 +12,15 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, Role, ToolCall
+from engine.common.chat import ChatMessage, Picture, Role, ToolCall, picture_part
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import EngineError
 from engine.common.foreign import DEEPEST, json_text, parse_json
+from engine.common.pictures import local_path, picture_at, picture_in_base64, picture_in_file
 
 Interface = Literal["chat", "completions", "responses", "messages", "ollama", "generate", "batch"]
 """How a request came: `messages` is Anthropic's; `ollama` and `generate` are Ollama's two."""
@@ -36,35 +38,38 @@ class BadRequestError(ValueError):
     """A request that cannot be answered; the message completes a sentence about it."""
 
 
-def read_messages(value: Any, *, elsewhere: bool = False) -> tuple[ChatMessage, ...]:
+def read_messages(value: Any, *, elsewhere: bool = False, local_files: Path | None = None) -> tuple[ChatMessage, ...]:
     """The conversation.
 
     Args:
         elsewhere: another server reads it, pictures and all: what is more than text goes along as it is.
+        local_files: see `read_content`.
 
     Raises:
-        BadRequestError: it is empty, or not one of texts.
+        BadRequestError: it is empty, or not one of texts and pictures.
     """
     if not isinstance(value, list) or not value:
         raise BadRequestError("has no messages")
-    return tuple(_message(entry, elsewhere=elsewhere) for entry in value)
+    return tuple(_message(entry, elsewhere=elsewhere, local_files=local_files) for entry in value)
 
 
-def _message(entry: Any, *, elsewhere: bool) -> ChatMessage:
+def _message(entry: Any, *, elsewhere: bool, local_files: Path | None) -> ChatMessage:
     if not isinstance(entry, Mapping):
         raise BadRequestError("has a message that is not an object")
     role = entry.get("role")
     role = {"developer": "system", "function": "tool"}.get(str(role), role)
     if role not in ("system", "user", "assistant", "tool"):
         raise BadRequestError(f"has a message with the role {str(role)[:20]!r}; use system, user, assistant or tool")
-    if entry.get("images"):  # Ollama's stand beside the text
-        raise BadRequestError(_A_PICTURE)
     calls = _calls(entry) if role == "assistant" else ()
     content, parts = entry.get("content"), ""
+    if entry.get("images"):  # Ollama's stand beside the text
+        content = with_pictures(content, entry["images"])
     if elsewhere and isinstance(content, list) and _are_more_than_text(content):
         parts = json.dumps(content, ensure_ascii=False)
         content = [part for part in content if part.get("type") in _TEXTS]
-    text = "" if content is None and (calls or role == "assistant") else read_text(content)
+    if content is None and (calls or role == "assistant"):
+        content = ""
+    text, parts = (read_text(content), parts) if elsewhere else read_content(content, role, local_files=local_files)
     thought = next((entry[name] for name in _THOUGHTS if isinstance(entry.get(name), str)), "")
     answers = entry.get("tool_call_id") or entry.get("tool_name") or entry.get("name")
     return ChatMessage(
@@ -81,7 +86,6 @@ _THOUGHTS = ("reasoning_content", "reasoning", "thinking")
 """Where an assistant's message has what was thought before: in most servers' answers, in some's, and in Ollama's."""
 
 
-_A_PICTURE = "has a picture; this program answers texts only"
 _TEXTS = frozenset(("text", "input_text", "output_text"))
 
 
@@ -106,9 +110,92 @@ def read_text(value: Any) -> str:
             if all(isinstance(text, str) for text in texts):
                 return "".join(texts)
             raise BadRequestError("has a part of a message whose text is not text")
-        if kinds & {"image_url", "image", "input_image"}:
-            raise BadRequestError(_A_PICTURE)
+        if kinds & _PICTURES:
+            raise BadRequestError("has a picture where only text can be; put it into a message of the user")
     raise BadRequestError("has a message that is not text")
+
+
+_PICTURES = frozenset(("image_url", "input_image", "image"))
+"""Kinds of parts: in OpenAI's chats, in its responses, and in Anthropic's messages."""
+MOST_PICTURES = 64
+"""In one turn: of more, no context holds the tokens."""
+
+
+def has_pictures(content: Any) -> bool:
+    """Whether some parts of a content are pictures, in any interface's form."""
+    return isinstance(content, list) and any(
+        isinstance(part, Mapping) and str(part.get("type")) in _PICTURES for part in content
+    )
+
+
+def without_pictures(content: Any) -> tuple[Any, list[Any]]:
+    """A content without its pictures, and these."""
+    if not has_pictures(content):
+        return content, []
+    pictures = [part for part in content if has_pictures([part])]
+    return [part for part in content if not has_pictures([part])], pictures
+
+
+def with_pictures(text: Any, images: Any) -> list[Any]:
+    """A text and Ollama's `images`, which are files in base64, as a content in OpenAI's form.
+
+    Raises:
+        BadRequestError: they are no such list.
+    """
+    if not isinstance(images, list) or not all(isinstance(each, str) for each in images):
+        raise BadRequestError("has images that are not a list of files in base64")
+    urls = [each if each[:5].lower() == "data:" else f"data:;base64,{each}" for each in images]
+    parts: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*parts, {"type": "text", "text": text or ""}]
+
+
+def read_content(value: Any, role: Any = "user", *, local_files: Path | None = None) -> tuple[str, str]:
+    """A content's text, and `ChatMessage.parts` if it has pictures, in whichever interface's form.
+
+    Args:
+        local_files: pictures may also be `file:` addresses and paths relative to this folder; no client of a server
+            may name such.
+
+    Raises:
+        BadRequestError: it is something else, or a picture cannot be read.
+    """
+    if not has_pictures(value):
+        return read_text(value), ""
+    if role != "user":
+        raise BadRequestError(f"has a picture in a message of the role {role}; put it into a message of the user")
+    count = sum(has_pictures([part]) for part in value)
+    if count > MOST_PICTURES:
+        raise BadRequestError(f"has {count:,} pictures in a message; at most {MOST_PICTURES} are taken")
+    parts, texts, number = list[dict[str, Any]](), list[str](), 0
+    for part in value:
+        if has_pictures([part]):
+            number += 1
+            which = f" (number {number} of {count} in its message)" if count > 1 else ""
+            parts.append(picture_part(_picture(part, f"has a picture{which} that", local_files)))
+        else:
+            texts.append(read_text([part]))
+            parts.append({"type": "text", "text": texts[-1]})
+    return "".join(texts), json.dumps(parts, ensure_ascii=False)
+
+
+def _picture(part: Mapping[str, Any], where: str, local_files: Path | None) -> Picture:
+    found = part.get("source") if part.get("type") == "image" else part.get("image_url")
+    if isinstance(found, Mapping) and isinstance(found.get("data"), str):  # Anthropic's
+        return in_words(lambda: picture_in_base64(found["data"], where))
+    address = found.get("url") if isinstance(found, Mapping) else found
+    if not isinstance(address, str):
+        raise BadRequestError(f"{where} is neither an address nor a file in base64; send data:image/png;base64,…")
+    if local_files is not None and address[:5].lower() != "data:":
+        return in_words(lambda: picture_in_file(local_path(address, local_files, where), where))
+    return in_words(lambda: picture_at(address, where))
+
+
+def in_words(read: Callable[[], Picture]) -> Picture:
+    """The picture that `read` reads; what is wrong with it, as this module says such things."""
+    try:
+        return read()
+    except EngineError as error:
+        raise BadRequestError(error.message.removesuffix(".")) from None
 
 
 def read_id(value: Any) -> str:
@@ -454,7 +541,7 @@ _NOT_GIVEN: dict[str, _Field] = {
     "suffix": _Field("text between a beginning and an end"),
     "audio": _Field("sound"),
     "modalities": _Field("answers other than text", (), (None, [], ["text"])),
-    "images": _Field("the reading of pictures"),
+    "images": _Field("the reading of pictures beside the messages", ("generate",)),
     "web_search_options": _Field("a web search"),
     "mcp_servers": _Field("tools of other servers"),
     "container": _Field("a container for code"),

@@ -17,7 +17,15 @@ from engine.batch_files.journal import JobManifest, Journal, discard, journal_pa
 from engine.batch_files.openai_format import errors_path, holds_openai_requests
 from engine.batch_files.opening import InputForm, open_source
 from engine.batch_files.own_files import WrittenFile, is_own, is_there
-from engine.batch_files.prompts import OpenAiPrompts, Prompts, Template, TemplatePrompts, parse_template, template_of
+from engine.batch_files.prompts import (
+    OpenAiPrompts,
+    PictureColumn,
+    Prompts,
+    Template,
+    TemplatePrompts,
+    parse_template,
+    template_of,
+)
 from engine.batch_files.result_file import check_output, require_a_sheet
 from engine.batch_files.rows import Answer, Constraint, RowRequest, RowSource, failed, grammar_of
 from engine.common.config import HERE, BatchJob, SamplingParams
@@ -83,8 +91,14 @@ class PreparedJob:
             precision=precision,
             sampling=json.dumps({**_sampling(job.sampling), **_changed_attention(job)}),
             constraint=json.dumps([job.schema, job.choices, job.tries]),
-            # Jobs of earlier versions had no sheet.
-            form=json.dumps([job.encoding, job.separator, _are_whole(job), *([job.sheet] if job.sheet else [])]),
+            # Jobs of earlier versions had no sheet and no pictures.
+            form=json.dumps(
+                [
+                    *(job.encoding, job.separator, _are_whole(job)),
+                    *([job.sheet] if job.sheet else []),
+                    *([{"pictures": job.image_column}] if job.image_column else []),
+                ]
+            ),
         )
 
     def open_journal(self, manifest: JobManifest, model: str, servers: Sequence[Mapping[str, str]] = ()) -> Journal:
@@ -158,24 +172,27 @@ def prepare(job: BatchJob) -> PreparedJob:
     if output.suffix.lower() == ".xlsx" and not (job.start != "restart" and is_there(journal_path(output))):
         require_a_sheet(source)  # a job with answers continues: if necessary, it writes a csv
     prompts: Prompts
+    folder = source.path if source.path.is_dir() else source.path.absolute().parent
     if openai:
-        if job.template or job.system or job.schema or job.choices:
+        if job.template or job.system or job.schema or job.choices or job.image_column:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST,
                 f"{source.path} has OpenAI requests, which include all settings: leave out template, system prompt, "
-                f"schema and choices.",
+                f"schema, choices and the column of pictures.",
             )
         if output.suffix.lower() != ".jsonl":
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"Answers to OpenAI requests are jsonl: use {output.with_suffix('.jsonl')}."
             )
-        prompts = OpenAiPrompts(job.sampling, elsewhere=any(name != HERE for name in job.endpoints))
+        prompts = OpenAiPrompts(job.sampling, any(name != HERE for name in job.endpoints), folder)
     else:
-        template = _template(job.template, source) if job.template else template_of(source.columns)
+        pictures = PictureColumn(_image_column(job.image_column, source), folder) if job.image_column else None
+        column = job.image_column
+        template = _template(job.template, source, column) if job.template else template_of(source.columns, column)
         constraint = Constraint(job.schema, job.choices) if job.schema or job.choices else None
         if constraint is not None:
             grammar_of(constraint)  # report errors now, not row by row
-        prompts = TemplatePrompts(template, job.system, job.sampling, constraint)
+        prompts = TemplatePrompts(template, job.system, job.sampling, constraint, pictures)
     return PreparedJob(job, source, prompts, output, openai)
 
 
@@ -183,11 +200,20 @@ def _are_whole(job: BatchJob) -> bool:
     return Path(job.input).is_dir() if job.whole_files is None else job.whole_files
 
 
-def _template(text: str, source: RowSource) -> Template:
+def _template(text: str, source: RowSource, image_column: str) -> Template:
     try:
-        return parse_template(text, source.columns)
+        return parse_template(text, source.columns, image_column)
     except EngineError:  # it may name a column of later rows
-        return parse_template(text, source.all_columns())
+        return parse_template(text, source.all_columns(), image_column)
+
+
+def _image_column(name: str, source: RowSource) -> str:
+    if name not in source.columns and name not in source.all_columns():
+        have = ", ".join(source.columns)
+        raise EngineError(
+            ErrorCode.INVALID_REQUEST, f"The input has no column {name!r} of pictures: its columns are {have}."
+        )
+    return name
 
 
 def _sampling(sampling: SamplingParams) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class RowRequest:
 
     @property
     def is_for_servers(self) -> bool:
-        """Whether it has pictures or tools, which models of this machine do not read in rows."""
+        """Whether it has pictures or tools, which servers are asked for where some answer beside this machine."""
         return bool(self.tools) or any(message.parts for message in self.messages)
 
 

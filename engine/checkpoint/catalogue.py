@@ -24,9 +24,9 @@ from engine.common.plain_text import quoted
 from engine.common.profile_file import MAX_PROFILE_BYTES, ProfileFile, refused
 
 KINDS = ("moe", "dense")
-ABILITIES = ("reasoning", "code", "tools", "documents", "languages")
-"""What a model may be especially good at: thinking before it answers, programming, calling tools, long documents, very
-many languages."""
+ABILITIES = ("reasoning", "code", "tools", "pictures", "documents", "languages", "embeddings")
+"""What a model may be especially good at: thinking before it answers, programming, calling tools, seeing pictures (if
+its files do here), long documents, very many languages, and vectors of texts in the place of answers."""
 _FREE = ("Apache-2.0", "MIT")
 _DATE = re.compile(r"20\d\d-[01]\d-[0-3]\d")
 

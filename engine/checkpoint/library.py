@@ -31,8 +31,9 @@ from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
+from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 
-_VERSION = 4
+_VERSION = 5
 """Of the file with descriptions; another is not read."""
 _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
@@ -129,6 +130,7 @@ class LibraryEntry:
         precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
         embeds: whether it is made for embeddings, and does not chat.
         sees: whether it is given pictures, too.
+        calls_tools, thinks: whether its chat template knows tools, and reasoning before an answer.
         content: what its weights are, for `listed_once`.
         also: other places where the same model lies: whose each is, as `origin`, and its path. Only in a list.
     """
@@ -151,6 +153,8 @@ class LibraryEntry:
     precision_words: str = ""
     embeds: bool = False
     sees: bool = False
+    calls_tools: bool = False
+    thinks: bool = False
     content: tuple[str, ...] = ()
     also: tuple[tuple[str, Path], ...] = ()
 
@@ -284,6 +288,7 @@ def _read(path: Path) -> LibraryEntry:
         embeds = embedding_of(path) is not None
     except EngineError as error:
         return replace(entry, problem=error.message)
+    template = chat_template(path)
     return replace(
         entry,
         family=profile.family,
@@ -295,6 +300,8 @@ def _read(path: Path) -> LibraryEntry:
         precision_words=_precision_words(path, profile),
         embeds=embeds,
         sees=profile.sees,
+        calls_tools=not embeds and takes_tools(template),
+        thinks=not embeds and (bool(thinking_choices(template)) or may_think(template, profile.family)),
         content=content_keys(_weights_of(path), path if path.is_dir() else path.parent, manifest),
     )
 
@@ -370,17 +377,19 @@ def _descriptions_file() -> Path:
 
 _TEXTS = ("family", "dtype", "source", "precision_words")
 _NUMBERS = ("parameters", "bytes_on_disk", "experts", "experts_per_token", "context_tokens")
+_ABLE = ("sees", "calls_tools", "thinks")
 
 
 def _fields(entry: LibraryEntry) -> dict[str, str | int]:
-    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS, "sees")} | {"content": "\n".join(entry.content)}
+    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS, *_ABLE)} | {"content": "\n".join(entry.content)}
 
 
 def _kept_entry(path: Path, kept: dict[str, Any]) -> LibraryEntry:
     texts = {name: str(kept[name]) for name in _TEXTS}
     numbers = {name: int(kept[name]) for name in _NUMBERS}
     content = tuple(str(kept["content"]).split("\n")) if kept["content"] else ()
-    return LibraryEntry("", path, **texts, **numbers, sees=bool(kept["sees"]), content=content)  # type: ignore[arg-type]
+    able = {name: bool(kept[name]) for name in _ABLE}
+    return LibraryEntry("", path, **texts, **numbers, **able, content=content)  # type: ignore[arg-type]
 
 
 def _state(path: Path) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Role = Literal["system", "user", "assistant", "tool"]
 ROLES: tuple[Role, ...] = get_args(Role)
@@ -59,9 +59,14 @@ class Picture:
         return f"data:{self.media};base64,{self.data}"
 
 
+def picture_part(picture: Picture) -> dict[str, Any]:
+    """A picture among `ChatMessage.parts`."""
+    return {"type": "image_url", "image_url": {"url": picture.url}}
+
+
 def parts_with(text: str, pictures: Iterable[Picture]) -> str:
     """`ChatMessage.parts` of a text about pictures, which come first; empty without any."""
-    parts: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": each.url}} for each in pictures]
+    parts = list(map(picture_part, pictures))
     if parts and text:
         parts.append({"type": "text", "text": text})
     return json.dumps(parts, ensure_ascii=False) if parts else ""
@@ -69,13 +74,14 @@ def parts_with(text: str, pictures: Iterable[Picture]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One turn of a conversation: plain text, and what only other servers read.
+    """One turn of a conversation: its text, and what else belongs to it.
 
     Attributes:
         reasoning: what an assistant thought before its answer.
         tool_calls: what an assistant asked to run; `answers` is the id of the call whose result a tool's turn is.
         parts: the content as a list in OpenAI's form, as JSON, where it holds more than text, such as pictures. Other
-            servers get it as it is; a model here reads `content` alone.
+            servers get it as it is; a model here that sees is given texts and pictures in this order, whose addresses
+            are `data:` ones.
     """
 
     role: Role

@@ -491,6 +491,8 @@ class BatchJob:
     Attributes:
         input, output: paths; the input may be a folder.
         template: the prompt, with `{{column}}` placeholders; empty: the obvious column, or OpenAI requests.
+        image_column: whose cells are pictures for the model: paths (relative to the input's folder), `file:` or `data:`
+            addresses, files' bytes, or lists of them; none if empty.
         system: prompt of every conversation; none if empty.
         sampling: of every answer; OpenAI requests may override it.
         schema: a JSON schema, as JSON text, that answers satisfy; `choices`: the texts an answer must be one of.
@@ -535,6 +537,7 @@ class BatchJob:
     more_tokens: int = 0
     raw_text: bool = False
     policy: str = ""
+    image_column: str = ""
 
     @property
     def goes_on(self) -> bool:

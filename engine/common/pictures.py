@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from engine.common.chat import ChatMessage, Picture
 from engine.common.errors import EngineError, ErrorCode
@@ -35,6 +36,8 @@ MOST_PIXELS = 50_000_000
 LONGEST_STRIP = 200
 """How many times as wide as high (or the other way) a picture may be: the makers' own code takes no longer ones."""
 _MOST_SCANS = 256
+_MOST_BLOCKS = 200_000
+"""Of a file's parts: more than any picture of this many bytes needs, and soon walked."""
 _MOST_EXIF_BYTES = 2**16
 _DATA_ADDRESS = re.compile(r"data:([^,;]*)((?:;[^,;]*)*),", re.IGNORECASE)
 _READ = "PNG, JPEG, WebP or GIF"
@@ -57,10 +60,16 @@ _BRANDS = {b"avif": "AVIF", b"avis": "AVIF"} | dict.fromkeys(
     (b"heic", b"heix", b"heim", b"heis", b"hevc", b"hevx", b"mif1", b"msf1"), "HEIC"
 )
 _READABLE = ("PNG", "JPEG", "WebP", "GIF")
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".gif")
+"""Of files that may be read."""
 
 
 class _DamagedError(Exception):
     """What a file says of itself cannot be; the argument completes a sentence."""
+
+
+class _EndlessError(_DamagedError):
+    """It has so many parts that a reader would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +98,19 @@ def media_of(data: bytes) -> str:
     """The type of a picture's file by its first bytes, such as `image/png`; empty if it is none that is read here."""
     kind = kind_of(data)
     return f"image/{kind.lower()}" if kind in _READABLE else ""
+
+
+def is_endless(data: bytes) -> bool:
+    """Whether a picture's file has so many parts that readers of other libraries would take for ever."""
+    walk = _WALKS.get(kind_of(data))
+    try:
+        if walk is not None:
+            walk(data)
+    except _EndlessError:
+        return True
+    except (_DamagedError, IndexError, ValueError):
+        pass
+    return False
 
 
 def picture_of(data: bytes, where: str) -> Picture:
@@ -147,6 +169,25 @@ def picture_in_file(path: Path, where: str = "") -> Picture:
     except OSError as error:
         raise _wrong(f"{where} cannot be read ({reason(error)}): check its name.") from None
     return picture_of(data, where)
+
+
+def local_path(address: str, folder: Path, where: str) -> Path:
+    """The path that a `file:` address means, or a path that may be relative to a folder.
+
+    Raises:
+        EngineError: `INVALID_REQUEST`: it is an address that is not on this machine.
+    """
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:(?!\\)", address) is None:
+        return folder / Path(address).expanduser()
+    found = urlsplit(address)
+    if found.scheme.lower() != "file" or found.netloc.lower() not in ("", "localhost"):
+        begins = f"{found.scheme}://{found.netloc}"
+        raise _wrong(
+            f"{where} lies on another machine ({begins[:80]}), and nothing is fetched here: save it as a file."
+        )
+    from urllib.request import url2pathname
+
+    return Path(url2pathname(found.path))
 
 
 def pictures_in_files(paths: Sequence[Path]) -> tuple[Picture, ...]:
@@ -267,12 +308,13 @@ def _checked(data: bytes, where: str) -> _Walked:
 
 def _png(data: bytes) -> _Walked:
     """The chunks that make pixels, those of the first picture alone, with its data in one."""
-    at, kept, pixels, exif, ended = 8, [data[:8]], list[bytes](), b"", False
+    at, kept, pixels, exif, ended, blocks = 8, [data[:8]], list[bytes](), b"", False, 0
     while not ended:
         nbytes, kind = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8]
         end = at + 12 + nbytes
         if end > len(data) or len(kind) < 4:
             raise IndexError
+        _count(blocks := blocks + 1)
         if kind == b"IDAT":
             pixels.append(data[at + 8 : end - 4])
         elif kind in (b"IHDR", b"PLTE", b"tRNS"):
@@ -291,10 +333,12 @@ def _png(data: bytes) -> _Walked:
 
 def _jpeg(data: bytes) -> _Walked:
     """The segments up to the first scan that make pixels, and all scans up to the end of this picture."""
-    at, kept, exif, sizes, apps = 2, [data[:2]], b"", list[tuple[int, int]](), set[int]()
+    at, kept, exif, sizes, apps, blocks = 2, [data[:2]], b"", list[tuple[int, int]](), set[int](), 0
     while True:
-        while data[at] == 0xFF and data[at + 1] == 0xFF:
+        _count(blocks := blocks + 1)
+        if data[at : at + 2] == b"\xff\xff":  # filling
             at += 1
+            continue
         marker, nbytes = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         if data[at] != 0xFF or nbytes < 2:
             raise _DamagedError("its segments are not those of a JPEG")
@@ -315,7 +359,9 @@ def _jpeg(data: bytes) -> _Walked:
     end = data.find(b"\xff\xd9", at)
     if end < 0:
         raise IndexError
-    if len(sizes) != 1 or data.count(b"\xff\xda", at, end) > _MOST_SCANS:
+    if data.count(b"\xff\xda", at, end) > _MOST_SCANS:
+        raise _EndlessError("it has far too many scans")
+    if len(sizes) != 1:
         raise _DamagedError("its parts are not those of a JPEG")
     kept.append(data[at : end + 2])
     return _Walked(*sizes[0], b"".join(kept), exif)
@@ -326,7 +372,9 @@ def _gif(data: bytes) -> _Walked:
     wide, high = (int.from_bytes(data[at : at + 2], "little") for at in (6, 8))
     at = 13 + _colours(data[10])
     kept = [data[:at]]
+    extensions = 0
     while data[at] == 0x21:
+        _count(extensions := extensions + 1)
         end = _after_blocks(data, at + 2)
         if data[at + 1] == 0xF9:
             kept[1:] = [data[at:end]]
@@ -345,16 +393,25 @@ def _colours(flags: int) -> int:
 
 
 def _after_blocks(data: bytes, at: int) -> int:
+    blocks = 0
     while data[at]:
         at += 1 + data[at]
+        _count(blocks := blocks + 1)
     return at + 1
+
+
+def _count(blocks: int) -> None:
+    if blocks > _MOST_BLOCKS:
+        raise _EndlessError("it has far too many parts")
 
 
 def _webp(data: bytes) -> _Walked:
     end, at, exif, sizes = 8 + int.from_bytes(data[4:8], "little"), 12, b"", list[tuple[int, int]]()
+    blocks = 0
     if end > len(data):
         raise IndexError
     while at + 8 <= end:
+        _count(blocks := blocks + 1)
         kind, nbytes, body = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little"), at + 8
         if kind == b"VP8X":
             sizes.append(tuple(1 + int.from_bytes(data[body + k : body + k + 3], "little") for k in (4, 7)))  # type: ignore[arg-type]

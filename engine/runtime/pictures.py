@@ -16,6 +16,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ from engine.common.chat import Picture
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.pictures import read_picture, size_of
+from engine.common.sizes import rounded_down, rounded_up
+from engine.devices.host_memory import available_ram
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.families.pictures import Grid, Sizes
 from engine.runtime.adapters import FamilyAdapter
@@ -50,8 +53,8 @@ _CHUNKS = 8
 _ACTIVATIONS = 64
 """Numbers that a tower computes at once for each of a picture's: widths of its layers' inner parts, and some more."""
 _MOST_KEPT_BYTES = 256 * 2**20
-_MOST_KNOWN = 64
-"""Pictures that prompts may be made of without anybody holding on to them."""
+_MOST_KNOWN_BYTES = 64 * 2**20
+"""Of pictures' files that prompts may be made of before anybody holds on to them."""
 
 
 class SeenPicture:
@@ -172,7 +175,9 @@ class Sight:
                 self._known[chunk] = seen
             self._recent[seen.digest] = seen
             self._recent.move_to_end(seen.digest)
-            while len(self._recent) > _MOST_KNOWN:
+            while len(self._recent) > 1 and sum(len(each.picture.data) for each in self._recent.values()) > (
+                _MOST_KNOWN_BYTES
+            ):
                 self._recent.popitem(last=False)
         return seen
 
@@ -549,13 +554,24 @@ def open_tower(
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if weights are missing or do not fit.
     """
-    whole = build_skeleton(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], config, dtype, None)
+    kind, little = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], deepcopy(config)
+    little.get_text_config(decoder=True).num_hidden_layers = 1  # the text side is thrown away
+    try:
+        whole = build_skeleton(kind, little, dtype, None)
+    except EngineError:  # Gemma 4 wants all of its kinds of layers
+        whole = build_skeleton(kind, config, dtype, None)
     inner = whole.model
     inner.language_model = None
     whole.lm_head = None
     whole.all_tied_weights_keys = {}
     own = tensors_of(whole, tensors, quantizer, adapter)
     plan = plan_loading(whole, [], own, dtype, quantizer, adapter)
+    if plan.nbytes > (free := available_ram()):
+        raise EngineError(
+            ErrorCode.NOT_ENOUGH_MEMORY,
+            f"The part of the model that sees needs {rounded_up(plan.nbytes)} of RAM, and {rounded_down(free)} are "
+            "free: close other programs, or send the text alone.",
+        )
     with TensorReader(lambda _done, _all: None, never_cancelled, plan.nbytes, dtype=dtype) as reader:
         load_rest(whole, plan, reader, {"": torch.device("cpu")})
     return inner.eval().requires_grad_(False)

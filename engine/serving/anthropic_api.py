@@ -12,7 +12,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.batch_files.openai_requests import BadRequestError, read_call, read_id, read_text
+from engine.batch_files.openai_requests import (
+    BadRequestError,
+    read_call,
+    read_content,
+    read_id,
+    read_text,
+    without_pictures,
+)
 from engine.common.chat import ChatMessage, FinishReason, ToolCall
 from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Spoken, Thought
@@ -238,23 +245,28 @@ def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:
 
 
 def _turns(role: Any, content: Any) -> list[ChatMessage]:
-    """One message may hold results of tools and text: each result is a turn of its own."""
+    """One message may hold results of tools and text: each result is a turn of its own.
+
+    Its pictures go to the user's, as templates have them nowhere else.
+    """
     if isinstance(content, str):
         return [ChatMessage(role, content)]
     if not isinstance(content, list) or not all(isinstance(block, Mapping) for block in content):
         raise BadRequestError("has a message that is not text")
-    turns, text, thought, calls = list[ChatMessage](), "", "", list[ToolCall]()
+    turns, said, thought, calls = list[ChatMessage](), list[Any](), "", list[ToolCall]()
     for block in content:
         kind = block.get("type")
         if kind == "tool_result":
-            result = read_text(block.get("content", ""))
-            turns.append(ChatMessage("tool", result, answers=read_id(block.get("tool_use_id"))))
+            result, pictures = without_pictures(block.get("content", ""))
+            turns.append(ChatMessage("tool", read_text(result), answers=read_id(block.get("tool_use_id"))))
+            said += pictures
         elif kind == "tool_use":
             calls.append(read_call(block.get("id"), block.get("name"), block.get("input")))
         elif kind == "thinking":
             thought += read_text(block.get("thinking"))
         elif kind != "redacted_thinking":
-            text += read_text([block])
-    if text or thought or calls or not turns:
-        turns.append(ChatMessage(role, text, thought, tuple(calls)))
+            said.append(block)
+    text, parts = read_content(said, role)
+    if text or parts or thought or calls or not turns:
+        turns.append(ChatMessage(role, text, thought, tuple(calls), parts=parts))
     return turns

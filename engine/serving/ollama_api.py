@@ -14,13 +14,19 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.batch_files.openai_requests import BadRequestError, Interface, read_messages, read_text
+from engine.batch_files.openai_requests import (
+    BadRequestError,
+    Interface,
+    read_content,
+    read_messages,
+    read_text,
+    with_pictures,
+)
 from engine.checkpoint.library import LibraryEntry, chat_template
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.common.foreign import json_text
 from engine.families.replies.reader import Part, Spoken, Thought
-from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 from engine.serving.asking import Ask, Began, Ended, Progress, Said
 from engine.serving.embeddings import Embedded, Text, read_texts
 from engine.serving.service import Service, body_of, of_engine, on_a_thread, status_of, while_connected
@@ -82,13 +88,12 @@ class _Ollama:
         family = entry.family or "unknown"
         info = {"general.architecture": family, f"{family}.context_length": entry.context_tokens}
         template = await on_a_thread(lambda: chat_template(entry.path))
-        # Not `vision`, whatever the model was made for: here it answers texts with texts.
-        thinks = thinking_choices(template) or may_think(template, entry.family)
         chats = not entry.embeds
         able = {
             "completion": chats,
-            "tools": chats and takes_tools(template),
-            "thinking": chats and thinks,
+            "vision": chats and entry.sees,
+            "tools": chats and entry.calls_tools,
+            "thinking": chats and entry.thinks,
             "embedding": entry.embeds,
         }
         described = {"details": _described(entry)["details"], "model_info": info, "template": template}
@@ -137,13 +142,18 @@ class _Ollama:
     async def generate(self, request: Request) -> Response:
         body = _with_options(await body_of(request))
         prompt = read_text(body.get("prompt") or "")
-        if not prompt:
+        images = body.get("images")
+        if not prompt and not images:
             return JSONResponse(await self._come_or_go(request, body) | {"response": ""})
         system = read_text(body.get("system") or "")
         messages = [ChatMessage("system", system)] if system else []
         if body.get("raw"):
+            if images:
+                raise BadRequestError("has both raw and images; leave one of them out")
             return await self._answer(request, body, "generate", ToolUse(), (), prompt)
-        return await self._answer(request, body, "generate", ToolUse(), (*messages, ChatMessage("user", prompt)))
+        text, parts = read_content(with_pictures(prompt, images) if images else prompt)
+        messages.append(ChatMessage("user", text, parts=parts))
+        return await self._answer(request, body, "generate", ToolUse(), tuple(messages))
 
     async def _come_or_go(self, request: Request, body: Mapping[str, Any]) -> dict[str, Any]:
         """Who asks nothing wants the model to be loaded, or with a `keep_alive` of nothing to be freed."""

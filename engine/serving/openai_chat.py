@@ -92,6 +92,7 @@ class _OpenAi:
             "created": self._service.started_s,
             "owned_by": "switchyard",
             "max_model_len": entry.context_tokens or None,
+            "architecture": {"input_modalities": ["text", "image"] if entry.sees else ["text"]},
         }
 
     async def embeddings(self, request: Request) -> Response:

@@ -15,7 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from engine.batch_files.openai_requests import BadRequestError, read_call, read_id, read_messages, read_text
+from engine.batch_files.openai_requests import (
+    BadRequestError,
+    read_call,
+    read_content,
+    read_id,
+    read_messages,
+    read_text,
+    without_pictures,
+)
 from engine.common.chat import ChatMessage, ToolCall
 from engine.common.errors import EngineError
 from engine.families.replies.reader import Part, Thought
@@ -239,7 +247,10 @@ def _turn(item: Any) -> list[ChatMessage]:
         call = read_call(item.get("call_id"), item.get("name"), item.get("arguments"))
         return [ChatMessage("assistant", "", tool_calls=(call,))]
     if kind == "function_call_output":
-        return [ChatMessage("tool", read_text(item.get("output")), answers=read_id(item.get("call_id")))]
+        output, pictures = without_pictures(item.get("output"))
+        turns = [ChatMessage("tool", read_text(output), answers=read_id(item.get("call_id")))]
+        text, parts = read_content(pictures)  # of the user, as templates have no others
+        return [*turns, ChatMessage("user", text, parts=parts)] if parts else turns
     if kind == "reasoning":
         return []
     raise BadRequestError(f"has an input item of the type {str(kind)[:40]!r}, which this server does not take")

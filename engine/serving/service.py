@@ -41,6 +41,7 @@ Whole = TypeVar("Whole")
 STATUS = {
     ErrorCode.MODEL_NOT_FOUND: 404,
     ErrorCode.INVALID_REQUEST: 400,
+    ErrorCode.PICTURES_NOT_READ: 400,
     ErrorCode.PROMPT_TOO_LONG: 400,
     ErrorCode.MODEL_UNSUPPORTED: 400,
     ErrorCode.CHECKPOINT_DAMAGED: 400,

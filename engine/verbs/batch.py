@@ -72,6 +72,13 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
     parser.add_argument("--template", default="", metavar="T", help="the prompt, such as 'Summarise: {{text}}'")
+    parser.add_argument(
+        "--image-column",
+        default="",
+        metavar="NAME",
+        help="the column of pictures for a model that sees: paths (relative to INPUT's folder), or file: or data: "
+        "addresses; they stand where the template has {{NAME}}, or before its text",
+    )
     parser.add_argument("--system", default="", metavar="S", help="system prompt of every row")
     add_sampling_options(parser, beams=False)
     what = parser.add_mutually_exclusive_group()
@@ -246,6 +253,7 @@ def _job(args: argparse.Namespace) -> BatchJob:
         more_tokens=more_tokens,
         raw_text=args.raw_text,
         policy=_policy(args.policy),
+        image_column=args.image_column,
     )
 
 

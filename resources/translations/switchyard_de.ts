@@ -1545,6 +1545,10 @@ negativ</translation>
             <translation>für neue Chats</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>sieht Bilder</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>Standard</translation>
         </message>
@@ -1613,16 +1617,28 @@ negativ</translation>
             <translation>Dies wird aus diesem Chat nicht übernommen: {0}.</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: choose one of a remote server to send pictures.</source>
-            <translation>Modelle auf diesem PC lesen nur Text: Wählen Sie eines auf einem anderen Server, um Bilder zu senden.</translation>
-        </message>
-        <message>
             <source>{0} of {1} reads text only: choose another model to send pictures.</source>
             <translation>{0} auf {1} liest nur Text: Wählen Sie ein anderes Modell, um Bilder zu senden.</translation>
         </message>
         <message>
             <source>The model</source>
             <translation>Das Modell</translation>
+        </message>
+        <message>
+            <source>{0} reads text only.</source>
+            <translation>{0} liest nur Text.</translation>
+        </message>
+        <message>
+            <source>No model on this PC sees pictures.</source>
+            <translation>Kein Modell auf diesem PC sieht Bilder.</translation>
+        </message>
+        <message>
+            <source>{0} and {1} more</source>
+            <translation>{0} und {1} weitere</translation>
+        </message>
+        <message>
+            <source>On this PC these see pictures: {0}.</source>
+            <translation>Auf diesem PC sehen diese Modelle Bilder: {0}.</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1715,10 +1731,6 @@ negativ</translation>
             <translation>Ein temporärer Chat nimmt keine Dokumente an, denn ihr Text würde gespeichert: Behalten Sie den Chat zuerst.</translation>
         </message>
         <message>
-            <source>{0} and {1} more</source>
-            <translation>{0} und {1} weitere</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>Neben diesem Chat war kein Platz für {0}: Fragen Sie in einem neuen Chat oder kürzen Sie diesen.</translation>
         </message>
@@ -1727,12 +1739,12 @@ negativ</translation>
             <translation>In den Dokumenten konnte nicht nachgesehen werden ({0}): Die Antwort kommt ohne sie.</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: the pictures in this chat are not read.</source>
-            <translation>Modelle auf diesem PC lesen nur Text: Die Bilder in diesem Chat werden nicht gelesen.</translation>
-        </message>
-        <message>
             <source>It reads text only: the pictures in this chat are not sent.</source>
             <translation>Es liest nur Text: Die Bilder in diesem Chat werden nicht gesendet.</translation>
+        </message>
+        <message>
+            <source>This model reads text only: the pictures in this chat are not read.</source>
+            <translation>Dieses Modell liest nur Text: Die Bilder in diesem Chat werden nicht gelesen.</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5234,8 +5246,36 @@ negativ</translation>
             <translation>Standard</translation>
         </message>
         <message>
+            <source>pictures</source>
+            <translation>Bilder</translation>
+        </message>
+        <message>
+            <source>tools</source>
+            <translation>Werkzeuge</translation>
+        </message>
+        <message>
+            <source>thinks</source>
+            <translation>denkt nach</translation>
+        </message>
+        <message>
             <source>embeddings</source>
             <translation>Embeddings</translation>
+        </message>
+        <message>
+            <source>Sees pictures</source>
+            <translation>Sieht Bilder</translation>
+        </message>
+        <message>
+            <source>Calls tools</source>
+            <translation>Ruft Werkzeuge auf</translation>
+        </message>
+        <message>
+            <source>Thinks first</source>
+            <translation>Denkt zuerst nach</translation>
+        </message>
+        <message>
+            <source>Embeds texts</source>
+            <translation>Bettet Texte ein</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5322,16 +5362,20 @@ negativ</translation>
             <translation>{0} ist vollständig; es gibt keine Prüfsummen zum Vergleich.</translation>
         </message>
         <message>
-            <source>Thinks first</source>
-            <translation>Denkt zuerst nach</translation>
-        </message>
-        <message>
             <source>Code</source>
             <translation>Code</translation>
         </message>
         <message>
             <source>Tools</source>
             <translation>Werkzeuge</translation>
+        </message>
+        <message>
+            <source>Pictures</source>
+            <translation>Bilder</translation>
+        </message>
+        <message>
+            <source>Embeddings</source>
+            <translation>Embeddings</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5580,6 +5624,14 @@ negativ</translation>
             <translation>Genutzt</translation>
         </message>
         <message>
+            <source>What a model can do</source>
+            <translation>Was ein Modell kann</translation>
+        </message>
+        <message>
+            <source>Any ability</source>
+            <translation>Alle Fähigkeiten</translation>
+        </message>
+        <message>
             <source>Models on this PC</source>
             <translation>Modelle auf diesem PC</translation>
         </message>
@@ -5622,6 +5674,10 @@ negativ</translation>
         <message>
             <source>No model is here yet: take one that suits this PC.</source>
             <translation>Hier ist noch kein Modell: Nehmen Sie eines, das zu diesem PC passt.</translation>
+        </message>
+        <message>
+            <source>No model here is marked so.</source>
+            <translation>Kein Modell hier ist so gekennzeichnet.</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5911,6 +5967,10 @@ negativ</translation>
         <message>
             <source>{0} is larger than {1}: make it smaller first.</source>
             <translation>{0} ist größer als {1}: Verkleinern Sie es zuerst.</translation>
+        </message>
+        <message>
+            <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
+            <translation>{0} hat das Format {1}, das hier nicht gelesen wird: Speichern Sie das Bild als PNG oder JPEG.</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8639,12 +8699,36 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>System-Prompt: Anweisungen für jede Zeile (optional)</translation>
         </message>
         <message>
+            <source>Column of pictures</source>
+            <translation>Spalte mit Bildern</translation>
+        </message>
+        <message>
+            <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
+            <translation>Ihre Zellen sind Pfade von Bildern, ausgehend vom Ordner der Datei, für ein Modell, das Bilder sieht</translation>
+        </message>
+        <message>
+            <source>Pictures: none</source>
+            <translation>Bilder: keine</translation>
+        </message>
+        <message>
+            <source>Pictures: {0}</source>
+            <translation>Bilder: {0}</translation>
+        </message>
+        <message>
             <source>Insert column {0}</source>
             <translation>Spalte {0} einfügen</translation>
         </message>
         <message>
             <source>Summarise in one line: {0}</source>
             <translation>Fasse in einer Zeile zusammen: {0}</translation>
+        </message>
+        <message>
+            <source>Describe the picture.</source>
+            <translation>Beschreibe das Bild.</translation>
+        </message>
+        <message>
+            <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
+            <translation>{0} liest nur Text, deshalb erhalten Zeilen mit Bildern keine Antwort: Wählen Sie ein Modell, das Bilder sieht.</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -1545,6 +1545,10 @@ negativo</translation>
             <translation>para chats nuevos</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>ve imágenes</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>predeterminado</translation>
         </message>
@@ -1613,16 +1617,28 @@ negativo</translation>
             <translation>No se tiene en cuenta de este chat: {0}.</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: choose one of a remote server to send pictures.</source>
-            <translation>Los modelos de este PC solo leen texto: elija uno de un servidor remoto para enviar imágenes.</translation>
-        </message>
-        <message>
             <source>{0} of {1} reads text only: choose another model to send pictures.</source>
             <translation>{0} de {1} solo lee texto: elija otro modelo para enviar imágenes.</translation>
         </message>
         <message>
             <source>The model</source>
             <translation>El modelo</translation>
+        </message>
+        <message>
+            <source>{0} reads text only.</source>
+            <translation>{0} solo lee texto.</translation>
+        </message>
+        <message>
+            <source>No model on this PC sees pictures.</source>
+            <translation>Ningún modelo de este PC ve imágenes.</translation>
+        </message>
+        <message>
+            <source>{0} and {1} more</source>
+            <translation>{0} y {1} más</translation>
+        </message>
+        <message>
+            <source>On this PC these see pictures: {0}.</source>
+            <translation>En este PC ven imágenes: {0}.</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1715,10 +1731,6 @@ negativo</translation>
             <translation>Un chat temporal no admite documentos, porque su texto se guardaría: conserve primero el chat.</translation>
         </message>
         <message>
-            <source>{0} and {1} more</source>
-            <translation>{0} y {1} más</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>No había sitio para {0} junto a este chat: pregunte en un chat nuevo o acorte este.</translation>
         </message>
@@ -1727,12 +1739,12 @@ negativo</translation>
             <translation>No se pudieron consultar los documentos ({0}): la respuesta se da sin ellos.</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: the pictures in this chat are not read.</source>
-            <translation>Los modelos de este PC solo leen texto: las imágenes de este chat no se leen.</translation>
-        </message>
-        <message>
             <source>It reads text only: the pictures in this chat are not sent.</source>
             <translation>Solo lee texto: las imágenes de este chat no se envían.</translation>
+        </message>
+        <message>
+            <source>This model reads text only: the pictures in this chat are not read.</source>
+            <translation>Este modelo solo lee texto: las imágenes de este chat no se leen.</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5234,8 +5246,36 @@ negativo</translation>
             <translation>predeterminado</translation>
         </message>
         <message>
+            <source>pictures</source>
+            <translation>imágenes</translation>
+        </message>
+        <message>
+            <source>tools</source>
+            <translation>herramientas</translation>
+        </message>
+        <message>
+            <source>thinks</source>
+            <translation>razona</translation>
+        </message>
+        <message>
             <source>embeddings</source>
             <translation>embeddings</translation>
+        </message>
+        <message>
+            <source>Sees pictures</source>
+            <translation>Ve imágenes</translation>
+        </message>
+        <message>
+            <source>Calls tools</source>
+            <translation>Llama a herramientas</translation>
+        </message>
+        <message>
+            <source>Thinks first</source>
+            <translation>Piensa primero</translation>
+        </message>
+        <message>
+            <source>Embeds texts</source>
+            <translation>Crea embeddings de textos</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5322,16 +5362,20 @@ negativo</translation>
             <translation>{0} está completo; no hay sumas de verificación con las que comparar.</translation>
         </message>
         <message>
-            <source>Thinks first</source>
-            <translation>Piensa primero</translation>
-        </message>
-        <message>
             <source>Code</source>
             <translation>Código</translation>
         </message>
         <message>
             <source>Tools</source>
             <translation>Herramientas</translation>
+        </message>
+        <message>
+            <source>Pictures</source>
+            <translation>Imágenes</translation>
+        </message>
+        <message>
+            <source>Embeddings</source>
+            <translation>Embeddings</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5580,6 +5624,14 @@ negativo</translation>
             <translation>Usado</translation>
         </message>
         <message>
+            <source>What a model can do</source>
+            <translation>Lo que sabe hacer un modelo</translation>
+        </message>
+        <message>
+            <source>Any ability</source>
+            <translation>Cualquier capacidad</translation>
+        </message>
+        <message>
             <source>Models on this PC</source>
             <translation>Modelos en este PC</translation>
         </message>
@@ -5622,6 +5674,10 @@ negativo</translation>
         <message>
             <source>No model is here yet: take one that suits this PC.</source>
             <translation>Aún no hay ningún modelo aquí: elija uno adecuado para este PC.</translation>
+        </message>
+        <message>
+            <source>No model here is marked so.</source>
+            <translation>Ningún modelo de aquí tiene esta marca.</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5911,6 +5967,10 @@ negativo</translation>
         <message>
             <source>{0} is larger than {1}: make it smaller first.</source>
             <translation>{0} supera {1}: reduzca antes su tamaño.</translation>
+        </message>
+        <message>
+            <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
+            <translation>{0} está en el formato {1}, que aquí no se lee: guárdela como PNG o JPEG.</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8639,12 +8699,36 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Prompt del sistema: instrucciones para cada fila (opcional)</translation>
         </message>
         <message>
+            <source>Column of pictures</source>
+            <translation>Columna de imágenes</translation>
+        </message>
+        <message>
+            <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
+            <translation>Sus celdas son rutas de imágenes, desde la carpeta del archivo, para un modelo que ve imágenes</translation>
+        </message>
+        <message>
+            <source>Pictures: none</source>
+            <translation>Imágenes: ninguna</translation>
+        </message>
+        <message>
+            <source>Pictures: {0}</source>
+            <translation>Imágenes: {0}</translation>
+        </message>
+        <message>
             <source>Insert column {0}</source>
             <translation>Insertar la columna {0}</translation>
         </message>
         <message>
             <source>Summarise in one line: {0}</source>
             <translation>Resume en una línea: {0}</translation>
+        </message>
+        <message>
+            <source>Describe the picture.</source>
+            <translation>Describe la imagen.</translation>
+        </message>
+        <message>
+            <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
+            <translation>{0} solo lee texto, por lo que las filas con imágenes no obtienen respuesta: elija un modelo que vea imágenes.</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -1545,6 +1545,10 @@ négatif</translation>
             <translation>pour les nouvelles discussions</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>voit les images</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>par défaut</translation>
         </message>
@@ -1613,16 +1617,28 @@ négatif</translation>
             <translation>Non pris en compte pour cette discussion : {0}.</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: choose one of a remote server to send pictures.</source>
-            <translation>Les modèles de ce PC ne lisent que du texte : choisissez-en un d’un serveur distant pour envoyer des images.</translation>
-        </message>
-        <message>
             <source>{0} of {1} reads text only: choose another model to send pictures.</source>
             <translation>{0} de {1} ne lit que du texte : choisissez un autre modèle pour envoyer des images.</translation>
         </message>
         <message>
             <source>The model</source>
             <translation>Le modèle</translation>
+        </message>
+        <message>
+            <source>{0} reads text only.</source>
+            <translation>{0} ne lit que du texte.</translation>
+        </message>
+        <message>
+            <source>No model on this PC sees pictures.</source>
+            <translation>Aucun modèle sur ce PC ne voit les images.</translation>
+        </message>
+        <message>
+            <source>{0} and {1} more</source>
+            <translation>{0} et {1} autres</translation>
+        </message>
+        <message>
+            <source>On this PC these see pictures: {0}.</source>
+            <translation>Sur ce PC, ces modèles voient les images : {0}.</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1715,10 +1731,6 @@ négatif</translation>
             <translation>Une discussion temporaire n’accepte pas de documents, car leur texte serait enregistré : conservez d’abord la discussion.</translation>
         </message>
         <message>
-            <source>{0} and {1} more</source>
-            <translation>{0} et {1} autres</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>Il n’y avait pas de place pour {0} à côté de cette discussion : demandez dans une nouvelle, ou raccourcissez celle-ci.</translation>
         </message>
@@ -1727,12 +1739,12 @@ négatif</translation>
             <translation>Les documents n’ont pas pu être consultés ({0}) : la réponse est donnée sans eux.</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: the pictures in this chat are not read.</source>
-            <translation>Les modèles de ce PC ne lisent que du texte : les images de cette discussion ne sont pas lues.</translation>
-        </message>
-        <message>
             <source>It reads text only: the pictures in this chat are not sent.</source>
             <translation>Il ne lit que du texte : les images de cette discussion ne sont pas envoyées.</translation>
+        </message>
+        <message>
+            <source>This model reads text only: the pictures in this chat are not read.</source>
+            <translation>Ce modèle ne lit que du texte : les images de cette discussion ne sont pas lues.</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5234,8 +5246,36 @@ négatif</translation>
             <translation>par défaut</translation>
         </message>
         <message>
+            <source>pictures</source>
+            <translation>images</translation>
+        </message>
+        <message>
+            <source>tools</source>
+            <translation>outils</translation>
+        </message>
+        <message>
+            <source>thinks</source>
+            <translation>réfléchit</translation>
+        </message>
+        <message>
             <source>embeddings</source>
             <translation>embeddings</translation>
+        </message>
+        <message>
+            <source>Sees pictures</source>
+            <translation>Voit les images</translation>
+        </message>
+        <message>
+            <source>Calls tools</source>
+            <translation>Appelle des outils</translation>
+        </message>
+        <message>
+            <source>Thinks first</source>
+            <translation>Réfléchit d’abord</translation>
+        </message>
+        <message>
+            <source>Embeds texts</source>
+            <translation>Crée des embeddings</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5322,16 +5362,20 @@ négatif</translation>
             <translation>{0} est complet ; il n’y a pas de sommes de contrôle à comparer.</translation>
         </message>
         <message>
-            <source>Thinks first</source>
-            <translation>Réfléchit d’abord</translation>
-        </message>
-        <message>
             <source>Code</source>
             <translation>Code</translation>
         </message>
         <message>
             <source>Tools</source>
             <translation>Outils</translation>
+        </message>
+        <message>
+            <source>Pictures</source>
+            <translation>Images</translation>
+        </message>
+        <message>
+            <source>Embeddings</source>
+            <translation>Embeddings</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5580,6 +5624,14 @@ négatif</translation>
             <translation>Utilisé</translation>
         </message>
         <message>
+            <source>What a model can do</source>
+            <translation>Ce qu'un modèle sait faire</translation>
+        </message>
+        <message>
+            <source>Any ability</source>
+            <translation>Toutes les capacités</translation>
+        </message>
+        <message>
             <source>Models on this PC</source>
             <translation>Modèles sur ce PC</translation>
         </message>
@@ -5622,6 +5674,10 @@ négatif</translation>
         <message>
             <source>No model is here yet: take one that suits this PC.</source>
             <translation>Il n’y a pas encore de modèle ici : prenez-en un qui convient à ce PC.</translation>
+        </message>
+        <message>
+            <source>No model here is marked so.</source>
+            <translation>Aucun modèle ici ne porte cette marque.</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5911,6 +5967,10 @@ négatif</translation>
         <message>
             <source>{0} is larger than {1}: make it smaller first.</source>
             <translation>{0} dépasse {1} : réduisez d’abord sa taille.</translation>
+        </message>
+        <message>
+            <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
+            <translation>{0} est au format {1}, qui n'est pas lu ici : enregistrez l'image en PNG ou JPEG.</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8639,12 +8699,36 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Prompt système : instructions pour chaque ligne (facultatif)</translation>
         </message>
         <message>
+            <source>Column of pictures</source>
+            <translation>Colonne d'images</translation>
+        </message>
+        <message>
+            <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
+            <translation>Ses cellules sont des chemins d'images, à partir du dossier du fichier, pour un modèle qui voit les images</translation>
+        </message>
+        <message>
+            <source>Pictures: none</source>
+            <translation>Images : aucune</translation>
+        </message>
+        <message>
+            <source>Pictures: {0}</source>
+            <translation>Images : {0}</translation>
+        </message>
+        <message>
             <source>Insert column {0}</source>
             <translation>Insérer la colonne {0}</translation>
         </message>
         <message>
             <source>Summarise in one line: {0}</source>
             <translation>Résume en une ligne : {0}</translation>
+        </message>
+        <message>
+            <source>Describe the picture.</source>
+            <translation>Décris l'image.</translation>
+        </message>
+        <message>
+            <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
+            <translation>{0} ne lit que du texte, les lignes avec images restent donc sans réponse : choisissez un modèle qui voit les images.</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -1530,6 +1530,10 @@ negative</source>
             <translation>新しいチャット用</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>画像対応</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>既定</translation>
         </message>
@@ -1598,16 +1602,28 @@ negative</source>
             <translation>このチャットの次の設定は使われません: {0}。</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: choose one of a remote server to send pictures.</source>
-            <translation>このPCのモデルはテキストのみ読みます。画像を送るには、リモートサーバーのモデルを選んでください。</translation>
-        </message>
-        <message>
             <source>{0} of {1} reads text only: choose another model to send pictures.</source>
             <translation>{1}の{0}はテキストのみ読みます。画像を送るには別のモデルを選んでください。</translation>
         </message>
         <message>
             <source>The model</source>
             <translation>モデル</translation>
+        </message>
+        <message>
+            <source>{0} reads text only.</source>
+            <translation>{0} はテキストのみを読み取ります。</translation>
+        </message>
+        <message>
+            <source>No model on this PC sees pictures.</source>
+            <translation>この PC には画像を認識できるモデルがありません。</translation>
+        </message>
+        <message>
+            <source>{0} and {1} more</source>
+            <translation>{0}、ほか{1}件</translation>
+        </message>
+        <message>
+            <source>On this PC these see pictures: {0}.</source>
+            <translation>この PC で画像を認識できるモデル: {0}。</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1698,10 +1714,6 @@ negative</source>
             <translation>テキストが保存されてしまうため、一時チャットには文書を添付できません。先にチャットを保存してください。</translation>
         </message>
         <message>
-            <source>{0} and {1} more</source>
-            <translation>{0}、ほか{1}件</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>このチャットには{0}を入れる空きがありません。新しいチャットで質問するか、このチャットを短くしてください。</translation>
         </message>
@@ -1710,12 +1722,12 @@ negative</source>
             <translation>文書を調べられませんでした（{0}）。文書なしで回答します。</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: the pictures in this chat are not read.</source>
-            <translation>このPCのモデルはテキストのみ読みます。このチャットの画像は読まれません。</translation>
-        </message>
-        <message>
             <source>It reads text only: the pictures in this chat are not sent.</source>
             <translation>テキストのみ読むモデルです。このチャットの画像は送信されません。</translation>
+        </message>
+        <message>
+            <source>This model reads text only: the pictures in this chat are not read.</source>
+            <translation>このモデルはテキストのみを読み取ります。このチャットの画像は読み取られません。</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5202,8 +5214,36 @@ negative</source>
             <translation>既定</translation>
         </message>
         <message>
+            <source>pictures</source>
+            <translation>画像</translation>
+        </message>
+        <message>
+            <source>tools</source>
+            <translation>ツール</translation>
+        </message>
+        <message>
+            <source>thinks</source>
+            <translation>思考</translation>
+        </message>
+        <message>
             <source>embeddings</source>
             <translation>埋め込み</translation>
+        </message>
+        <message>
+            <source>Sees pictures</source>
+            <translation>画像を認識</translation>
+        </message>
+        <message>
+            <source>Calls tools</source>
+            <translation>ツールを呼び出す</translation>
+        </message>
+        <message>
+            <source>Thinks first</source>
+            <translation>先に思考</translation>
+        </message>
+        <message>
+            <source>Embeds texts</source>
+            <translation>テキストを埋め込む</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5290,16 +5330,20 @@ negative</source>
             <translation>{0}は揃っています。比較できるチェックサムはありません。</translation>
         </message>
         <message>
-            <source>Thinks first</source>
-            <translation>先に思考</translation>
-        </message>
-        <message>
             <source>Code</source>
             <translation>コード</translation>
         </message>
         <message>
             <source>Tools</source>
             <translation>ツール</translation>
+        </message>
+        <message>
+            <source>Pictures</source>
+            <translation>画像</translation>
+        </message>
+        <message>
+            <source>Embeddings</source>
+            <translation>埋め込み</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5548,6 +5592,14 @@ negative</source>
             <translation>使用</translation>
         </message>
         <message>
+            <source>What a model can do</source>
+            <translation>モデルの機能</translation>
+        </message>
+        <message>
+            <source>Any ability</source>
+            <translation>すべての機能</translation>
+        </message>
+        <message>
             <source>Models on this PC</source>
             <translation>このPCのモデル</translation>
         </message>
@@ -5590,6 +5642,10 @@ negative</source>
         <message>
             <source>No model is here yet: take one that suits this PC.</source>
             <translation>まだモデルがありません。このPCに合うものを選んでください。</translation>
+        </message>
+        <message>
+            <source>No model here is marked so.</source>
+            <translation>この機能を持つモデルはありません。</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5878,6 +5934,10 @@ negative</source>
         <message>
             <source>{0} is larger than {1}: make it smaller first.</source>
             <translation>{0}は{1}を超えています。先に小さくしてください。</translation>
+        </message>
+        <message>
+            <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
+            <translation>{0} は {1} 形式で、ここでは読み取れません。PNG または JPEG で保存してください。</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8602,12 +8662,36 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>システムプロンプト: 全行への指示（省略可）</translation>
         </message>
         <message>
+            <source>Column of pictures</source>
+            <translation>画像の列</translation>
+        </message>
+        <message>
+            <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
+            <translation>セルはファイルのあるフォルダーを基準とする画像のパスで、画像を認識するモデル用です</translation>
+        </message>
+        <message>
+            <source>Pictures: none</source>
+            <translation>画像: なし</translation>
+        </message>
+        <message>
+            <source>Pictures: {0}</source>
+            <translation>画像: {0}</translation>
+        </message>
+        <message>
             <source>Insert column {0}</source>
             <translation>列{0}を挿入</translation>
         </message>
         <message>
             <source>Summarise in one line: {0}</source>
             <translation>1行で要約してください: {0}</translation>
+        </message>
+        <message>
+            <source>Describe the picture.</source>
+            <translation>画像を説明してください。</translation>
+        </message>
+        <message>
+            <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
+            <translation>{0} はテキストのみを読み取るため、画像のある行には回答が得られません。画像を認識するモデルを選択してください。</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

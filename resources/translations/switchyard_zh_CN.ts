@@ -1530,6 +1530,10 @@ negative</source>
             <translation>用于新对话</translation>
         </message>
         <message>
+            <source>sees pictures</source>
+            <translation>能看图片</translation>
+        </message>
+        <message>
             <source>default</source>
             <translation>默认</translation>
         </message>
@@ -1598,16 +1602,28 @@ negative</source>
             <translation>此对话的以下设置不会生效：{0}。</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: choose one of a remote server to send pictures.</source>
-            <translation>这台电脑上的模型只读取文本：要发送图片，请选择远程服务器的模型。</translation>
-        </message>
-        <message>
             <source>{0} of {1} reads text only: choose another model to send pictures.</source>
             <translation>{1} 的 {0} 只读取文本：要发送图片，请选择其他模型。</translation>
         </message>
         <message>
             <source>The model</source>
             <translation>模型</translation>
+        </message>
+        <message>
+            <source>{0} reads text only.</source>
+            <translation>{0} 只能读取文本。</translation>
+        </message>
+        <message>
+            <source>No model on this PC sees pictures.</source>
+            <translation>这台电脑上没有能看图片的模型。</translation>
+        </message>
+        <message>
+            <source>{0} and {1} more</source>
+            <translation>{0} 等另外 {1} 个</translation>
+        </message>
+        <message>
+            <source>On this PC these see pictures: {0}.</source>
+            <translation>这台电脑上能看图片的模型：{0}。</translation>
         </message>
         <message>
             <source>Your message has about {0} tokens; the model reads {1}. Shorten it.</source>
@@ -1698,10 +1714,6 @@ negative</source>
             <translation>临时对话不接受文档，因为文档文本会被保存：请先保留此对话。</translation>
         </message>
         <message>
-            <source>{0} and {1} more</source>
-            <translation>{0} 等另外 {1} 个</translation>
-        </message>
-        <message>
             <source>There was no room for {0} beside this chat: ask in a new chat, or shorten this one.</source>
             <translation>此对话中没有空间容纳 {0}：请在新对话中提问，或缩短此对话。</translation>
         </message>
@@ -1710,12 +1722,12 @@ negative</source>
             <translation>无法查阅文档（{0}）：将在没有文档的情况下回答。</translation>
         </message>
         <message>
-            <source>Models on this PC read text only: the pictures in this chat are not read.</source>
-            <translation>这台电脑上的模型只读取文本：此对话中的图片不会被读取。</translation>
-        </message>
-        <message>
             <source>It reads text only: the pictures in this chat are not sent.</source>
             <translation>该模型只读取文本：此对话中的图片不会发送。</translation>
+        </message>
+        <message>
+            <source>This model reads text only: the pictures in this chat are not read.</source>
+            <translation>此模型只能读取文本：不会读取此对话中的图片。</translation>
         </message>
         <message>
             <source>The server {0} is no longer in the list, and nothing else answers here: choose a model for this chat.</source>
@@ -5202,8 +5214,36 @@ negative</source>
             <translation>默认</translation>
         </message>
         <message>
+            <source>pictures</source>
+            <translation>图片</translation>
+        </message>
+        <message>
+            <source>tools</source>
+            <translation>工具</translation>
+        </message>
+        <message>
+            <source>thinks</source>
+            <translation>思考</translation>
+        </message>
+        <message>
             <source>embeddings</source>
             <translation>嵌入</translation>
+        </message>
+        <message>
+            <source>Sees pictures</source>
+            <translation>能看图片</translation>
+        </message>
+        <message>
+            <source>Calls tools</source>
+            <translation>能调用工具</translation>
+        </message>
+        <message>
+            <source>Thinks first</source>
+            <translation>先思考</translation>
+        </message>
+        <message>
+            <source>Embeds texts</source>
+            <translation>能生成文本嵌入</translation>
         </message>
         <message>
             <source>last used: {0}</source>
@@ -5290,16 +5330,20 @@ negative</source>
             <translation>{0} 完整；没有可供比较的校验和。</translation>
         </message>
         <message>
-            <source>Thinks first</source>
-            <translation>先思考</translation>
-        </message>
-        <message>
             <source>Code</source>
             <translation>代码</translation>
         </message>
         <message>
             <source>Tools</source>
             <translation>工具</translation>
+        </message>
+        <message>
+            <source>Pictures</source>
+            <translation>图片</translation>
+        </message>
+        <message>
+            <source>Embeddings</source>
+            <translation>嵌入</translation>
         </message>
         <message>
             <source>Long documents</source>
@@ -5548,6 +5592,14 @@ negative</source>
             <translation>使用</translation>
         </message>
         <message>
+            <source>What a model can do</source>
+            <translation>模型的能力</translation>
+        </message>
+        <message>
+            <source>Any ability</source>
+            <translation>任意能力</translation>
+        </message>
+        <message>
             <source>Models on this PC</source>
             <translation>这台电脑上的模型</translation>
         </message>
@@ -5590,6 +5642,10 @@ negative</source>
         <message>
             <source>No model is here yet: take one that suits this PC.</source>
             <translation>这里还没有模型：请选一个适合这台电脑的。</translation>
+        </message>
+        <message>
+            <source>No model here is marked so.</source>
+            <translation>这里没有带此标记的模型。</translation>
         </message>
         <message>
             <source>1 model</source>
@@ -5878,6 +5934,10 @@ negative</source>
         <message>
             <source>{0} is larger than {1}: make it smaller first.</source>
             <translation>{0} 超过 {1}：请先缩小。</translation>
+        </message>
+        <message>
+            <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
+            <translation>{0} 是 {1} 格式，这里无法读取：请另存为 PNG 或 JPEG。</translation>
         </message>
         <message>
             <source>{0} is no PNG, JPEG, WebP or GIF picture.</source>
@@ -8602,12 +8662,36 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>系统提示词：适用于每行的指令（可选）</translation>
         </message>
         <message>
+            <source>Column of pictures</source>
+            <translation>图片列</translation>
+        </message>
+        <message>
+            <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
+            <translation>单元格是图片路径（相对于该文件所在的文件夹），供能看图片的模型使用</translation>
+        </message>
+        <message>
+            <source>Pictures: none</source>
+            <translation>图片：无</translation>
+        </message>
+        <message>
+            <source>Pictures: {0}</source>
+            <translation>图片：{0}</translation>
+        </message>
+        <message>
             <source>Insert column {0}</source>
             <translation>插入列 {0}</translation>
         </message>
         <message>
             <source>Summarise in one line: {0}</source>
             <translation>用一行总结：{0}</translation>
+        </message>
+        <message>
+            <source>Describe the picture.</source>
+            <translation>请描述这张图片。</translation>
+        </message>
+        <message>
+            <source>{0} reads text only, so rows with pictures get no answer: choose a model that sees.</source>
+            <translation>{0} 只能读取文本，因此带图片的行得不到回答：请选择能看图片的模型。</translation>
         </message>
         <message>
             <source>Write a prompt that includes a column.</source>

@@ -66,13 +66,14 @@ MODELS = (
     LibraryEntry(
         "gpt-oss-20b", Path("/home/somebody/.local/share/Switchyard/models/gpt-oss-20b"), "gpt_oss", 20_900_000_000,
         12_100_000_000, "mxfp4", 32, 4, 131_072, "openai/gpt-oss-20b:MXFP4@1234", precision_words="MXFP4",
-        converted_bytes=11_800_000_000, last_used=time.time(), measured_tokens_per_s=31.2,
+        calls_tools=True, thinks=True, converted_bytes=11_800_000_000, last_used=time.time(),
+        measured_tokens_per_s=31.2,
     ),
     LibraryEntry(
         "Qwen3-30B-A3B-Instruct-2507-Q4_K_M",
         Path("/home/somebody/.lmstudio/models/lmstudio-community/Qwen3-30B-A3B-Instruct-2507-Q4_K_M.gguf"),
         "qwen3_moe", 30_500_000_000, 18_560_000_000, "Q4_K", 128, 8, 262_144, origin="LM Studio",
-        precision_words="Q4_K", last_used=time.time() - 12 * 86400,
+        precision_words="Q4_K", calls_tools=True, last_used=time.time() - 12 * 86400,
     ),
     LibraryEntry(
         "mixtral:8x7b", Path("/usr/share/ollama/.ollama/models/blobs") / f"sha256-{'e9e56e8b' * 8}",

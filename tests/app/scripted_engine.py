@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from PySide6.QtCore import QObject, Signal
 
@@ -43,6 +46,16 @@ STARTER = ModelInfo(
     experts_bytes=160_000_000,
     kv_bytes_per_token=23_040,
 )
+
+
+def seer(folder: Path) -> ModelInfo:
+    """A model that sees, of which what says so is in a folder."""
+    config = {"model_type": "qwen3_vl_moe", "vision_config": {"patch_size": 16, "spatial_merge_size": 2}}
+    (folder / "config.json").write_text(json.dumps({"architectures": ["Q"], **config}), encoding="utf-8")
+    size = {"shortest_edge": 65536, "longest_edge": 16777216}
+    preparing = {"size": size, "patch_size": 16, "merge_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(preparing), encoding="utf-8")
+    return replace(STARTER, name="Seer", path=str(folder), sees=True)
 
 
 class ScriptedEngine(QObject):

@@ -85,7 +85,7 @@ from tests.app import tuning_results as made
 from tests.app.cache_reports import report
 from tests.app.recorded import STEP_NS, decoded, expert_map, sample, steady_devices
 from tests.app.scripted_batches import ScriptedBatches, row
-from tests.app.scripted_engine import STARTER
+from tests.app.scripted_engine import STARTER, seer
 from tests.made_documents import docx, pdf
 
 PATIENCE_S = 30.0
@@ -1063,6 +1063,30 @@ def _chat_pictures(stage: Stage) -> None:
     chat.composer.box.setPlainText("And these?")
 
 
+def _chat_pictures_here(stage: Stage) -> None:
+    """A chat about pictures with a model on this PC that sees."""
+    stage.engine.model = model = seer(stage.folder)
+    stage.engine.model_loaded.emit(model)
+    chat = stage.chat
+    chat.attaching.give([_picture(1200, 800)])
+    stage.until(lambda: len(chat.presenter.pictures) == 1)
+    chat.presenter.send("What time of day is it in this picture?")
+    stage.engine.write("Early morning: the sun stands low on the right, and the hills have hardly any shadow.")
+    stage.engine.finish()
+    chat.attaching.give([_picture(900, 900), _picture(300, 900), _picture(1600, 500)])
+    stage.until(lambda: len(chat.presenter.pictures) == 3)
+    chat.composer.box.setPlainText("And in these?")
+
+
+def _batch_pictures(stage: Stage) -> None:
+    """The form of a file that names pictures, with a model that reads text only."""
+    file = stage.folder / "photos.csv"
+    file.write_text("photo,place\n" + "".join(f"photos/{n}.jpg,Hill {n}\n" for n in range(1, 9)), encoding="utf-8")
+    stage.window.show_page(BATCH)
+    stage.batch.open_files([file])
+    stage.until(stage.batch.form.foot.start.isEnabled)
+
+
 def _chat_pictures_unread(stage: Stage) -> None:
     """The same chat with a model of this PC."""
     _chat_pictures(stage)
@@ -1296,6 +1320,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-documents-elsewhere": _chat_documents_elsewhere,
     "chat-sources": _chat_sources,
     "chat-passage": _chat_passage,
+    "chat-pictures-here": _chat_pictures_here,
     "chat-pictures-unread": _chat_pictures_unread,
     "chat-elsewhere-models": _chat_elsewhere_models,
     "chat-elsewhere-question": _chat_elsewhere_question,
@@ -1314,6 +1339,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "batch-empty": lambda stage: stage.window.show_page(BATCH),
     "batch-new": lambda stage: stage.fill_form(),
     "batch-sheet": lambda stage: stage.fill_workbook(),
+    "batch-pictures": _batch_pictures,
     "batch-schema": _batch_schema,
     "batch-tried": _batch_tried,
     "batch-servers": _servers,

@@ -583,3 +583,27 @@ def test_a_prompt_with_other_columns_stays_and_says_so(page: BatchPage, qtbot: Q
     qtbot.waitUntil(lambda: page.form.template.template == "Sum up {{story}}")
     assert "{{story}}" in page.form.template.trouble.text()
     assert not page.form.foot.start.isEnabled()
+
+
+def test_a_column_of_pictures_is_found_chosen_and_part_of_the_job(
+    page: BatchPage, engine: ScriptedBatches, qtbot: QtBot, tmp_path: Path
+) -> None:
+    file = tmp_path / "photos.csv"
+    file.write_text("photo,place\na.png,Rome\nb.JPG,Oslo\nc,Bonn\n", encoding="utf-8")
+    page.open_files([file])
+    form = page.form
+    qtbot.waitUntil(form.foot.start.isEnabled)
+    assert form.template.image_column == "photo"
+    assert form.template.template == "Describe the picture."
+    assert "reads text only" in form.template._blind.text()
+    assert form.job().image_column == "photo"
+    form.template.pictures.setCurrentIndex(form.template.pictures.findData("place"))
+    form.template.pictures.activated.emit(0)
+    assert form.job().image_column == "place"
+    form.template.pictures.setCurrentIndex(0)
+    form.template.pictures.activated.emit(0)
+    assert form.template.problem()  # it names no column
+    assert form.template._blind.isHidden()
+    form.template.edit.setPlainText("Where is {{place}}?")
+    assert not form.template.problem()
+    assert form.job().image_column == ""

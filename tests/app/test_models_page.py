@@ -169,6 +169,32 @@ def test_models_are_listed_with_what_is_known_of_them(scene: Scene) -> None:
     assert asked == [str(parts.MODELS[2].path), str(parts.MODELS[3].path)]  # not what was measured, nor what is damaged
 
 
+def test_what_models_can_do_is_marked_and_filtered_by(scene: Scene) -> None:
+    seer, *others = (replace(entry, sees=at == 0, embeds=at == 3) for at, entry in enumerate(parts.MODELS))
+    scene.library.show(seer, *others)
+    card = scene.page.here
+    assert not card.able.isHidden()
+    texts = [card.rows.data(card.rows.index(at, 0), Qt.ItemDataRole.AccessibleTextRole) for at in range(4)]
+    assert ["pictures" in text.split("\n")[0] for text in texts] == [True, False, False, False]
+    assert texts[1].startswith("gpt-oss-20b, ")
+    assert "tools, thinks" in texts[1]
+
+    def shown(words: str) -> list[str]:
+        card.able.setCurrentIndex(card.able.findText(words))
+        card.able.activated.emit(0)
+        return [row.entry.name for row in card.rows.rows]
+
+    assert shown("Sees pictures") == ["starter"]
+    assert "pictures" in card.facts.text()
+    assert shown("Calls tools") == ["gpt-oss-20b", "Qwen3-30B-A3B-Instruct-2507-Q4_K_M"]
+    assert shown("Thinks first") == ["gpt-oss-20b"]
+    assert shown("Embeds texts") == ["mixtral:8x7b"]
+    scene.library.show(*parts.MODELS)  # the choice stays
+    assert shown("Embeds texts") == []
+    assert card.nothing.text() == "No model here is marked so."
+    assert len(shown("Any ability")) == 5
+
+
 def test_the_loaded_model_can_be_unloaded_and_another_loaded(scene: Scene, qtbot: QtBot) -> None:
     scene.engine.model = replace(STARTER, path=str(parts.MODELS[1].path))
     scene.library.show(*parts.MODELS)

@@ -139,7 +139,8 @@ class _Entry:
         self.name, self.path = name, Path(name)
         self.family, self.parameters, self.bytes_on_disk = name, 10**6, 10**6
         self.precision_words = self.dtype = "float32"
-        self.context_tokens, self.last_used, self.embeds = 256, 0.0, False
+        self.context_tokens, self.last_used, self.embeds, self.sees = 256, 0.0, False, name == "qwen3_moe"
+        self.calls_tools = self.thinks = False
 
 
 def _alone(messages: list[dict[str, str]], **sampling: Any) -> str:
@@ -237,7 +238,6 @@ def test_the_ollama_package(running: Running, request: pytest.FixtureRequest) ->
     [
         ({"messages": []}, "no messages"),
         ({"messages": "hi"}, "no messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "picture"),
         ({"messages": [{"role": "user"}]}, "not text"),
         ({"temperature": "hot"}, "temperature"),
         ({"n": 99}, "as n"),
@@ -369,11 +369,6 @@ def test_streamed_completions_say_how_likely_their_tokens_were(running: Running)
     parts = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
     for name in ("tokens", "text_offset"):
         assert [each for part in parts for each in part[name]] == whole[name]
-
-
-def test_pictures_for_ollama_are_refused(running: Running) -> None:
-    answer = running.post("/api/chat", {"messages": [{**HELLO[0], "images": ["aGk="]}], "stream": False})
-    assert (answer.status_code, "picture" in answer.text) == (400, True)
 
 
 def test_ollamas_clients_load_and_free_models_by_asking_nothing() -> None:

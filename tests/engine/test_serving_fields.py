@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import threading
@@ -13,12 +14,16 @@ import httpx2
 import pytest
 
 from engine.batch_files.openai_requests import NO_LIMIT
+from engine.checkpoint.library import describe
+from engine.common.pictures import pictures_of
 from engine.serving.asking import Ask
 from engine.serving.server import Address, Server
 from engine.serving.service import Service
 from tests.engine.test_serving import HELLO, TOOL, Running, _until, made_up_models, serving
 from tests.engine.test_serving_bad_input import GOOD, PATHS, check_error
+from tests.made_pictures import coloured, file_of, png_of
 from tests.scripted_desk import ScriptedDesk
+from tests.tiny_checkpoint import write_tiny_checkpoint
 
 FUNCTION: dict[str, Any] = TOOL["function"]  # type: ignore[assignment]
 SIDES = {"enum": ["left", "right"]}
@@ -354,15 +359,14 @@ def test_a_response_that_was_cut_has_an_item_that_was(running: Running) -> None:
 
 def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path: Path) -> None:
     models = made_up_models()
-    entry = models.listed()[0]
-    models.listed = lambda: [entry]  # type: ignore[method-assign]
-    models.find = lambda _name: ("mixtral", tmp_path)  # type: ignore[method-assign]
-    entry.path = tmp_path  # type: ignore[misc]
+    folder = write_tiny_checkpoint(tmp_path / "tiny")
+    models.listed = lambda: [describe(folder, "mixtral")]  # type: ignore[method-assign]
+    models.find = lambda _name: ("mixtral", folder)  # type: ignore[method-assign]
     server = Server(Service(ScriptedDesk(ends=True), models), Address(port=0))
     url = f"http://127.0.0.1:{server.start()}"
 
     def capabilities(template: Any) -> list[str]:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
         shown = httpx2.post(f"{url}/api/show", json={"model": "mixtral"}, timeout=20).json()
         return list(shown["capabilities"])
 
@@ -372,7 +376,7 @@ def test_what_ollamas_clients_are_told_a_model_can_do(running: Running, tmp_path
         assert capabilities("{% if enable_thinking %}{% endif %}") == ["completion", "thinking"]
         several = [{"name": "default", "template": "</think>"}, {"name": "tool_use", "template": "{{ tools }}"}]
         assert capabilities(several) == ["completion", "tools", "thinking"]
-        (tmp_path / "chat_template.jinja").write_text("{{ messages }}")  # counts in the place of the other
+        (folder / "chat_template.jinja").write_text("{{ messages }}")  # counts in the place of the other
         assert capabilities(several) == ["completion"]
     finally:
         server.stop()
@@ -430,3 +434,115 @@ def test_a_model_goes_or_stays_when_it_was_said() -> None:
         for _ in range(3):
             ask(running)
         assert running.engine.loads == ["mixtral"]
+
+
+def _pictured(api: str, *urls: str, role: str = "user") -> dict[str, Any]:
+    """A question with pictures between two texts, in each interface's form."""
+    data = [url.partition(",")[2] for url in urls]
+    if api == "ollama":
+        return {"messages": [{"role": role, "content": "What is this?", "images": data}]}
+    if api == "anthropic":
+        sources = [{"type": "base64", "media_type": "image/png", "data": each} for each in data]
+        sources = [
+            source if url.startswith("data:") else {"type": "url", "url": url}
+            for source, url in zip(sources, urls, strict=True)
+        ]
+        pictures: list[Any] = [{"type": "image", "source": source} for source in sources]
+        said = "text"
+    elif api == "responses":
+        pictures = [{"type": "input_image", "image_url": url, "detail": "auto"} for url in urls]
+        said = "input_text"
+    else:
+        pictures = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        said = "text"
+    content = [{"type": said, "text": "What "}, *pictures, {"type": said, "text": "is this?"}]
+    return {"input" if api == "responses" else "messages": [{"role": role, "content": content}]}
+
+
+def _url(data: bytes) -> str:
+    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_pictures_of_each_interface_reach_the_engine_in_one_form(running: Running, api: str, seen: list[Ask]) -> None:
+    picture, photo = file_of(coloured(), "PNG"), file_of(coloured(1), "JPEG")
+    answer = _post(running, api, **_pictured(api, _url(picture), _url(photo)))
+    turn = seen[0].messages[-1]
+    assert (turn.role, turn.content) == ("user", "What is this?")
+    assert [base64.b64decode(each.data) for each in pictures_of(turn)] == [picture, photo]
+    assert [each.media for each in pictures_of(turn)] == ["image/png", "image/jpeg"]
+    kinds = [part["type"] for part in json.loads(turn.parts)]
+    assert kinds == ["image_url"] * 2 + ["text"] if api == "ollama" else ["text", *["image_url"] * 2, "text"]
+    check_error(api, answer, 400, "invalid_request_error")
+    assert "reads text only" in answer.text
+
+
+WRONG_PICTURES = {
+    "https://example.org/a.png": "nothing is fetched",
+    "file:///etc/passwd": "nothing is fetched",
+    _url(b""): "no picture",
+    _url(file_of(coloured(), "PNG")[:60]): "cut off",
+    _url(png_of(20_000, 20_000)): "20,000 × 20,000 pixels",
+    _url(b"\0\0\0\x18ftypheic\0\0\0\0mif1heic"): "HEIC",
+    _url(b"<svg></svg>"): "SVG",
+    "data:image/png;base64,????": "not valid base64",
+}
+
+
+@pytest.mark.parametrize("api", PATHS)
+def test_pictures_that_cannot_be_read_are_refused_in_a_sentence(running: Running, api: str, seen: list[Ask]) -> None:
+    for url, words in WRONG_PICTURES.items():
+        if api == "ollama" and not url.startswith("data:"):
+            continue  # it takes no addresses
+        answer = _post(running, api, **_pictured(api, url))
+        check_error(api, answer, 400, "invalid_request_error")
+        assert words in answer.text
+    good = _url(file_of(coloured(), "PNG"))
+    answer = _post(running, api, **_pictured(api, good, _url(b"Hello")))
+    assert "number 2 of 2" in answer.text
+    check_error(api, _post(running, api, **_pictured(api, *[good] * 65)), 400, "invalid_request_error")
+    check_error(api, _post(running, api, **_pictured(api, good, role="assistant")), 400, "invalid_request_error")
+    assert not seen
+
+
+def test_pictures_in_what_tools_found_go_to_the_user_s_turn(running: Running, seen: list[Ask]) -> None:
+    data = base64.b64encode(file_of(coloured(), "PNG")).decode()
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+    found = [{"type": "text", "text": "A screen"}, picture]
+    call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Paris"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": found}
+    turns = [*HELLO, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    _post(running, "anthropic", messages=turns)
+    output = [{"type": "input_text", "text": "A screen"}, {"type": "input_image", "image_url": f"data:;base64,{data}"}]
+    called = {"type": "function_call", "call_id": "a", "name": "weather", "arguments": "{}"}
+    _post(
+        running,
+        "responses",
+        input=[*HELLO, called, {"type": "function_call_output", "call_id": "a", "output": output}],
+    )
+    for ask in seen:
+        tool, user = ask.messages[-2:]
+        assert (tool.role, tool.content, tool.parts, tool.answers) == ("tool", "A screen", "", "a")
+        assert (user.role, user.content, len(pictures_of(user))) == ("user", "", 1)
+
+
+def test_ollama_s_generate_takes_pictures(running: Running, seen: list[Ask]) -> None:
+    images = [base64.b64encode(file_of(coloured(), "PNG")).decode()]
+    for prompt in ("What?", ""):
+        running.post("/api/generate", {"model": "mixtral", "prompt": prompt, "images": images, "stream": False})
+        assert (seen[-1].messages[-1].content, len(pictures_of(seen[-1].messages[-1]))) == (prompt, 1)
+    raw = {"model": "mixtral", "prompt": "What?", "images": images, "raw": True}
+    check_error("ollama", running.post("/api/generate", raw), 400, "invalid_request_error")
+    check_error(
+        "ollama", running.post("/api/generate", {"prompt": "What?", "images": "x"}), 400, "invalid_request_error"
+    )
+
+
+def test_lists_of_models_say_which_see(running: Running) -> None:
+    shown = {name: running.post("/api/show", {"model": name}).json() for name in ("mixtral", "qwen3_moe")}
+    assert ["vision" in each["capabilities"] for each in shown.values()] == [False, True]
+    listed = {
+        each["id"]: each["architecture"]["input_modalities"]
+        for each in httpx2.get(f"{running.url}/v1/models").json()["data"]
+    }
+    assert (listed["mixtral"], listed["qwen3_moe"]) == (["text"], ["text", "image"])

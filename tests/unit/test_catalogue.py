@@ -17,6 +17,7 @@ from engine.checkpoint.catalogue import (
 )
 from engine.checkpoint.counted_shape import as_quantised
 from engine.checkpoint.find_shape import find_shape
+from engine.checkpoint.hub.contents import SEES
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import write_whole
 from tests.hub_server import HubServer
@@ -130,3 +131,10 @@ def test_a_maintainer_sees_what_changed(
         agreed = written(tmp_path, {"licence": "Apache 2.0", "files": files[:1]})
         assert main(["check", "--file", str(agreed)]) == 0
     assert main(["check", "--file", str(tmp_path / "none.json")]) == 2
+
+
+def test_what_is_marked_to_see_is_fetched_with_what_sees() -> None:
+    entries = read_catalogue(SHIPPED).entries
+    marked = {entry.name for entry in entries if "pictures" in entry.abilities}
+    assert marked == {entry.name for entry in entries if all(SEES.search(file.reference) for file in entry.files)}
+    assert marked

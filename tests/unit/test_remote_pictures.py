@@ -13,23 +13,22 @@ import pytest
 from engine import cli
 from engine.batch_files.prepared_job import prepare
 from engine.batch_files.rows import Answer, RowRequest
-from engine.common.chat import ChatMessage, Picture, media_of, parts_with
+from engine.common.chat import ChatMessage, Picture, parts_with
 from engine.common.config import HERE, BatchJob, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.pictures import MOST_PICTURE_BYTES, MOST_PICTURES, media_of, pictures_in_files
 from engine.remote.capabilities import about
-from engine.remote.chat_form import MOST_PICTURE_BYTES, MOST_PICTURES, RemoteRequest, read_pictures
+from engine.remote.chat_form import RemoteRequest
 from engine.remote.client import Client
 from engine.remote.endpoint import endpoint_at
 from engine.remote.failures import RemoteError, Trouble
 from tests.bad_endpoint import MODEL, Asked, BadEndpoint
+from tests.made_pictures import coloured, file_of
 
-PNG = b"\x89PNG\r\n\x1a\n and so on"
 FILES = {
-    "a.png": (PNG, "image/png"),
-    "a.jpg": (b"\xff\xd8\xff\xe0 and so on", "image/jpeg"),
-    "a.webp": (b"RIFF\x10\x00\x00\x00WEBPVP8 ", "image/webp"),
-    "a.gif": (b"GIF89a and so on", "image/gif"),
+    f"a.{kind.lower()}": (file_of(coloured(), kind), f"image/{kind.lower()}") for kind in ("PNG", "JPEG", "WEBP", "GIF")
 }
+PNG = FILES["a.png"][0]
 
 
 @pytest.fixture
@@ -64,13 +63,14 @@ def test_what_cannot_be_sent_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     large.write_bytes(PNG + bytes(MOST_PICTURE_BYTES))
     for paths in ([tmp_path / "gone.png"], [text], [large], [tmp_path], [text] * (MOST_PICTURES + 1)):
         with pytest.raises(EngineError) as failed:
-            read_pictures(paths)
+            pictures_in_files(paths)
         assert failed.value.message.endswith(".")
     for model, options in (("starter", ["--prompt", "Hello"]), ("endpoint:http://127.0.0.1:1", [])):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("sys.stdin.isatty", lambda: True, raising=False)
             assert cli.main(["chat", "--model", model, "--picture", str(text), *options]) == 2
-        assert "--picture needs" in capsys.readouterr().err or options == []
+        said = capsys.readouterr().err
+        assert ("--picture needs" if not options else "no picture that is read") in said
     assert media_of(b"") == ""
 
 

@@ -148,7 +148,7 @@ class NewJob(QWidget):
             self.answers.take(draft.sampling)
         if self._preview is not None:
             preview = self._preview
-            self.template.set_columns(preview.columns, preview.template, _wordiest(preview))
+            self.template.set_columns(preview.columns, preview.template, _wordiest(preview), preview.image_column)
 
     def job(self) -> BatchJob:
         """The job as entered.
@@ -163,6 +163,7 @@ class NewJob(QWidget):
             input=str(self._path),
             output=str(self.output.path),
             template="" if openai else self.template.template,
+            image_column="" if openai else self.template.image_column,
             system="" if openai else self.template.system_prompt,
             sampling=self.answers.sampling,
             schema=schema,
@@ -217,7 +218,7 @@ class NewJob(QWidget):
         self.input.show_preview(preview)
         self.sample.set_rows(len(preview.rows))
         self.template.setVisible(not preview.openai)
-        self.template.set_columns(preview.columns, preview.template, _wordiest(preview))
+        self.template.set_columns(preview.columns, preview.template, _wordiest(preview), preview.image_column)
         self.answers.set_openai(preview.openai)
         if another:
             self.output.suggest(preview)
@@ -339,6 +340,9 @@ class NewJob(QWidget):
         wrong += [self.places.problem(), self.output.problem()]
         problem = next((text for text in wrong if text), "") if ready else ""
         loaded = self._client.model is not None or not self.places.needs_model
+        model = self._client.model
+        is_blind = model is not None and not model.sees and self.places.needs_model and not self.places.is_remote
+        self.template.show_blind(model.name if model is not None and is_blind else "")
         if ready and not loaded:
             self.model_wanted.emit()
         can_try = loaded or self.places.is_remote

@@ -17,6 +17,7 @@ from engine.common.config import HERE
 from engine.remote.endpoint import named_at
 
 _PLACE = re.compile(r"\{\{.+?\}\}")
+_PLACE_NAME = re.compile(r"\{\{\s*(.+?)\s*\}\}")
 _MOST_CHARACTERS = 600
 
 
@@ -69,6 +70,8 @@ class SharedSettingsCard(Card):
         self._entry = entry
         job = entry.job
         text = job.template or self.tr("Each row's own messages")
+        if job.image_column and job.image_column not in _PLACE_NAME.findall(text):
+            text = f"{{{{{job.image_column}}}}}\n{text}"  # which is before the text
         shown = html.escape(text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…")
         colour = colours().accent_text
         marked = _PLACE.sub(lambda match: f'<span style="color: {colour}">{match[0]}</span>', shown)

@@ -10,6 +10,7 @@ from PySide6.QtWidgets import QPushButton, QSizePolicy, QWidget
 
 from app.theme import themed
 from app.widgets.card import Card, muted_label, set_message, warning_label
+from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.text_box import TextBox
 from engine.batch_files.prompts import parse_template
@@ -107,17 +108,35 @@ class TemplateCard(Card):
         self.system.setPlaceholderText(self.tr("System prompt: instructions for every row (optional)"))
         self.system.setTabChangesFocus(True)
         self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
-        for widget in (self._hint, self._chips, self.edit, self.trouble, self.system):
+        self.pictures = ComboBox(self)
+        self.pictures.setAccessibleName(self.tr("Column of pictures"))
+        self.pictures.setToolTip(
+            self.tr("Its cells are paths of pictures, which begin in the file's folder, for a model that sees")
+        )
+        self.pictures.activated.connect(self._on_edited)
+        self._blind = warning_label(self)
+        column = Flow(self.pictures, parent=self)
+        for widget in (self._hint, self._chips, self.edit, self.trouble, column, self._blind, self.system):
             self.body.addWidget(widget)
         self.edit.textChanged.connect(self._on_edited)
         self.system.textChanged.connect(self.changed)
 
-    def set_columns(self, columns: tuple[str, ...], suggestion: str, wordiest: str = "") -> None:
+    def set_columns(
+        self, columns: tuple[str, ...], suggestion: str, wordiest: str = "", image_column: str = ""
+    ) -> None:
         """Sets the columns of another input; a template that still fits is kept.
 
         Args:
             wordiest: the column with the longest texts, for the example.
+            image_column: the one that seems to have pictures.
         """
+        if columns != self._columns or not self.pictures.count():
+            self.pictures.clear()
+            self.pictures.addItem(self.tr("Pictures: none"), "")
+            for name in columns:
+                short = name if len(name) <= 40 else f"{name[:39]}…"
+                self.pictures.addItem(self.tr("Pictures: {0}").format(short), name)
+            self.pictures.setCurrentIndex(max(self.pictures.findData(image_column), 0))
         self._columns = columns
         self._chips.clear()
         before: QWidget = self.edit.previousInFocusChain() or self.edit
@@ -139,7 +158,7 @@ class TemplateCard(Card):
             text, self._handed = self._handed, ""
             self.edit.setPlainText(text if "{{" in text else f"{text}\n\n{suggestion or f'{{{{{example}}}}}'}")
         elif not self.edit.toPlainText().strip() or self.problem():
-            self.edit.setPlainText(suggestion)
+            self.edit.setPlainText(suggestion or (self.tr("Describe the picture.") if image_column else ""))
         self._on_edited()
 
     def hand(self, template: str, system: str) -> None:
@@ -148,6 +167,16 @@ class TemplateCard(Card):
         self.system.setPlainText(system)
 
     _handed = ""
+
+    @property
+    def image_column(self) -> str:
+        """The column of pictures; empty for none."""
+        return str(self.pictures.currentData() or "")
+
+    def show_blind(self, name: str) -> None:
+        """Warns that the model of this name, which answers, reads text only; empty if none does."""
+        words = self.tr("{0} reads text only, so rows with pictures get no answer: choose a model that sees.")
+        set_message(self._blind, words.format(name) if name and self.image_column else "")
 
     @property
     def template(self) -> str:
@@ -162,7 +191,7 @@ class TemplateCard(Card):
         if not self.template.strip():
             return self.tr("Write a prompt that includes a column.")
         try:
-            parse_template(self.template, self._columns)
+            parse_template(self.template, self._columns, self.image_column)
         except EngineError as error:
             return error.message
         return ""

@@ -11,16 +11,26 @@ from PySide6.QtWidgets import QWidget
 from app.services.chat_store import Attachment
 from app.services.documents import Documents
 from app.services.engine_client import EngineClient
+from app.services.library import Library
 from app.services.pictures import Pictures, Prepared, Source, is_picture, too_many
+from app.services.thumbnails import size_of, tokens_of
 from app.services.token_counter import TokenCounter
 from app.views.chat.composer import Composer
 from app.views.chat.file_dialogs import ask_attachments
-from app.views.chat.phrases import no_documents_text, text_only_text
+from app.views.chat.phrases import no_documents_text, picture_text, text_only_text
 from app.views.chat.presenter import ChatPresenter
+from engine.common.chat import Picture
 from engine.common.pictures import MOST_PICTURES
 from engine.remote.endpoint import called
 
 MOST_DOCUMENTS = 50
+
+
+def caption(picture: Picture, model_path: str) -> str:
+    """A picture's size, and its cost with the model there; empty if it is damaged."""
+    size = size_of(picture)
+    tokens = tokens_of((picture,), model_path) if model_path else 0
+    return picture_text(size.width(), size.height(), tokens or None) if size.isValid() else ""
 
 
 class Attaching(QObject):
@@ -36,9 +46,13 @@ class Attaching(QObject):
         composer: Composer,
         documents: Documents,
         tell: Callable[[str], object],
+        client: EngineClient,
+        library: Library,
         page: QWidget,
     ) -> None:
         super().__init__(page)
+        self._client, self._library = client, library
+        presenter.sees_here = self.sees_here
         self._presenter, self._composer, self._tell, self._page = presenter, composer, tell, page
         self._pictures, self._documents = Pictures(self), documents
         composer.files_wanted.connect(self.choose)
@@ -49,10 +63,27 @@ class Attaching(QObject):
         documents.advanced.connect(self._on_advanced)
         presenter.attached.connect(self.show)
 
-    def count_with(self, counter: TokenCounter, client: EngineClient) -> None:
+    def sees_here(self) -> bool:
+        """Whether the model on this PC reads pictures: the loaded one, or that which is being loaded; while there is
+        none, any that could be."""
+        if self._client.model is not None:
+            return self._client.model.sees
+        coming = self._client.config.model if self._client.config is not None else ""
+        entry = self._library.entry(coming) if coming else None
+        return entry.sees if entry is not None else bool(self.seeing())
+
+    def seeing(self) -> list[str]:
+        """The names of the models on this PC that see."""
+        return [entry.name for entry in self._library.entries if entry.sees and entry.can_chat]
+
+    def _why_blind(self) -> str:
+        model = self._client.model
+        return text_only_text(self._presenter.remote, model.name if model is not None else "", self.seeing())
+
+    def count_with(self, counter: TokenCounter) -> None:
         """Counts a sample of each document by the model's own tokenizer, as far as one is loaded."""
 
-        self._counter, self._client = counter, client
+        self._counter = counter
         self._documents.changed.connect(self._count)
 
     def _count(self, one: Attachment) -> None:
@@ -74,7 +105,10 @@ class Attaching(QObject):
         """Shows what goes with the next message, and goes on with what is in this chat."""
         remote = self._presenter.remote
         where = "" if remote is None else remote.endpoint.name or called(remote.endpoint)
-        self._composer.show_attached(self._presenter.pictures, self._presenter.attachments, where)
+        model = self._client.model if not self._presenter.is_elsewhere else None
+        pictures = self._presenter.pictures
+        captions = [caption(each, model.path if model is not None and model.sees else "") for each in pictures]
+        self._composer.show_attached(pictures, self._presenter.attachments, where, captions)
         in_turns = (one for row in self._presenter.model.rows for one in row.message.attachments)
         self._documents.resume((*self._presenter.attachments, *in_turns))
 
@@ -91,7 +125,7 @@ class Attaching(QObject):
         elif paths:
             self._attach(paths)
         if pictures and not self._presenter.reads_pictures:
-            self._tell(text_only_text(self._presenter.remote))
+            self._tell(self._why_blind())
         elif pictures:
             here = self._presenter.conversation.id
             beside = (*self._presenter.model.pictures, *self._presenter.pictures)

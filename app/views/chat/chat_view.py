@@ -45,7 +45,15 @@ from app.views.chat.folders import Folders
 from app.views.chat.message_edits import MessageEdits
 from app.views.chat.message_tools import MessageTools
 from app.views.chat.model_picker import ModelPicker
-from app.views.chat.phrases import found_words, gone_text, leaves_text, not_taken_text, translate, unseen_text
+from app.views.chat.phrases import (
+    found_words,
+    gone_text,
+    leaves_text,
+    not_taken_text,
+    translate,
+    unseen_here_text,
+    unseen_text,
+)
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.source_row import PassageDialog
 from app.views.chat.title_bar import TitleBar
@@ -256,8 +264,8 @@ class ChatView(Page):
         self.composer.sent.connect(self._send)
         self.composer.stopped.connect(do.stop)
         self.composer.edited.connect(self._on_edited)
-        self.attaching = Attaching(do, self.composer, self.documents, self._tell, self)
-        self.attaching.count_with(self.room.counter, self._client)
+        self.attaching = Attaching(do, self.composer, self.documents, self._tell, self._client, self._library, self)
+        self.attaching.count_with(self.room.counter)
         do.attached.connect(self.room.count)
         do.told.connect(self._tell)
         do.attached.connect(self._show_place)
@@ -708,7 +716,8 @@ class ChatView(Page):
         words = self._sent_words(remote) if remote is not None else gone
         if not gone and not self.presenter.reads_pictures:
             there = self.presenter.model.pictures or self.presenter.pictures
-            words = f"{words} {unseen_text(remote)}".strip() if there else words
+            unseen = unseen_text() if remote is not None else unseen_here_text(self.attaching.seeing())
+            words = f"{words} {unseen}".strip() if there else words
         self.sent_note.setText(words)
         self.sent_note.setVisible(bool(words))
         self._show_hint()
@@ -779,6 +788,7 @@ class ChatView(Page):
         self.room.count()
         if not self.presenter.is_elsewhere:
             self.composer.set_model(model)
+            self._show_place()  # which says what it reads
 
     def _show_hint(self) -> None:
         state, model = self._client.state, self._client.model

@@ -197,9 +197,19 @@ class Composer(QFrame):
         self.box.moveCursor(self.box.textCursor().MoveOperation.End)
         self._show_button()
 
-    def show_attached(self, pictures: Sequence[Picture], attachments: Sequence[Attachment], where: str) -> None:
-        """Shows what will be sent with the text, and the server that it goes to, if any."""
-        self.pictures.show_pictures(pictures)
+    def show_attached(
+        self,
+        pictures: Sequence[Picture],
+        attachments: Sequence[Attachment],
+        where: str,
+        captions: Sequence[str],
+    ) -> None:
+        """Shows what will be sent with the text, and the server that it goes to, if any.
+
+        Args:
+            captions: of the pictures.
+        """
+        self.pictures.show_pictures(pictures, captions)
         self.attachments.show_attachments(attachments, where)
         self._shelf.fit()
         self.box.largest_share = LARGEST_SHARE if not attachments else BESIDE_CHIPS_SHARE

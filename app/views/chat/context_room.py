@@ -18,6 +18,7 @@ from app.services.folding import Folding, Wish, summary_tokens
 from app.services.library import Library
 from app.services.sampling_presets import ANSWER_TOKENS
 from app.services.settings import Settings
+from app.services.thumbnails import tokens_of
 from app.services.token_counter import TokenCounter
 from app.theme import set_look
 from app.views.chat.composer import Composer
@@ -27,6 +28,7 @@ from app.views.chat.phrases import filling_text, folding_text, full_text, ran_ou
 from app.views.chat.presenter import ROOM_UNKNOWN, ChatPresenter
 from app.widgets.flow_layout import Flow
 from app.widgets.wrapped_label import WrappedLabel
+from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, called
 
@@ -201,7 +203,8 @@ class ContextRoom(QObject):
         attempt = _Attempt(lambda: self._once_agreed(do), after, edited, draft)
         said = self._presenter.said(after)
         self._attempt = attempt
-        self._take(self._estimate([*said, draft if more is None else more]), is_about=True)
+        pictures = self._pictures(after)
+        self._take(self._estimate([*said, draft if more is None else more]) + pictures, is_about=True)
         if not self._is_over:
             self._attempt = None
             attempt.do()
@@ -249,7 +252,7 @@ class ContextRoom(QObject):
             used, more = last.stats.prompt_tokens + last.stats.generated_tokens, [draft] if draft.strip() else []
             if not more or not is_here:
                 self._counting = ""
-                unsent = self._given_tokens(presenter.attachments)
+                unsent = self._given_tokens(presenter.attachments) + self._seen(presenter.pictures)
                 self._take(used + self.counter.estimate("", more) + unsent, is_about=bool(more or unsent))
                 return
         if last is not None and last.state is MessageState.STREAMING:
@@ -257,11 +260,12 @@ class ContextRoom(QObject):
         if not is_here:
             self._take(self._estimate([*presenter.said(), draft]), is_about=True)
             return
+        pictures = self._pictures()
         if model is None:
             self._take(None, is_about=True)
             return
         if last is not None and not self._is_as_counted(last):  # what is shown is of other turns
-            self._take(self._estimate([*presenter.said(), draft]), is_about=True)
+            self._take(self._estimate([*presenter.said(), draft]) + pictures, is_about=True)
         self._counting = self._chat
         self.counter.count(self._counting, model.path, _said((*presenter.said(), draft)))
 
@@ -314,6 +318,17 @@ class ContextRoom(QObject):
         room = self.document_room([*self._presenter.said(), self._composer.text]) if some else 0
         return given_tokens(some, room) if some else 0
 
+    def _pictures(self, after: str | None = None) -> int:
+        """About how many tokens the pictures of the path to a message cost, and those that are sent after it."""
+        _, _, later = self._presenter.model.tree.folded(after) if after != "" else (None, [], [])
+        sent = [picture for message in later for picture in message.pictures]
+        return self._seen([*sent, *self._presenter.pictures])
+
+    def _seen(self, pictures: Sequence[Picture]) -> int:
+        model = self._client.model
+        is_read = pictures and model is not None and model.sees and not self._presenter.is_elsewhere
+        return tokens_of(pictures, model.path) if is_read and model is not None else 0
+
     def _tokens_of(self, text: str) -> int:
         return self._estimate([text])
 
@@ -321,7 +336,7 @@ class ContextRoom(QObject):
         if self._client.model is not None and key == self._counting and not self._presenter.is_elsewhere:
             _, _, later = self._presenter.model.tree.folded()
             attached = [one for message in later for one in message.attachments]
-            tokens += self._given_tokens((*attached, *self._presenter.attachments))
+            tokens += self._given_tokens((*attached, *self._presenter.attachments)) + self._pictures()
             self._take(tokens, is_about=tokens > 0)
 
     def _take(self, used: int | None, *, is_about: bool) -> None:

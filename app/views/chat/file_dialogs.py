@@ -9,8 +9,8 @@ from PySide6.QtCore import QDir, Qt
 from PySide6.QtWidgets import QFileDialog, QWidget
 
 from app.services.chat_store import Conversation
-from app.services.pictures import SUFFIXES
 from app.views.chat.phrases import translate
+from engine.common.pictures import SUFFIXES
 
 
 def _formats(conversation: Conversation | None) -> dict[str, str]:

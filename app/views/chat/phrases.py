@@ -146,6 +146,7 @@ def about_text(row: ModelRow) -> str:
     parts = [
         file_size(entry.bytes_on_disk) if entry.bytes_on_disk else "",
         entry.precision_words,
+        translate("Chat", "sees pictures") if entry.sees else "",
         entry.origin if entry.is_in_place and entry.origin != "folder" else "",
         translate("Chat", "default") if row.is_default else "",
         translate("Chat", "loaded") if row.is_loaded else "",
@@ -204,13 +205,40 @@ def not_taken_text(names: Sequence[str]) -> str:
     )
 
 
-def text_only_text(remote: RemoteModel | None) -> str:
-    """Why no pictures can be sent."""
-    if remote is None:
-        return translate("Chat", "Models on this PC read text only: choose one of a remote server to send pictures.")
-    return translate("Chat", "{0} of {1} reads text only: choose another model to send pictures.").format(
-        remote.model or translate("Chat", "The model"), remote.endpoint.name
-    )
+def text_only_text(remote: RemoteModel | None, here: str, seeing: Sequence[str]) -> str:
+    """Why no pictures can be sent, and what could read them.
+
+    Args:
+        here: the name of the model on this PC that answers where no other server does; empty if none is loaded.
+        seeing: names of the models on this PC that see.
+    """
+    if remote is not None:
+        words = translate("Chat", "{0} of {1} reads text only: choose another model to send pictures.")
+        return words.format(remote.model or translate("Chat", "The model"), remote.endpoint.name)
+    words = translate("Chat", "{0} reads text only.").format(here or translate("Chat", "The model"))
+    return f"{words} {seeing_text(seeing)}"
+
+
+MOST_NAMED = 3
+"""Models in a sentence."""
+
+
+def seeing_text(seeing: Sequence[str]) -> str:
+    """Which models on this PC see."""
+    if not seeing:
+        return translate("Chat", "No model on this PC sees pictures.")
+    named = ", ".join(seeing[:MOST_NAMED])
+    if len(seeing) > MOST_NAMED:
+        named = translate("Chat", "{0} and {1} more").format(named, len(seeing) - MOST_NAMED)
+    return translate("Chat", "On this PC these see pictures: {0}.").format(named)
+
+
+def picture_text(width: int, height: int, tokens: int | None) -> str:
+    """A picture's size, and what it costs where that is known."""
+    size = f"{count(width)} × {count(height)}"
+    if tokens is None:
+        return size
+    return f"{size} · {translate('Chat', '{0} tokens', '', tokens).format(count(tokens))}"
 
 
 def too_long_text(used: int, limit: int, *, is_chat: bool, folds: bool) -> str:
@@ -315,11 +343,15 @@ def not_looked_into_text(error: Exception) -> str:
     return words.format(reason(error))
 
 
-def unseen_text(remote: RemoteModel | None) -> str:
-    """That who answers reads nothing of the pictures in a chat."""
-    if remote is None:
-        return translate("Chat", "Models on this PC read text only: the pictures in this chat are not read.")
+def unseen_text() -> str:
+    """That another server's model reads nothing of the pictures in a chat."""
     return translate("Chat", "It reads text only: the pictures in this chat are not sent.")
+
+
+def unseen_here_text(seeing: Sequence[str]) -> str:
+    """That the model on this PC reads nothing of the pictures in a chat, and which would."""
+    words = translate("Chat", "This model reads text only: the pictures in this chat are not read.")
+    return f"{words} {seeing_text(seeing)}"
 
 
 def found_words(snippet: str) -> str:

@@ -7,17 +7,19 @@ from collections.abc import Sequence
 
 from PySide6.QtCore import QSize, Qt, Signal
 from PySide6.QtGui import QPixmap
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QSizePolicy, QWidget
+from PySide6.QtWidgets import QHBoxLayout, QLabel, QSizePolicy, QVBoxLayout, QWidget
 
 from app.services.pictures import fitting
 from app.services.thumbnails import Thumbnail, Thumbnails, size_of
 from app.theme import scaled, set_look
 from app.views.chat.icon_button import IconButton
 from app.widgets.flow_layout import Flow
+from app.widgets.small_font import small_font
 from engine.common.chat import Picture
 
 HEIGHT_PX, WIDEST_PX = 88, 176
 GAP_PX = 8
+CAPTION_PX = 12
 
 
 class PictureRow(Flow):
@@ -39,17 +41,18 @@ class PictureRow(Flow):
         self._thumbnails = thumbnails
         self._removable = removable
         self._pictures: tuple[Picture, ...] = ()
-        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
+        self._captions: tuple[str, ...] = ()
+        policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Minimum)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
         self.buttons: list[IconButton] = []
         self.hide()
 
-    def show_pictures(self, pictures: Sequence[Picture]) -> None:
-        """Shows these instead; hidden without any."""
-        if tuple(pictures) == self._pictures:
+    def show_pictures(self, pictures: Sequence[Picture], captions: Sequence[str] = ()) -> None:
+        """Shows these instead, each with its caption below, if there are such; hidden without any."""
+        if tuple(pictures) == self._pictures and tuple(captions) == self._captions:
             return
-        self._pictures = tuple(pictures)
+        self._pictures, self._captions = tuple(pictures), tuple(captions)
         self.clear()
         self.buttons.clear()
         for number, picture in enumerate(self._pictures):
@@ -74,7 +77,22 @@ class PictureRow(Flow):
         button = IconButton("close", name, lambda: self.removed.emit(number), frame)
         line.addWidget(button, 0, Qt.AlignmentFlag.AlignTop)
         self.buttons.append(button)
-        return frame
+        caption = self._captions[number] if number < len(self._captions) else ""
+        if not caption:
+            return frame
+        column = QWidget(self)
+        below = QVBoxLayout(column)
+        below.setContentsMargins(0, 0, 0, 0)
+        below.setSpacing(2)
+        words = QLabel(caption, column)
+        words.setProperty("role", "secondary")
+        words.setFont(small_font(words.font(), CAPTION_PX))
+        column.setMinimumHeight(scaled(HEIGHT_PX) + 2 + words.sizeHint().height())  # so that captions are on one line
+        below.addStretch(1)
+        below.addWidget(frame, 0, Qt.AlignmentFlag.AlignLeft)
+        below.addWidget(words, 0, Qt.AlignmentFlag.AlignLeft)
+        shown.setAccessibleDescription(caption)
+        return column
 
     def _place_of(self, number: int, picture: Picture) -> QLabel:
         """Where a picture is shown, as large as it will be."""

@@ -93,6 +93,8 @@ class ChatPresenter(QObject):
         self._unsent: dict[str, tuple[Attachment, ...]] = {}
         self.document_room: Callable[[Sequence[str]], int] = lambda _texts: ROOM_UNKNOWN
         """How many tokens documents may take beside these texts."""
+        self.sees_here: Callable[[], bool] = lambda: False
+        """Whether the model on this PC that answers reads pictures."""
         self._wanted = ""
         self._wanted_message = ""
         self._opens_last = False
@@ -352,9 +354,12 @@ class ChatPresenter(QObject):
 
     @property
     def reads_pictures(self) -> bool:
-        """Whether who answers may read them: another server's model that has not refused any."""
+        """Whether who answers may read them: a model on this PC that sees, or another server's that refused none."""
         remote = self.remote
-        return remote is not None and not remote.is_blind
+        return (remote is not None or not self.is_elsewhere) and self._sees(remote)
+
+    def _sees(self, remote: RemoteModel | None) -> bool:
+        return self.sees_here() if remote is None else not remote.is_blind
 
     def send(self, text: str) -> bool:
         """Send a message; False if it is empty or an answer is still being written."""
@@ -557,8 +562,7 @@ class ChatPresenter(QObject):
         elif any(message.attachments for message in lineage):
             self._ask_with_documents(answer, instructions, lineage, way.sampling, remote)
         else:
-            sees = remote is not None and not remote.is_blind
-            messages = prompt_of(instructions, lineage, sees=sees)
+            messages = prompt_of(instructions, lineage, sees=self._sees(remote))
             self.queue.ask(answer, messages, way.sampling, remote)
         return answer.id
 
@@ -571,7 +575,7 @@ class ChatPresenter(QObject):
         remote: RemoteModel | None,
     ) -> None:
         """Asks once it has been found out what the model is given to read of them."""
-        sees = remote is not None and not remote.is_blind
+        sees = self._sees(remote)
         asked = asked_of(lineage, self.document_room([instructions, *(each.content for each in lineage)]))
 
         def ask(given: Given) -> None:

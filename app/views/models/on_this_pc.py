@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPoint, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QAction, QFont, QFontMetricsF, QKeyEvent, QPainter
@@ -20,9 +21,20 @@ from PySide6.QtWidgets import (
 from app.models.library import ROW_ROLE, Column, LibraryTable, ModelRow
 from app.services.library import Work
 from app.theme import themed, use_tabular_figures
-from app.views.models.phrases import also_words, cell_words, marks, model_facts, model_text, speed_sentence, work_words
+from app.views.models.phrases import (
+    abilities_of,
+    able_choices,
+    also_words,
+    cell_words,
+    marks,
+    model_facts,
+    model_text,
+    speed_sentence,
+    work_words,
+)
 from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
+from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, file_size
 from app.widgets.shortcuts import native, note_keys
@@ -33,6 +45,8 @@ from engine.checkpoint.library import LibraryEntry
 LEAST_ROWS, MOST_ROWS = 2, 7
 _WIDTHS: dict[int, int] = {Column.ORIGIN: 9, Column.SIZE: 8, Column.PRECISION: 9, Column.SPEED: 8, Column.USED: 10}
 """Characters; the name takes the rest."""
+LEAST_NAME = 0.5
+"""Of its column."""
 _NARROW_EM, _NARROWER_EM = 84, 62
 """Widths below which columns are left out; their texts are in the lines below the table."""
 
@@ -65,6 +79,15 @@ class OnThisPcCard(Card):
             self.tr("Tokens/s"),
             self.tr("Used"),
         )
+        self.able = ComboBox(self)
+        self.able.setAccessibleName(self.tr("What a model can do"))
+        self.able.addItem(self.tr("Any ability"), -1)
+        for at, words in enumerate(able_choices()):
+            self.able.addItem(words, at)
+        self.able.activated.connect(lambda: self._show_chosen())
+        self.head.addWidget(self.able)
+        self._shown: tuple[LibraryEntry, ...] = ()
+        self._of_rows: dict[str, Any] = {}
         self.rows = LibraryTable(headings, cell_words, model_text, self)
         self.table = ModelTable(self.rows, self.tr("Models on this PC"), self)
         self.nothing = muted_label(self)
@@ -110,15 +133,25 @@ class OnThisPcCard(Card):
         predicted: Mapping[str, float],
     ) -> None:
         """Shows these; arguments as of `LibraryTable.show`."""
-        before = self.entry
-        self.rows.show(entries, loaded=loaded, default=default, predicted=predicted)
+        self._shown, self._of_rows = entries, {"loaded": loaded, "default": default, "predicted": predicted}
+        set_message(self.trouble, " ".join(problems))
+        self.able.setVisible(len(entries) > 1)
+        self._show_chosen()
+
+    def _show_chosen(self) -> None:
+        """Shows those of the chosen ability."""
+        able = -1 if self.able.isHidden() else int(self.able.currentData())
+        entries = tuple(entry for entry in self._shown if able < 0 or abilities_of(entry)[able])
+        before, loaded = self.entry, self._of_rows["loaded"]
+        self.rows.show(entries, **self._of_rows)
         if entries and not self.table.currentIndex().isValid():
             at = self.rows.row_of(str(before.path)) if before is not None else self.rows.row_of(loaded)
             self.table.setCurrentIndex(self.rows.index(max(at, 0), 0))
         self.table.setVisible(bool(entries))
         self.table.show_rows(min(max(len(entries), LEAST_ROWS), MOST_ROWS))
-        set_message(self.nothing, "" if entries else self.tr("No model is here yet: take one that suits this PC."))
-        set_message(self.trouble, " ".join(problems))
+        nothing = self.tr("No model is here yet: take one that suits this PC.")
+        nothing = self.tr("No model here is marked so.") if self._shown else nothing
+        set_message(self.nothing, "" if entries else nothing)
         total = file_size(sum(entry.bytes_on_disk for entry in entries))
         amount = (
             self.tr("1 model") if len(entries) == 1 else self.tr("{0} models", "", len(entries)).format(len(entries))
@@ -260,6 +293,9 @@ class NameDelegate(QStyledItemDelegate):
         area = QRectF(option.rect).adjusted(8, 0, -6, 0)
         small, name, pills = small_font(option.font, 11.5), QFont(option.font), marks(row)
         metrics = QFontMetricsF(name)
+        least = min(metrics.horizontalAdvance(row.entry.name), area.width() * LEAST_NAME)
+        while pills and pills_width(pills, small) > area.width() - least:
+            pills.pop()  # all are in the line below the table
         shown = metrics.elidedText(
             row.entry.name, Qt.TextElideMode.ElideMiddle, area.width() - pills_width(pills, small)
         )

@@ -94,9 +94,33 @@ def marks(row: ModelRow) -> list[str]:
         said.append(translate("Models", "loaded"))
     if row.is_default:
         said.append(translate("Models", "default"))
-    if row.entry.embeds:
-        said.append(translate("Models", "embeddings"))
-    return said
+    return said + able_words(row.entry)
+
+
+def able_words(entry: LibraryEntry) -> list[str]:
+    """What a model on this PC can do beside answering texts, in words short enough for labels."""
+    labels = (
+        translate("Models", "pictures"),
+        translate("Models", "tools"),
+        translate("Models", "thinks"),
+        translate("Models", "embeddings"),
+    )
+    return [words for able, words in zip(abilities_of(entry), labels, strict=True) if able]
+
+
+def abilities_of(entry: LibraryEntry) -> tuple[bool, ...]:
+    """Whether it sees, calls tools, thinks first and embeds."""
+    return entry.sees, entry.calls_tools, entry.thinks, entry.embeds
+
+
+def able_choices() -> tuple[str, ...]:
+    """The words for them, to choose by."""
+    return (
+        translate("Models", "Sees pictures"),
+        translate("Models", "Calls tools"),
+        translate("Models", "Thinks first"),
+        translate("Models", "Embeds texts"),
+    )
 
 
 def model_text(row: ModelRow) -> str:
@@ -117,6 +141,7 @@ def model_facts(entry: LibraryEntry) -> str:
         parts.append(translate("Models", "{0} B parameters").format(figures(entry.parameters / 1e9)))
     if entry.experts:
         parts.append(translate("Models", "{0} experts, {1} per token").format(entry.experts, entry.experts_per_token))
+    parts += able_words(entry)
     if entry.context_tokens:
         parts.append(translate("Models", "context {0}").format(count(entry.context_tokens)))
     if entry.last_used is not None:
@@ -182,6 +207,8 @@ def ability_words(ability: str) -> str:
         "reasoning": translate("Models", "Thinks first"),
         "code": translate("Models", "Code"),
         "tools": translate("Models", "Tools"),
+        "pictures": translate("Models", "Pictures"),
+        "embeddings": translate("Models", "Embeddings"),
         "documents": translate("Models", "Long documents"),
         "languages": translate("Models", "Many languages"),
     }[ability]

@@ -79,8 +79,6 @@ class SearchCard(Card):
         for gb in _SIZES_GB:
             self.sizes.addItem(self.tr("Up to {0} GB").format(gb), gb * 10**9)
         self.ability = self._choice(self.tr("Good at"), [(self.tr("Good at anything"), "")])
-        for ability in ABILITIES:
-            self.ability.addItem(ability_words(ability), ability)
         self.hint = muted_label(self)
         self.trouble = warning_label(self)
         self.results = FoundList(self)
@@ -116,6 +114,10 @@ class SearchCard(Card):
     def show_offers(self, offers: tuple[Recommendation, ...] | None, bytes_per_s: float | None) -> None:
         """The catalogue on this machine; None while that is being looked at."""
         self._offers, self._bytes_per_s, self._is_looking = offers or (), bytes_per_s, offers is None
+        known = {ability for offer in self._offers for ability in offer.entry.abilities}
+        for ability in ABILITIES:  # of which some model is offered
+            if ability in known and self.ability.findData(ability) < 0:
+                self.ability.addItem(ability_words(ability), ability)
         self._show_rows()
 
     def show_presence(self, presence: Mapping[str, Presence]) -> None:

@@ -21,6 +21,7 @@ from engine.runtime.batch.model_rows import Elsewhere, ModelRows, nowhere
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import Blind
 from engine.runtime.schedule.background import Background, JobRows
 from engine.runtime.schedule.executor import BatchExecutor
 
@@ -99,8 +100,13 @@ class HostedModel:
 
         Where the model loses its card, or the link is another than was known, the plan is made again, and rows under
         way begin again by it.
+
+        Raises:
+            EngineError: `PICTURES_NOT_READ`: all rows have pictures, and nobody else answers.
         """
         host, loaded = self._host, self._host.loaded
+        if not prepared.job.is_remote:
+            _require_sight(prepared, loaded)
 
         def elsewhere(error: Exception) -> ModelRows | None:
             return self.open(prepared, watcher)[0] if host.moved(error, loaded) else None
@@ -124,6 +130,11 @@ def run_whole_job(prepared: PreparedJob, host: OwnHost | SharedHost, watcher: Jo
     return run_job(prepared, model.answerer, lambda watcher: model.open(prepared, watcher)[0], watcher, host.seconds)
 
 
+def _require_sight(prepared: PreparedJob, loaded: LoadedModel) -> None:
+    if prepared.job.image_column and loaded.sight is None:
+        raise (loaded.blind or Blind(loaded.info.name, "it was made for text")).refuse()
+
+
 def open_rows(
     job: BatchJob, asked: Iterable[tuple[float, RowRequest | Answer]], loaded: LoadedModel
 ) -> tuple[JobPlan, ModelRows]:
@@ -144,6 +155,7 @@ def run_sample(prepared: PreparedJob, loaded: LoadedModel, rows: int, watcher: J
         watcher: receives each answer with the message it answers, in any order, and finally the predicted speed of the
             whole job, corrected by the time these rows took.  It receives no pace.
     """
+    _require_sight(prepared, loaded)
     with closing(rows_of(BatchExecutor(loaded), loaded)) as executor:
         clock = SweepClock(lambda: executor.under_way)
 

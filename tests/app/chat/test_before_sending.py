@@ -95,7 +95,7 @@ def test_a_notice_stays_with_its_chat(page: ChatView, engine: ScriptedEngine) ->
     engine.finish()
     first = page.presenter.conversation.id
     page.attaching.give([QImage(3, 3, QImage.Format.Format_RGB32)])
-    assert page.notice_banner.text.startswith("Models on this PC read text only")
+    assert page.notice_banner.text.startswith("Starter reads text only.")
     page.new_chat()
     assert not page.notice_banner.isVisible()
     page.presenter.open(first)

@@ -27,12 +27,14 @@ from app.services.pictures import MOST_SIDE_PX, Pictures, Prepared, Source, sour
 from app.services.thumbnails import Thumbnail, Thumbnails, made, size_of
 from app.views.chat.chat_view import ChatView
 from app.views.chat.picture_row import PictureRow
+from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
 from engine.common.paths import python_module
 from engine.common.pictures import MOST_PICTURES
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
-from tests.app.scripted_engine import ScriptedEngine
+from tests.app.scripted_engine import STARTER, ScriptedEngine, seer
+from tests.made_pictures import coloured, file_of
 
 HERE = endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m", found=Found("llama.cpp", "", ("m", "blind"), (0, 0)))
 
@@ -134,7 +136,91 @@ def test_they_are_sent_before_the_text_and_shown_in_the_chat(
 
 
 def places(row: QWidget) -> list[QLabel]:
-    return row.findChildren(QLabel)
+    return [label for label in row.findChildren(QLabel) if label.property("picture")]
+
+
+def captions(row: QWidget) -> list[str]:
+    return [label.text() for label in row.findChildren(QLabel) if not label.property("picture")]
+
+
+def test_a_model_on_this_pc_that_sees_is_sent_them_and_says_what_they_cost(
+    open_page: Callable[[], ChatView], engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
+) -> None:
+    engine.model = seer(tmp_path)
+    page = open_page()
+    (picture,) = attach(page, qtbot, image(640, 320))
+    assert page.sent_note.isHidden()
+    assert captions(page.composer.pictures) == ["640 × 320 · 202 tokens"]
+    assert places(page.composer.pictures)[0].accessibleDescription() == "640 × 320 · 202 tokens"
+    assert page.room._pictures() == 202
+    qtbot.waitUntil(lambda: page.composer.meter.use is not None and page.composer.meter.use.used >= 202)
+    write(page, "What is it?")
+    (message,) = engine.requests[0].command.messages
+    assert [part["type"] for part in json.loads(message.parts)] == ["image_url", "text"]
+    engine.write("Teal.")
+    engine.finish()
+    page.presenter.regenerate(page.presenter.model.rows[-1].message.id)
+    assert engine.requests[1].command.messages == engine.requests[0].command.messages
+    engine.finish()
+    page._resend(page.presenter.model.rows[0].message.id, "And now?")
+    assert picture.url in engine.requests[2].command.messages[0].parts
+    engine.finish()
+    page.presenter.branch(page.presenter.model.rows[-1].message.id)
+    write(page, "Again?")
+    assert picture.url in engine.requests[3].command.messages[0].parts
+
+
+def test_what_reads_text_only_says_which_model_here_would_see(
+    open_page: Callable[[], ChatView], engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path
+) -> None:
+    page = open_page()
+    names = ("One", "Two", "Three", "Four")
+    page._library._entries = tuple(LibraryEntry(name, tmp_path / name, sees=True) for name in names)
+    page.attaching.give([image()])
+    words = "Starter reads text only. On this PC these see pictures: One, Two, Three and 1 more."
+    assert page.notice_banner.text == words
+    assert page.presenter.pictures == ()
+    # Those that are attached when another model is loaded are kept, and it is said that they are not read.
+    engine.model = seer(tmp_path)
+    attach(page, qtbot)
+    engine.model = STARTER
+    engine.model_loaded.emit(STARTER)
+    assert page.sent_note.text().startswith("This model reads text only: the pictures in this chat are not read.")
+    qtbot.waitUntil(lambda: captions(page.composer.pictures) == ["40 × 30"])
+    write(page, "What is it?")
+    assert engine.requests[0].command.messages[0].parts == ""
+    engine.finish()
+    engine.model = seer(tmp_path)
+    engine.model_loaded.emit(engine.model)
+    assert page.sent_note.isHidden()
+    write(page, "And now?")
+    assert engine.requests[1].command.messages[0].parts
+
+
+def test_what_would_be_read_for_ever_is_not_begun(qtbot: QtBot, tmp_path: Path) -> None:
+    data = file_of(coloured(), "JPEG", progressive=True)
+    at = data.index(b"\xff\xda")
+    endless = data[:-2] + data[at : data.index(b"\xff", at + 12)] * 5000 + data[-2:]
+    file = tmp_path / "a.jpg"
+    file.write_bytes(endless)
+    assert prepared(qtbot, file).problems == ("a.jpg is damaged and cannot be shown.",)
+    picture = Picture("image/jpeg", base64.b64encode(endless).decode())
+    assert made(picture, QSize(10, 10)).image.isNull()
+
+
+def test_other_kinds_are_refused_by_name(page: ChatView, qtbot: QtBot, tmp_path: Path) -> None:
+    for name, data, kind in (
+        ("a.heic", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC"),
+        ("a.png", b"\0\0\0\x1cftypavif\0\0\0\0avifmif1", "AVIF"),
+        ("a.svg", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "SVG"),
+        ("a.tif", b"nothing", "TIF"),
+    ):
+        file = tmp_path / name
+        file.write_bytes(data)
+        page.attaching.give([file])
+        words = f"{name} is in the {kind} format, which is not read here: save it as PNG or JPEG."
+        qtbot.waitUntil(lambda words=words: page.notice_banner.text == words)
+    assert page.presenter.pictures == ()
 
 
 def test_a_picture_takes_its_place_at_once_and_is_decoded_once_off_the_windows_thread(
@@ -341,7 +427,7 @@ def test_models_of_this_pc_say_that_they_read_text_only(page: ChatView, engine: 
     assert "the pictures in this chat are not read" in page.sent_note.text()
     assert page.sent_note.isVisible()
     page.attaching.give([image()])
-    assert page.notice_banner.text.startswith("Models on this PC read text only")
+    assert page.notice_banner.text == "Starter reads text only. No model on this PC sees pictures."
     assert page.presenter.pictures == ()
     write(page, "And you?")
     assert not any(each.parts for each in engine.requests[1].command.messages)
