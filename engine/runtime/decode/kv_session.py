@@ -174,7 +174,8 @@ class KvSession:
         """Makes the cache hold `prompt`, at least its last token freshly computed; pauses after each chunk.
 
         Args:
-            repeats: see `Session.read`; on a card, where experts are computed now here and now there, it cannot be.
+            repeats: whether its logits have to be those of another time, bit by bit, whatever was read before; on a
+                card, where experts are computed now here and now there, they cannot be.
 
         Returns:
             logits [1, V] after the prompt, and how many of its tokens were reused.
@@ -227,7 +228,7 @@ class KvSession:
             return self._forward(torch.tensor([ids], device=self._device), ids)
         return self._forward(token, (token_id,))
 
-    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - of the protocol
+    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - as of `GuessedSteps`
         """Not by itself."""
         return False
 
