@@ -129,6 +129,11 @@ class Flow(QWidget):
                 widget.deleteLater()
         self.updateGeometry()
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing in it."""
+        return not self._lines.count()
+
     def widest(self, room: int) -> int:
         """How wide it would like to be, at most `room`."""
         return min(self._lines.sizeHint().width(), room)

@@ -5969,6 +5969,10 @@ negativ</translation>
             <translation>{0} ist größer als {1}: Verkleinern Sie es zuerst.</translation>
         </message>
         <message>
+            <source>{0} is damaged and cannot be shown.</source>
+            <translation>{0} ist beschädigt und kann nicht angezeigt werden.</translation>
+        </message>
+        <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
             <translation>{0} hat das Format {1}, das hier nicht gelesen wird: Speichern Sie das Bild als PNG oder JPEG.</translation>
         </message>
@@ -5979,10 +5983,6 @@ negativ</translation>
         <message>
             <source>{0} has too many pixels: make it smaller first.</source>
             <translation>{0} hat zu viele Pixel: Verkleinern Sie es zuerst.</translation>
-        </message>
-        <message>
-            <source>{0} is damaged and cannot be shown.</source>
-            <translation>{0} ist beschädigt und kann nicht angezeigt werden.</translation>
         </message>
     </context>
     <context>

@@ -5969,6 +5969,10 @@ negativo</translation>
             <translation>{0} supera {1}: reduzca antes su tamaño.</translation>
         </message>
         <message>
+            <source>{0} is damaged and cannot be shown.</source>
+            <translation>{0} está dañado y no se puede mostrar.</translation>
+        </message>
+        <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
             <translation>{0} está en el formato {1}, que aquí no se lee: guárdela como PNG o JPEG.</translation>
         </message>
@@ -5979,10 +5983,6 @@ negativo</translation>
         <message>
             <source>{0} has too many pixels: make it smaller first.</source>
             <translation>{0} tiene demasiados píxeles: reduzca antes su tamaño.</translation>
-        </message>
-        <message>
-            <source>{0} is damaged and cannot be shown.</source>
-            <translation>{0} está dañado y no se puede mostrar.</translation>
         </message>
     </context>
     <context>

@@ -5969,6 +5969,10 @@ négatif</translation>
             <translation>{0} dépasse {1} : réduisez d’abord sa taille.</translation>
         </message>
         <message>
+            <source>{0} is damaged and cannot be shown.</source>
+            <translation>{0} est endommagé et ne peut pas être affiché.</translation>
+        </message>
+        <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
             <translation>{0} est au format {1}, qui n'est pas lu ici : enregistrez l'image en PNG ou JPEG.</translation>
         </message>
@@ -5979,10 +5983,6 @@ négatif</translation>
         <message>
             <source>{0} has too many pixels: make it smaller first.</source>
             <translation>{0} a trop de pixels : réduisez d’abord sa taille.</translation>
-        </message>
-        <message>
-            <source>{0} is damaged and cannot be shown.</source>
-            <translation>{0} est endommagé et ne peut pas être affiché.</translation>
         </message>
     </context>
     <context>

@@ -5936,6 +5936,10 @@ negative</source>
             <translation>{0}は{1}を超えています。先に小さくしてください。</translation>
         </message>
         <message>
+            <source>{0} is damaged and cannot be shown.</source>
+            <translation>{0}は壊れていて表示できません。</translation>
+        </message>
+        <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
             <translation>{0} は {1} 形式で、ここでは読み取れません。PNG または JPEG で保存してください。</translation>
         </message>
@@ -5946,10 +5950,6 @@ negative</source>
         <message>
             <source>{0} has too many pixels: make it smaller first.</source>
             <translation>{0}はピクセル数が多すぎます。先に小さくしてください。</translation>
-        </message>
-        <message>
-            <source>{0} is damaged and cannot be shown.</source>
-            <translation>{0}は壊れていて表示できません。</translation>
         </message>
     </context>
     <context>

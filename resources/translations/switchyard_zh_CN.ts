@@ -5936,6 +5936,10 @@ negative</source>
             <translation>{0} 超过 {1}：请先缩小。</translation>
         </message>
         <message>
+            <source>{0} is damaged and cannot be shown.</source>
+            <translation>{0} 已损坏，无法显示。</translation>
+        </message>
+        <message>
             <source>{0} is in the {1} format, which is not read here: save it as PNG or JPEG.</source>
             <translation>{0} 是 {1} 格式，这里无法读取：请另存为 PNG 或 JPEG。</translation>
         </message>
@@ -5946,10 +5950,6 @@ negative</source>
         <message>
             <source>{0} has too many pixels: make it smaller first.</source>
             <translation>{0} 的像素过多：请先缩小。</translation>
-        </message>
-        <message>
-            <source>{0} is damaged and cannot be shown.</source>
-            <translation>{0} 已损坏，无法显示。</translation>
         </message>
     </context>
     <context>

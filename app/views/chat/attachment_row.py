@@ -81,10 +81,10 @@ class AttachmentRow(Flow):
             chip.show()
 
 
-class AttachmentShelf(QScrollArea):
+class Shelf(QScrollArea):
     """A row that scrolls where it would take too much of the window."""
 
-    def __init__(self, row: AttachmentRow, parent: QWidget) -> None:
+    def __init__(self, row: Flow, parent: QWidget) -> None:
         super().__init__(parent)
         self._row = row
         self.setProperty("bare", True)
@@ -102,7 +102,7 @@ class AttachmentShelf(QScrollArea):
 
     def fit(self) -> None:
         """Takes the height of what is in it."""
-        self.setVisible(bool(self._row.chips))
+        self.setVisible(not self._row.is_empty)
         self.updateGeometry()
 
     def heightForWidth(self, width: int) -> int:

@@ -12,7 +12,7 @@ from app.services.chat_store import Attachment, Conversation
 from app.services.kept import SavedPresets
 from app.services.thumbnails import Thumbnails
 from app.theme import set_look
-from app.views.chat.attachment_row import AttachmentRow, AttachmentShelf
+from app.views.chat.attachment_row import AttachmentRow, Shelf
 from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
 from app.views.chat.icon_button import IconButton
@@ -103,7 +103,7 @@ class Composer(QFrame):
         self.pictures.removed.connect(self.picture_removed)
         self.attachments = AttachmentRow(self, share, removable=True)
         self.attachments.removed.connect(self.attachment_removed)
-        self._shelf = AttachmentShelf(self.attachments, self)
+        self._shelves = (Shelf(self.attachments, self), Shelf(self.pictures, self))
         self._has_more = False
         self.attach_button = IconButton("attach", self.tr("Attach files or a folder"), self._choose, self)
         self.system_button = self._chip(self.tr("System prompt"))
@@ -136,8 +136,8 @@ class Composer(QFrame):
         self._column = column = QVBoxLayout(self)
         column.setContentsMargins(15, 13, 13, 12)
         column.setSpacing(12)
-        column.addWidget(self._shelf)
-        column.addWidget(self.pictures)
+        for shelf in self._shelves:
+            column.addWidget(shelf)
         column.addWidget(self.box)
         column.addLayout(row)
         self.setFocusProxy(self.box)
@@ -211,7 +211,8 @@ class Composer(QFrame):
         """
         self.pictures.show_pictures(pictures, captions)
         self.attachments.show_attachments(attachments, where)
-        self._shelf.fit()
+        for shelf in self._shelves:
+            shelf.fit()
         self.box.largest_share = LARGEST_SHARE if not attachments else BESIDE_CHIPS_SHARE
         self.box.fit()
         self._has_more = bool(pictures or attachments)

@@ -63,7 +63,7 @@ def test_a_picture_is_answered_about_in_a_chat_and_for_another_program(
     with socket.create_server(("127.0.0.1", 0)) as free:
         settings.server_port = free.getsockname()[1]
     server = ApiServer(engine, settings)
-    server.set_on(True)
+    settings.serves_others = True
     try:
         qtbot.waitUntil(lambda: server.state is ServerState.ON, timeout=WAIT_MS)
         url = f"data:image/png;base64,{base64.b64encode(file_of(coloured(1, 64, 48), 'PNG')).decode()}"
