@@ -46,7 +46,8 @@ def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
         parts.append(_turn("system", conversation.system_prompt))
     for message in path:
         by = " ".join(message.model.split()) if message.role == "assistant" else ""
-        parts.append(_turn(message.role, message.content, _folded(message) + _shown(message), by))
+        before = _called(message) + _folded(message) + _shown(message)
+        parts.append(_turn(message.role, message.content, before, by))
     return "".join(parts)
 
 
@@ -62,6 +63,16 @@ def _folded(message: Message) -> str:
     summary = f"<summary>Thought for {message.reasoning_s:.0f} s</summary>"
     head = f"{_MARK}thought {message.reasoning_s:.2f} -->\n<details>\n{summary}\n\n"
     return f"{head}{_escaped(message.reasoning)}\n\n</details>\n{_MARK}answer -->\n\n"
+
+
+def _called(message: Message) -> str:
+    """What tools an answer called, with what they returned, as sections that viewers fold."""
+    parts = []
+    for step in message.steps:
+        for call in step.calls:
+            summary = f"<summary>{_plain(call.name)}({_plain(call.arguments)[:200]})</summary>"
+            parts.append(f"<details>\n{summary}\n\n{_escaped(call.result)}\n\n</details>\n")
+    return f"{_MARK}pictures -->\n{''.join(parts)}{_MARK}text -->\n\n" if parts else ""
 
 
 def _shown(message: Message) -> str:

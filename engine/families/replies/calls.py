@@ -141,7 +141,7 @@ class Tools:
             found = [part["properties"] for part in _parts(schema, root) if isinstance(part.get("properties"), Mapping)]
             declared = {key: each for keys in reversed(found) for key, each in keys.items()}
             return {key: self._typed(declared.get(key), root, each) for key, each in text.items()}
-        kinds = _kinds(schema, root, {})
+        kinds = allowed_kinds(schema, root)
         if kinds == {"string"}:
             return text
         kind, meant = _LAX_WORDS.get(text.strip().lower(), ("", None))
@@ -327,6 +327,11 @@ def _referred(schema: Mapping[str, Any], root: Any) -> Any:
         else:
             place = place.get(step) if isinstance(place, Mapping) else None
     return place
+
+
+def allowed_kinds(schema: Any, root: Any) -> set[str]:
+    """The JSON types that a schema allows; empty if it does not say."""
+    return _kinds(schema, root, {})
 
 
 def _kinds(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:
