@@ -284,6 +284,7 @@ def _chat(services: Services) -> Page:
         the.documents,
         the.prompts,
         the.presets,
+        lambda: the.tools,
     )
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)

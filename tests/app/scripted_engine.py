@@ -9,6 +9,7 @@ from PySide6.QtCore import QObject, Signal
 from app.services.engine_client import EngineState
 from app.services.engine_request import ChatAnswer, Request, TuningRun
 from app.services.loading_pace import LoadingPace
+from engine.common.chat import Tool
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
@@ -86,8 +87,9 @@ class ScriptedEngine(QObject):
         sampling: SamplingParams,
         remote: RemoteModel | None = None,
         chat: str = "",
+        tools: Sequence[Tool] = (),
     ) -> ChatAnswer:
-        command = Generate(f"r{len(self.requests)}", tuple(messages), sampling, remote, chat)
+        command = Generate(f"r{len(self.requests)}", tuple(messages), sampling, remote, chat, tuple(tools))
         answer = ChatAnswer(command, self._cancel, self)
         self.requests.append(answer)
         self._open.append(answer)

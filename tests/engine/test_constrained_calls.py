@@ -88,10 +88,11 @@ class Model:
             assert not held.accept(token)
             written += text.feed(token)
         meant: list[int] = []
+        turn = 0
         for number in range(3000):
             logits = torch.randn(self.width, generator=generator) + self.closing * min(number / 40, 8)
             if number % 40 > 30 and not meant:  # a text without quotes ends with a mark, which nobody hits by chance
-                meant = list(self.ends[number % len(self.ends)])
+                meant, turn = list(self.ends[turn % len(self.ends)]), turn + 1
             if meant:
                 logits[meant.pop(0)] += 100
             token = int(held.restrict(logits).argmax())

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import ast
+import csv
+import io
 import json
 import math
 import operator
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from app.services.tools.host import MOST_RESULT, shortened
 from engine.common.chat import Tool
+from engine.common.config import BatchJob
 from engine.common.foreign import reason
+from engine.common.paths import data_dir
+
+if TYPE_CHECKING:
+    from app.services.batch_jobs import BatchJobs
 
 MOST_EXPRESSION = 500
 MOST_POWER_BITS = 100_000
@@ -93,6 +100,35 @@ def run_built_in(name: str, arguments: dict[str, Any], attached: Attached) -> st
     raise ToolError(f"There is no tool named {name[:60]!r}.")
 
 
+MOST_ROWS = 1000
+
+
+def start_batch(jobs: BatchJobs, prompt: str, rows: Sequence[str]) -> str:
+    """Starts a job that answers a prompt for each row; a sentence about it.
+
+    Raises:
+        ToolError: there is nothing to answer, or no place for it.
+    """
+    if not prompt.strip() or not 0 < len(rows) <= MOST_ROWS:
+        raise ToolError(f"A batch has a prompt and 1 to {MOST_ROWS:,} rows.")
+    folder = data_dir() / "batches-of-chats"
+    name = time.strftime("%Y-%m-%d-%H%M%S")
+    text = io.StringIO()
+    csv.writer(text).writerows([["text"], *([row] for row in rows)])
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = len(list(folder.glob(f"{name}*")))
+        rows_file = folder / f"{name}-{taken}.csv"
+        rows_file.write_text(text.getvalue(), encoding="utf-8", newline="")
+    except OSError as error:
+        raise ToolError(f"The rows cannot be written to {folder} ({reason(error)}).") from None
+    template = prompt.replace("{{text}}", "{text}")
+    template = template.replace("{text}", "{{text}}") if "{text}" in template else f"{template}\n\n{{{{text}}}}"
+    result = rows_file.with_name(f"{rows_file.stem}-answers.csv")
+    jobs.add(BatchJob(str(rows_file), str(result), template=template), len(rows))
+    return f"The job with {len(rows):,} rows has begun; the page Batch shows it, and its answers come into {result}."
+
+
 def read_file(path: str, folders: tuple[str, ...]) -> str:
     """The text of a file in one of the folders, links that lead out of it excepted.
 
@@ -123,9 +159,9 @@ def read_file(path: str, folders: tuple[str, ...]) -> str:
 
 
 def _power(base: Any, exponent: Any) -> Any:
-    if isinstance(base, int) and isinstance(exponent, int):
-        if abs(exponent) * max(1, base.bit_length()) > MOST_POWER_BITS:
-            raise ToolError("The result has too many digits.")
+    are_whole = isinstance(base, int) and isinstance(exponent, int)
+    if are_whole and abs(exponent) * max(1, base.bit_length()) > MOST_POWER_BITS:
+        raise ToolError("The result has too many digits.")
     return base**exponent
 
 
@@ -192,7 +228,7 @@ def _value(node: ast.expr) -> Any:
         return _UNARY[type(node.op)](_value(node.operand))
     if isinstance(node, ast.Name) and node.id in _NAMES:
         return _NAMES[node.id]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS:
-        if not node.keywords:
-            return _FUNCTIONS[node.func.id](*map(_value, node.args))
+    called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+    if isinstance(node, ast.Call) and called in _FUNCTIONS and not node.keywords:
+        return _FUNCTIONS[called](*map(_value, node.args))
     raise ToolError("Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed.")

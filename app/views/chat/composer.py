@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from PySide6.QtCore import QEvent, QPoint, Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, QVBoxLayout, QWidget
 
+from app.icons import icon
 from app.models.context_use import ContextUse
 from app.services.chat_store import Attachment, Conversation
 from app.services.kept import SavedPresets
@@ -62,7 +63,7 @@ class SystemPromptPopover(Popover):
 
 class Composer(QFrame):
     """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit;
-    `files_wanted` and `folder_wanted` (choose some), `given` (what was pasted or dropped and is no text),
+    `tools_wanted` (whether tools are offered), `files_wanted` and `folder_wanted` (choose some), `given` (what was pasted or dropped and is no text),
     `picture_removed` (which) and `attachment_removed` (its id)."""
 
     sent = Signal(str)
@@ -75,6 +76,7 @@ class Composer(QFrame):
     edited = Signal(str)
     system_prompt_changed = Signal(str)
     sampling_changed = Signal(object)
+    tools_wanted = Signal(bool)
 
     def __init__(
         self,
@@ -106,6 +108,8 @@ class Composer(QFrame):
         self._shelf = AttachmentShelf(self.attachments, self)
         self._has_more = False
         self.attach_button = IconButton("attach", self.tr("Attach files or a folder"), self._choose, self)
+        self.tools_button = IconButton("tools", "", self._toggle_tools, self)
+        self.tools_button.setCheckable(True)
         self.system_button = self._chip(self.tr("System prompt"))
         self.system_button.clicked.connect(self.edit_system_prompt)
         self.sampling_button = self._chip("")
@@ -123,10 +127,11 @@ class Composer(QFrame):
             presets.changed.connect(self._on_presets)
         self._row = row = QHBoxLayout()
         row.setSpacing(SPACING_PX)
-        self._tools: list[IconButton] = [self.attach_button]
+        self._tools: list[IconButton] = [self.attach_button, self.tools_button]
         self._tool_row = QHBoxLayout()
         self._tool_row.setSpacing(TOOL_SPACING_PX)
         self._tool_row.addWidget(self.attach_button)
+        self._tool_row.addWidget(self.tools_button)
         row.addLayout(self._tool_row)
         row.addWidget(self.system_button)
         row.addWidget(self.sampling_button)
@@ -168,8 +173,20 @@ class Composer(QFrame):
         unset = self.tr("Instructions the model reads first")
         self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
         self._show_sampling(conversation)
+        self._show_tools(offers=bool(conversation.tools))
         if with_draft:
             self.set_text(conversation.draft)
+
+    def _show_tools(self, *, offers: bool) -> None:
+        self.tools_button.setChecked(offers)
+        words = self.tr("The model may call tools in this chat") if offers else self.tr("Let the model call tools")
+        self.tools_button.setIcon(icon("tools", "accent" if offers else "muted"))
+        self.tools_button.setToolTip(words)
+        self.tools_button.setAccessibleName(words)
+
+    def _toggle_tools(self) -> None:
+        self._show_tools(offers=self.tools_button.isChecked())
+        self.tools_wanted.emit(self.tools_button.isChecked())
 
     def set_model(self, model: ModelInfo | None) -> None:
         """The loaded model, whose own settings hold where a chat has none."""
@@ -259,7 +276,7 @@ class Composer(QFrame):
         metrics = self.system_button.fontMetrics()
         frame = self.system_button.sizeHint().width() - metrics.horizontalAdvance(self.system_button.text())
         all_tools = sum(_width(tool) + TOOL_SPACING_PX for tool in self._tools)
-        extra = self._tools[-2] if len(self._tools) > 2 else None
+        extra = self._tools[-2] if len(self._tools) > 3 else None
         fewer_tools = all_tools - (_width(extra) + TOOL_SPACING_PX if extra is not None else 0)
         left, is_short, tools = 0, False, all_tools
         for is_short, tools in ((False, all_tools), (True, all_tools), (True, fewer_tools)):

@@ -42,7 +42,13 @@ class CallRule:
 
 
 def call_rules(
-    form: ReplyForm, template: str, tools: Sequence[Tool], mark: Callable[[str], str], compiles: Callable[[str], bool]
+    form: ReplyForm,
+    template: str,
+    tools: Sequence[Tool],
+    mark: Callable[[str], str],
+    compiles: Callable[[str], bool],
+    *,
+    several: bool = True,
 ) -> list[CallRule]:
     """Where calls may begin, the one that the template shows first.
 
@@ -50,8 +56,9 @@ def call_rules(
         template: the model's chat template, which shows one of the family's forms.
         mark: how a mark is written in a grammar: as its token, or as text.
         compiles: whether a JSON schema can be compiled.
+        several: whether further calls may follow where the form has a place for them.
     """
-    writer = _Writer(tools, mark, compiles)
+    writer = _Writer(tools, mark, compiles, several)
     if form.has_channels:
         head, ends = r"(?:\s(?:(?!<\|(?:message|end|start)\|>)[\s\S])*)?<\|message\|>", mark("<|call|>")
         return [
@@ -115,6 +122,7 @@ class _Writer:
     tools: Sequence[Tool]
     mark: Callable[[str], str]
     compiles: Callable[[str], bool]
+    several: bool
     _rules: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -151,6 +159,10 @@ class _Writer:
         self._rules.append(f"{name}{options}: {body}")
         return name
 
+    def _more(self, other: str) -> str:
+        """Any number of further ones, or none where one is wanted."""
+        return f"({other})*" if self.several else ""
+
     def _free(self, suffix: str = "") -> str:
         """Any text, up to a suffix that ends it."""
         return self._named(r"/(.|\n)*/", f"[suffix={_text(suffix)}]" if suffix else "")
@@ -158,7 +170,8 @@ class _Writer:
     def _calls(self, name: str = "name", arguments: str = "arguments", *, listed: bool = False) -> str:
         if listed:  # references to its own parts would have to move on
             one = json_call_schema(self.tools, name, arguments)
-            return f'"[" SP? {self._json(one)} (SP? "," SP? {self._json(one)})* SP? "]"'
+            first, other = self._json(one), self._json(one)
+            return f'"[" SP? {first} {self._more(f"""SP? "," SP? {other}""")} SP? "]"'
         return self._json(json_call_schema(self.tools, name, arguments))
 
     def _behind(self, form: ReplyForm, opens: str, template: str) -> tuple[str, str]:
@@ -178,21 +191,23 @@ class _Writer:
             ]
             one = self._named(either(calls))
             first = f"{mark(begin)} " if opens != begin else ""
-            return "", f"{first}{one} (SP? {mark(begin)} {one})* {mark('<｜tool▁calls▁end｜>')}"
+            return "", f"{first}{one} {self._more(f'SP? {mark(begin)} {one}')} {mark('<｜tool▁calls▁end｜>')}"
         if form is KIMI:
             begin, sep, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
             calls = [f"{_text('functions.' + t.name)} NUMBER {mark(sep)} {self.arguments(t)}" for t in self.tools]
             self._rules.append("NUMBER: /:[0-9]{1,2}/")
             one = self._named(f"({either(calls)}) {mark(end)}")
             first = f"{mark(begin)} " if opens != begin else ""
-            return "", f"{first}{one} (SP? {mark(begin)} {one})* {mark('<|tool_calls_section_end|>')}"
+            more = self._more(f"SP? {mark(begin)} {one}")
+            return "", f"{first}{one} {more} {mark('<|tool_calls_section_end|>')}"
         if opens == MISTRAL.calls[0].opens:
             if "[ARGS]" in template:
                 return "", either(f"{_text(t.name)} {mark('[ARGS]')} {self.arguments(t)}" for t in self.tools)
             return "", self._calls(listed=True)
         if opens in (LFM.calls[0].opens, LLAMA.calls[0].opens):
             one = self._named(either(f"{_text(tool.name)} {self._pairs(tool, '=', '(', ')')}" for tool in self.tools))
-            return "", f'"[" {one} ("," SP? {one})* "]" {mark(opens.replace("start", "end"))}'
+            more = self._more(f'"," SP? {one}')
+            return "", f'"[" {one} {more} "]" {mark(opens.replace("start", "end"))}'
         if opens == "<|python_tag|>":
             return "", self._calls(arguments="parameters")
         if opens == "<|tool_call|>":
@@ -201,7 +216,7 @@ class _Writer:
             return "", f"{self._calls('tool_name', 'parameters', listed=True)} {mark('<|END_ACTION|>')}"
         if opens == "<tool_calls>":
             one = self._calls()
-            return "\n", f"SP? {one} (SP {one})* SP? {mark('</tool_calls>')}"
+            return "\n", f"SP? {one} {self._more(f'SP {one}')} SP? {mark('</tool_calls>')}"
         tagged = {QWEN_TAGS.opens: QWEN_TAGS, MINIMAX_TAGS.opens: MINIMAX_TAGS, DSML.opens: DSML}.get(opens)
         if tagged is not None:
             return "", self._tagged(tagged)
@@ -214,7 +229,7 @@ class _Writer:
         around = {"<minimax:tool_call>": MINIMAX_TAGS, "<｜DSML｜function_calls>": DSML, "<｜DSML｜tool_calls>": DSML}
         if (inner := around.get(opens)) is not None:
             one = f"{mark(inner.opens)} {self._tagged(inner)}"
-            return "\n", f"SP? {one} (SP? {one})* SP? {mark(opens.replace('<', '</', 1))}"
+            return "\n", f"SP? {one} {self._more(f'SP? {one}')} SP? {mark(opens.replace('<', '</', 1))}"
         return "", ""
 
     def _pairs(self, tool: Tool, equals: str, opens: str, closes: str, *, gemma: bool = False) -> str:
@@ -262,8 +277,9 @@ class _Writer:
         opened = f"{self.mark(form.key_opens)} {_text(key)} {self.mark(closes)}"
         opened += f" SP? {self.mark(form.value_opens)}" if form.value_opens else ""
         end = self.mark(form.value_closes)
-        if is_text and isinstance(choices, list) and all(isinstance(each, str) for each in choices):
-            value = f"({' | '.join(map(_text, choices))}) {line} {end}"
+        if is_text and isinstance(choices, list):
+            written = (each if isinstance(each, str) else json.dumps(each) for each in choices)
+            value = f"({' | '.join(map(_text, written))}) {line} {end}"
         elif is_text and end.startswith("<["):
             value = f"{self._free()} {end}"
         elif is_text:
