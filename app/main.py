@@ -357,7 +357,8 @@ def _settings(services: Services) -> Page:
     from app.widgets.asking import before_loading
 
     updates = services.updates if can_update() else None
-    page = SettingsPage(services.settings, services.theme, services.api_server, services.endpoints, updates)
+    the = services
+    page = SettingsPage(the.settings, the.theme, the.api_server, the.endpoints, the.tools, updates)
     page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))

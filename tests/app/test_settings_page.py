@@ -28,6 +28,7 @@ from app.services.endpoints import Endpoints
 from app.services.model_start import wanted_config
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
+from app.services.tools.service import Tools
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
@@ -54,12 +55,16 @@ def server(settings: Settings) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def page(qtbot: QtBot, settings: Settings, theme: ThemeController, server: ApiServer) -> Iterator[SettingsPage]:
-    result = SettingsPage(settings, theme, server, Endpoints(settings))
+    result = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(result)
     result.resize(1000, 800)
     result.show()
     yield result
     result.close_down()
+
+
+def _tools(settings: Settings) -> Tools:
+    return Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
 
 
 def _button(parent: QWidget, text: str) -> QPushButton:
@@ -116,7 +121,7 @@ def test_a_default_model_that_is_gone_is_still_shown(
     settings: Settings, theme: ThemeController, server: ApiServer, qtbot: QtBot
 ) -> None:
     settings.default_model = "gone"
-    page = SettingsPage(settings, theme, server, Endpoints(settings))
+    page = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(page)
     combo = page.model.findChild(QComboBox)
     assert combo is not None
@@ -271,7 +276,7 @@ def test_a_long_folder_is_shortened_in_its_middle_and_the_tooltip_says_it(
     folder = tmp_path / ("a-" + "very" * 30 + "-long-name")
     monkeypatch.setenv("SWITCHYARD_HOME", str(folder))
     theme.set_font_px(20)
-    page = SettingsPage(settings, theme, server, Endpoints(settings))
+    page = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(page)
     page.resize(640, 450)
     page.show()
@@ -338,7 +343,7 @@ def test_a_mirror_is_asked_unless_the_environment_names_another(
     assert page.hub.address.text() == endpoint_of(HUGGINGFACE) == "https://mirror.example/hf"
     monkeypatch.setenv("HF_ENDPOINT", "https://other.example")
     assert endpoint_of(HUGGINGFACE) == "https://other.example"
-    again = SettingsPage(settings, theme, server, Endpoints(settings))
+    again = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(again)
     assert not again.hub.address.isEnabled()
     monkeypatch.delenv("HF_ENDPOINT")

@@ -310,7 +310,11 @@ def test_every_interface_sends_json_whatever_a_model_writes(streams: bool) -> No
             lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if streams and "{" in line]
             for line in lines or [answer.text]:
                 json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-            assert (answer.status_code, "\ufffd" in answer.text, "null, null, null" in answer.text) == (200, True, True)
+            assert (
+                answer.status_code,
+                "\ufffd" in answer.text,
+                "null, 1.7976931348623157e+308, null" in answer.text,
+            ) == (200, True, True)
     finally:
         server.stop()
 

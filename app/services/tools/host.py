@@ -228,7 +228,7 @@ class Host:
         seconds = float(asked.get("seconds", 60.0))
         is_call = "tool" in asked
         try:
-            server = await self._started(asked["server"])
+            server = await self._started(asked["server"], float(asked.get("start", START_S)))
             session = await server.ready
             server.budget.left = MOST_BYTES
             async with asyncio.timeout(seconds):
@@ -244,7 +244,7 @@ class Host:
         except Exception as error:
             self._tell({"id": number, "problem": f"{name} {self._why(name, error)}"})
 
-    async def _started(self, entry: dict[str, Any]) -> _Server:
+    async def _started(self, entry: dict[str, Any], seconds: float) -> _Server:
         name = str(entry.get("name", ""))
         known = self._servers.get(name)
         if known is not None and (known.entry != entry or known.closing.is_set()):
@@ -254,12 +254,12 @@ class Host:
             known = self._servers[name] = _Server(entry)
             known.task = asyncio.ensure_future(known.run())
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(seconds):
                 await asyncio.shield(known.ready)
         except TimeoutError:
             self._stop(name)
             raise TroubleError(
-                f"did not speak MCP within {START_S:.0f} seconds of its start: check its command or address."
+                f"did not speak MCP within {seconds:.0f} seconds of its start: check its command or address."
             ) from None
         return known
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -40,7 +42,8 @@ class ToolServer:
     @property
     def place(self) -> str:
         """Its command or its address, on one line."""
-        return self.url or shlex.join((self.command, *self.args))
+        parts = (self.command, *self.args)
+        return self.url or (subprocess.list2cmdline(parts) if sys.platform == "win32" else shlex.join(parts))
 
     @property
     def entry(self) -> dict[str, Any]:

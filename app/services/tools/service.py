@@ -125,12 +125,12 @@ class Tools(QObject):
             server = replace(server, tools=known.tools)
         for name in {server.name, instead_of} - {""}:
             self.problems.pop(name, None)
-            self._stop(name)
+            self.stop(name)
         self._keep([*others, server])
 
     def remove(self, name: str) -> None:
         """Forgets a server, and what was allowed of it."""
-        self._stop(name)
+        self.stop(name)
         self.problems.pop(name, None)
         allowed = [key for key in self.always_allowed if not key.startswith(f"{name}/")]
         self._settings.set(ALLOWED, allowed)
@@ -304,7 +304,8 @@ class Tools(QObject):
         """Whether there is a process now."""
         return self._process is not None
 
-    def _stop(self, name: str) -> None:
+    def stop(self, name: str) -> None:
+        """Ends a server, if it runs."""
         if self._process is not None:
             self._write({"stop": name})
 
@@ -321,7 +322,7 @@ class Tools(QObject):
         self._idle.stop()
         if self._process is None:
             self._process = self._started()
-        self._write({"id": number, **line})
+        self._write({"id": number, "start": START_S, **line})
         return number
 
     def _write(self, line: dict[str, Any]) -> None:

@@ -63,8 +63,8 @@ class SystemPromptPopover(Popover):
 
 class Composer(QFrame):
     """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit;
-    `tools_wanted` (whether tools are offered), `files_wanted` and `folder_wanted` (choose some), `given` (what was pasted or dropped and is no text),
-    `picture_removed` (which) and `attachment_removed` (its id)."""
+    `files_wanted` and `folder_wanted` (choose some), `given` (what was pasted or dropped and is no text),
+    `picture_removed` (which), `attachment_removed` (its id) and `tools_wanted` (whether any are offered)."""
 
     sent = Signal(str)
     files_wanted = Signal()

@@ -33,6 +33,7 @@ from app.services.data_folder import (
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings, ThemeChoice
 from app.services.telemetry_hub import RECORD_SETTING
+from app.services.tools.service import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController, use_tabular_figures
 from app.views.settings.about import AboutCard
@@ -43,6 +44,7 @@ from app.views.settings.kept import KeptCard
 from app.views.settings.model import ModelCard
 from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
+from app.views.settings.tools import ToolsCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.card import muted_label
 from app.widgets.fields import ComboBox, Slider
@@ -276,6 +278,7 @@ class SettingsPage(Page):
         theme: ThemeController,
         server: ApiServer,
         endpoints: Endpoints,
+        tools: Tools,
         updates: Updates | None = None,
         parent: QWidget | None = None,
     ) -> None:
@@ -289,6 +292,7 @@ class SettingsPage(Page):
         self.tray = TrayCard(settings, self)
         self.others = OtherProgramsCard(settings, server, self)
         self.servers = ServersCard(endpoints, self)
+        self.tools = ToolsCard(tools, self)
         self.hub = HubCard(self)
         self.monitor = MonitorCard(settings, self)
         self.data = DataCard(self)
@@ -313,6 +317,7 @@ class SettingsPage(Page):
             self.tray,
             self.others,
             self.servers,
+            self.tools,
             self.hub,
             self.monitor,
             self.data,

@@ -179,7 +179,7 @@ class _Writer:
         mark, either = self.mark, " | ".join
         if form is GEMMA:
             names = either(f"{_text(tool.name)} {self._pairs(tool, ':', '{', '}', gemma=True)}" for tool in self.tools)
-            return "call:", f'("call:")? ({names}) {mark("<tool_call|>")}'
+            return "", f'"call:" ({names}) {mark("<tool_call|>")}'
         if form is DEEPSEEK and "DSML" not in opens:
             begin, sep, end = "<｜tool▁call▁begin｜>", mark("<｜tool▁sep｜>"), mark("<｜tool▁call▁end｜>")
             fenced = "```json" in template

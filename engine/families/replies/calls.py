@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -190,7 +191,7 @@ _MEANT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v":
 
 
 def _value(source: Arriving, depth: int = 0) -> Reading[Any]:
-    """A value as JSON, Python or Gemma writes it; numbers that JSON cannot say are null."""
+    """A value as JSON, Python or Gemma writes it; what JSON cannot say is null, or the largest number."""
     if depth > DEEPEST:
         raise NoCall
     yield from source.run(_SPACE)
@@ -212,7 +213,7 @@ def _value(source: Arriving, depth: int = 0) -> Reading[Any]:
         value = float(word) if any(number.groups()) else int(word)
     except ValueError:  # thousands of digits
         raise NoCall from None
-    return value if isinstance(value, int) or math.isfinite(value) else None
+    return value if isinstance(value, int) or math.isfinite(value) else math.copysign(sys.float_info.max, value)
 
 
 def _list(source: Arriving, depth: int) -> Reading[list[Any]]:
