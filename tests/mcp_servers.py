@@ -52,7 +52,8 @@ def _tool(name: str, description: str = "") -> dict[str, Any]:
 def misbehave(kind: str) -> None:
     """Speaks the protocol by hand, up to where it does not."""
     if kind == "garbage":
-        print("hello, I am a web server")
+        sys.stdout.write("hello, I am a web server\n")
+        sys.stdout.flush()
         time.sleep(300)
     if kind == "dies-at-start":
         sys.exit("cannot find my settings")

@@ -168,14 +168,14 @@ def prompt_of(
         calls: earlier calls of tools and their results are sent, too.
     """
     turns: list[tuple[Role, str, str, tuple[Picture, ...]]] = []
-    before: dict[int, tuple[ChatMessage, ...]] = {}
+    calling: dict[int, tuple[ChatMessage, ...]] = {}
     if system_prompt.strip():
         turns.append(("system", system_prompt, "", ()))
     for message in lineage:
         if calls and (ended := [step for step in message.steps if step.calls]):
             if not any(role == "user" for role, *_ in turns):
                 turns.append(("user", NOT_SENT, "", ()))
-            before[len(turns)] = tuple(each for step in ended for each in step_turns(step))
+            calling[len(turns)] = tuple(each for step in ended for each in step_turns(step))
             turns.append(("assistant", message.content, message.reasoning, ()))
             continue
         if message.steps:
@@ -198,18 +198,12 @@ def prompt_of(
             if message.role == "assistant" and not any(role == "user" for role, *_ in turns):
                 turns.append(("user", NOT_SENT, "", ()))
             turns.append((message.role, content, message.reasoning, pictures))
-    return tuple(
-        each
-        for number, (role, content, reasoning, pictures) in enumerate(turns)
-        for each in (
-            *before.get(number, ()),
-            *(
-                (ChatMessage(role, content, reasoning, parts=parts_with(content, pictures)),)
-                if content.strip() or pictures
-                else ()
-            ),
-        )
-    )
+    found: list[ChatMessage] = []
+    for number, (role, content, reasoning, pictures) in enumerate(turns):
+        found += calling.get(number, ())
+        if content.strip() or pictures:
+            found.append(ChatMessage(role, content, reasoning, parts=parts_with(content, pictures)))
+    return tuple(found)
 
 
 def step_turns(step: Step) -> tuple[ChatMessage, ...]:

@@ -28,7 +28,7 @@ class ToolChoice:
     """Which calls an answer may, or must, hold.
 
     Attributes:
-        must: the answer begins with a call.
+        must: the answer is a call, and no more than one.
         names: of the tools that may be called; empty for all that are offered.
         several: more than one call may come.
     """

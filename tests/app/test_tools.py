@@ -63,20 +63,13 @@ def test_a_server_over_pipes_lists_its_tools_and_runs_them(tools: Tools, qtbot: 
     assert names[5:] == ["add", "good_calculator", "fails", "weather"]
     assert call(tools, qtbot, "add", {"a": 2, "b": 40}) == Outcome("42")
     assert call(tools, qtbot, "calculator", {"expression": "2+2"}) == Outcome("4")
-    failed = call(tools, qtbot, "fails")
-    assert (failed.failed, "it cannot work" in failed.text) == (True, True)
-    wrong = call(tools, qtbot, "add", {"a": "two"})
-    assert wrong.failed
-    known = Tools(Settings(tools._settings.path), lambda: pytest.fail(), lambda _prompt, _rows: "")
+    assert call(tools, qtbot, "fails").failed
+    assert call(tools, qtbot, "add", {"a": "two"}).failed
+    # The next session knows them without starting the server.
     tools._settings.save()
-    assert [
-        each.tool.name for each in Tools(Settings(tools._settings.path), *known_arguments(known)).offered()
-    ] == names
-    known.close()
-
-
-def known_arguments(_known: Tools) -> tuple[Any, Any]:
-    return lambda: pytest.fail("no documents here"), lambda _prompt, _rows: ""
+    later = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    assert [each.tool.name for each in later.offered()] == names
+    assert not later.is_running
 
 
 def test_a_server_over_http_runs_its_tools(tools: Tools, qtbot: QtBot) -> None:
@@ -111,7 +104,7 @@ def test_a_server_over_http_runs_its_tools(tools: Tools, qtbot: QtBot) -> None:
 def test_a_server_that_never_begins_is_one_sentence(
     tools: Tools, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch, kind: str, says: str
 ) -> None:
-    monkeypatch.setenv("PATH", "/usr/bin")
+    monkeypatch.setattr(service, "START_S", 6.0)
     outcome = listed(tools, qtbot, server(kind))
     assert outcome.failed
     assert says in outcome.text

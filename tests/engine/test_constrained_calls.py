@@ -255,7 +255,7 @@ def test_what_is_no_call_stays_free(models: dict[str, Model], text: str) -> None
 
 def test_several_calls_may_come_and_text_between_them(models: dict[str, Model]) -> None:
     model = models["hermes"]
-    held = model.begun([_WEATHER], ToolChoice(must=True))
+    held = model.begun([_WEATHER], ToolChoice())
     assert held is not None
     call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 1}}\n</tool_call>'
     for token in model.tokenizer.encode(f"{call}\nand\n{call}"):

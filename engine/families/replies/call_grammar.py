@@ -17,7 +17,7 @@ from engine.common.foreign import json_text
 from engine.families.replies import DEEPSEEK, GEMMA, KIMI, LFM, LLAMA, MISTRAL, ReplyForm
 from engine.families.replies.calls import DSML, GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, Tagged, Tools, allowed_kinds
 
-_SPACES = {"x-guidance": {"whitespace_pattern": r"[ \n]{0,12}"}}
+_MOST_SPACES = 12
 """Models indent their calls, or not; without a limit one that pads would never end."""
 
 
@@ -48,6 +48,7 @@ def call_rules(
     mark: Callable[[str], str],
     compiles: Callable[[str], bool],
     *,
+    must: bool = False,
     several: bool = True,
 ) -> list[CallRule]:
     """Where calls may begin, the one that the template shows first.
@@ -56,13 +57,16 @@ def call_rules(
         template: the model's chat template, which shows one of the family's forms.
         mark: how a mark is written in a grammar: as its token, or as text.
         compiles: whether a JSON schema can be compiled.
+        must: the answer is one call, which need not be written as the model would indent it.
         several: whether further calls may follow where the form has a place for them.
     """
-    writer = _Writer(tools, mark, compiles, several)
+    writer = _Writer(tools, mark, compiles, several and not must, 1 if must else _MOST_SPACES)
     if form.has_channels:
         head, ends = r"(?:\s(?:(?!<\|(?:message|end|start)\|>)[\s\S])*)?<\|message\|>", mark("<|call|>")
         return [
-            writer.made(rf"to=(?:functions\.)?{re.escape(tool.name)}{head}$", "", f"{writer.arguments(tool)} {ends}")
+            writer.made(
+                rf"to=(?:functions\.)?{re.escape(tool.name)}{head}$", "", f"SP? {writer.arguments(tool)} {ends}"
+            )
             for tool in tools
         ]
     rules = [rule for call in form.calls if not call.is_said and (rule := writer.rule(form, call.opens, template))]
@@ -74,7 +78,7 @@ def call_rules(
             begins = rf'{opens}\{{\s*"name"\s*:\s*{name}\s*,\s*"(?:{key}|arguments)"\s*:\s*$'
             ends = "" if form.bare else r'"\n```"'
             first = "" if not form.bare or rules else f'{{"name": {json.dumps(tool.name)}, "{key}": '
-            rules.append(writer.made(begins, first, f'{writer.arguments(tool)} SP? "}}" {ends}'))
+            rules.append(writer.made(begins, first, f'SP? {writer.arguments(tool)} SP? "}}" {ends}'))
     shown = [rule for rule in rules if rule.opens and rule.opens.strip() in template]
     return sorted(rules, key=lambda rule: (rule not in shown[:1], not rule.opens))
 
@@ -123,6 +127,7 @@ class _Writer:
     mark: Callable[[str], str]
     compiles: Callable[[str], bool]
     several: bool
+    spaces: int
     _rules: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -139,7 +144,7 @@ class _Writer:
     def made(self, begins: str, opens: str, body: str) -> CallRule:
         """A place of calls, with the rules that its body needs."""
         rules, self._rules = self._rules, []
-        return CallRule(re.compile(begins), opens, body, "\n".join((*rules, r"SP: /[ \n]{1,12}/", "")))
+        return CallRule(re.compile(begins), opens, body, "\n".join((*rules, rf"SP: /[ \n]{{1,{self.spaces}}}/", "")))
 
     def rule(self, form: ReplyForm, opens: str, template: str) -> CallRule | None:
         """What follows one of the form's marks."""
@@ -152,7 +157,8 @@ class _Writer:
         return self._json(json.loads(self._object(known)))
 
     def _json(self, schema: Any) -> str:
-        return self._named(f"%json {json_text({**schema, **_SPACES})}")
+        spaces = {"x-guidance": {"whitespace_pattern": rf"[ \n]{{0,{self.spaces}}}"}}
+        return self._named(f"%json {json_text({**schema, **spaces})}")
 
     def _named(self, body: str, options: str = "") -> str:
         name = f"r{len(self._rules)}"

@@ -57,8 +57,8 @@ class CallGrammars:
         if choice.must:
             for tool in tools:  # who insists on a call insists on its schema
                 grammar_of(Constraint(schema=json_text(json_call_schema([tool]))))
-        template, several = template_text(self._tokenizer), choice.several
-        rules = call_rules(self._form, template, tools, self._mark, _compiles, several=several)
+        how = {"must": choice.must, "several": choice.several}
+        rules = call_rules(self._form, template_text(self._tokenizer), tools, self._mark, _compiles, **how)
         begun = [(rule, began) for rule in rules if (began := self._begun(rule)) is not None]
         if not choice.must:
             return ConstrainedCalls(begun, None, self._form, self._tokenizer, choice, thinks, shown) if begun else None
@@ -136,7 +136,7 @@ class ConstrainedCalls:
                 return False
             self._call, self._tail = None, ""
             self._detokenizer = IncrementalDetokenizer(self._tokenizer, self._shown)
-            return not self._choice.several
+            return self._choice.must or not self._choice.several
         self._read(self._detokenizer.feed(token_id))
         return False
 
