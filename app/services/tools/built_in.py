@@ -215,7 +215,9 @@ def calculate(expression: str) -> str:
         return f"{value:.15g}" if isinstance(value, float) else str(value)
     except ZeroDivisionError:
         raise ToolError("The expression divides by zero.") from None
-    except (SyntaxError, ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
+    except SyntaxError as error:
+        raise ToolError(f"The expression cannot be read ({error.msg}).") from None
+    except (ValueError, TypeError, OverflowError, MemoryError, RecursionError) as error:
         raise ToolError(f"The expression cannot be computed ({str(error)[:80]}).") from None
 
 

@@ -27,7 +27,7 @@ MOST_RESULT = 60_000
 MOST_TOOLS = 128
 MOST_DESCRIPTION = 2_000
 MOST_SCHEMA = 20_000
-MOST_BYTES = 32 * 2**20
+MOST_BYTES = 8 * 2**20
 """That a server may send for one request, all it says meanwhile included."""
 START_S = 30.0
 MOST_LINE = 4 * 2**20
@@ -41,12 +41,14 @@ class TroubleError(Exception):
 class _Budget:
     """How much a server may still send."""
 
-    def __init__(self) -> None:
-        self.left, self.is_spent = MOST_BYTES, False
+    def __init__(self, on_spent: Callable[[], None]) -> None:
+        self.left, self.is_spent, self._on_spent = MOST_BYTES, False, on_spent
 
     def spend(self, nbytes: int) -> bool:
         self.left -= nbytes
-        self.is_spent = self.is_spent or self.left < 0
+        if self.left < 0 and not self.is_spent:
+            self.is_spent = True
+            self._on_spent()
         return not self.is_spent
 
 
@@ -55,12 +57,16 @@ class _Server:
     """One server: the task that keeps its connection, and what it is asked."""
 
     entry: dict[str, Any]
-    budget: _Budget = field(default_factory=_Budget)
     ready: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     closing: asyncio.Event = field(default_factory=asyncio.Event)
     task: asyncio.Task[None] | None = None
     said: str = ""
     """The last of what it wrote to its standard error."""
+    budget: _Budget = field(init=False)
+
+    def __post_init__(self) -> None:
+        # The SDK reads the rest of what a server says before it lets go of it: that may have no end.
+        self.budget = _Budget(self.closing.set)
 
     @property
     def name(self) -> str:

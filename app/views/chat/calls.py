@@ -178,7 +178,7 @@ def _fill(box: QPlainTextEdit, text: str) -> None:
     if box.toPlainText() != shown:
         box.setPlainText(shown)
     lines = min(max(shown.count("\n") + 1, len(shown) // _LONGEST_LINE + 1), MOST_LINES)
-    box.setFixedHeight(box.fontMetrics().lineSpacing() * lines + scaled(18))
+    box.setFixedHeight(box.fontMetrics().lineSpacing() * lines + scaled(26))
 
 
 def state_words(use: ToolUse, *, is_open: bool) -> str:

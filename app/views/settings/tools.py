@@ -23,7 +23,7 @@ from PySide6.QtWidgets import (
 from app.services.tools.built_in import BUILT_IN
 from app.services.tools.servers import ServerError, ToolServer, server_of, servers_of
 from app.services.tools.service import Outcome, Tools
-from app.theme import scaled
+from app.theme import scaled, set_look
 from app.views.settings.card import SettingsCard
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.text_box import TextBox
@@ -119,6 +119,7 @@ class ToolsCard(SettingsCard):
         is_on = QCheckBox(row)
         is_on.setChecked(server.is_on)
         is_on.setAccessibleName(self.tr("Offer the tools of {0}").format(server.name))
+        is_on.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
         is_on.toggled.connect(lambda on: self._tools.put(replace(server, is_on=on)))
         edit = QPushButton(self.tr("Edit…"), row)
         edit.setAccessibleName(self.tr("Edit {0}").format(server.name))
@@ -181,7 +182,7 @@ class ToolServerDialog(QDialog):
         self.test.clicked.connect(self._test)
         self.buttons = QDialogButtonBox(self)
         self.keep = self.buttons.addButton(self.tr("Keep"), QDialogButtonBox.ButtonRole.AcceptRole)
-        self.keep.setProperty("kind", "primary")
+        set_look(self.keep, "kind", "primary")
         self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
         self.buttons.addButton(self.test, QDialogButtonBox.ButtonRole.ActionRole)
         self.buttons.accepted.connect(self._keep)
