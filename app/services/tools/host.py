@@ -211,7 +211,12 @@ class Host:
         elif isinstance(number, int):
             task = asyncio.ensure_future(self._answer(number, asked))
             self._requests[number] = task
-            task.add_done_callback(lambda _task: self._requests.pop(number, None))
+            task.add_done_callback(lambda task: self._ended(number, task))
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        self._requests.pop(number, None)
+        if task.cancelled():
+            self._tell({"id": number, "problem": "The call was stopped."})
 
     async def close(self) -> None:
         """Ends all servers."""
@@ -241,9 +246,6 @@ class Host:
                 work = self._call(session, asked) if is_call else self._list(session)
                 found = await self._unless_it_ends(server, work)
             self._tell({"id": number, **found})
-        except asyncio.CancelledError:
-            self._tell({"id": number, "problem": "The call was stopped."})
-            raise
         except TimeoutError:
             self._stop(name)
             self._tell({"id": number, "problem": f"{name} did not answer within {seconds:.0f} seconds."})
@@ -298,8 +300,9 @@ class Host:
         if "onnection closed" in said or "closed" in type(error).__name__.lower():
             self._stop(name)
             lines = server.said.strip().splitlines() if server is not None else []
-            last = f" It wrote: {lines[-1][:200]}" if lines else ""
-            return f"ended, or does not speak MCP.{last}"
+            if not lines:
+                return "ended, or does not speak MCP."
+            return f"ended, or does not speak MCP. It wrote: {lines[-1][:200]}"
         return f"failed: {said or type(error).__name__}."
 
     async def _list(self, session: Any) -> dict[str, Any]:

@@ -218,7 +218,7 @@ class Tools(QObject):
             if known is not None and known.is_same_place(server):
                 others = [each for each in self._servers if each.name != server.name]
                 self._keep([*others, replace(known, tools=listed)])
-            done(Outcome(translate("Tools", "It answers: %n tool(s).", "", len(listed))))
+            done(Outcome(translate("Tools", "It answers: {0} tools.", "", len(listed)).format(len(listed))))
 
         self._ask({"server": server.entry, "seconds": LIST_S}, LIST_S, answered)
 

@@ -8,6 +8,7 @@ from PySide6.QtCore import QCoreApplication, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QFontDatabase
 from PySide6.QtWidgets import QFrame, QLabel, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
 
+from app.engine_words import said
 from app.icons import icon
 from app.services.chat_store import Message, MessageState, Step, ToolUse
 from app.theme import scaled, use_tabular_figures
@@ -197,15 +198,15 @@ def state_words(use: ToolUse, *, is_open: bool) -> str:
 def one_line(use: ToolUse) -> str:
     """A call's arguments, or why it failed, in short."""
     if use.state == "failed":
-        return " ".join(use.result.split())[:_LONGEST_LINE]
+        return " ".join(said(use.result).split())[:_LONGEST_LINE]
     try:
         given = json.loads(use.arguments)
     except ValueError:
         given = None
     if not isinstance(given, dict):
         return use.arguments[:_LONGEST_LINE]
-    said = {key: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for key, each in given.items()}
-    return " ".join(", ".join(f"{key}: {each}" for key, each in said.items()).split())[:_LONGEST_LINE]
+    told = {key: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for key, each in given.items()}
+    return " ".join(", ".join(f"{key}: {each}" for key, each in told.items()).split())[:_LONGEST_LINE]
 
 
 def pretty(arguments: str) -> str:

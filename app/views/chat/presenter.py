@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
+from app.engine_words import said
 from app.models.conversation import ConversationModel
 from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
@@ -608,7 +609,7 @@ class ChatPresenter(QObject):
             return  # it was stopped
         tools, chat = self._tools(), self.list_model.conversation(answer.conversation_id) or self._conversation
         if tools.problems:
-            self.told.emit(" ".join(tools.problems.values()))
+            self.told.emit(" ".join(map(said, tools.problems.values())))
         attached = {one.id: one for message in lineage for one in message.attachments}
         offer = ToolOffer(tools, tools.offered(), allowed_in(chat), tuple(attached.values()))
         self._ask(answer, instructions, lineage, sampling, remote, offer if offer.offered else None)

@@ -20,6 +20,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.engine_words import said
 from app.services.tools.built_in import BUILT_IN
 from app.services.tools.servers import ServerError, ToolServer, server_of, servers_of
 from app.services.tools.service import Outcome, Tools
@@ -137,12 +138,14 @@ class ToolsCard(SettingsCard):
 
     def _told(self, server: ToolServer) -> str:
         if problem := self._tools.problems.get(server.name):
-            return problem
+            return said(problem)
         if server.tools is None:
             return self.tr("Its tools are asked for when a chat needs them.")
+        if not server.tools:
+            return self.tr("It has no tools.")
         names = [tool.name for tool in server.tools]
         shown = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
-        return self.tr("%n tool(s): {0}", "", len(names)).format(shown) if names else self.tr("It has no tools.")
+        return self.tr("{0} tools: {1}", "", len(names)).format(len(names), shown)
 
 
 def _parts(command: str) -> list[str]:
@@ -249,7 +252,7 @@ class ToolServerDialog(QDialog):
                     raise ServerError(self.tr("There is a server named {0}: choose another name.").format(server.name))
         except ServerError as error:
             self.said.hide()
-            set_message(self.trouble, str(error))
+            set_message(self.trouble, said(str(error)))
             return ()
         set_message(self.trouble, "")
         return found
@@ -279,7 +282,7 @@ class ToolServerDialog(QDialog):
                 self._tools.stop(server.name)
 
     def _on_tested(self, server: ToolServer, outcome: Outcome) -> None:
-        self._told.append(outcome.text if outcome.failed else f"{server.name}: {outcome.text}")
+        self._told.append(said(outcome.text) if outcome.failed else f"{server.name}: {outcome.text}")
         self._left -= 1
         if not self._left:
             self.test.setEnabled(True)
