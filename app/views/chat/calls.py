@@ -6,7 +6,7 @@ import json
 
 from PySide6.QtCore import QCoreApplication, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QFontDatabase
-from PySide6.QtWidgets import QFrame, QLabel, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
 
 from app.engine_words import said
 from app.icons import icon
@@ -79,14 +79,18 @@ class CallRow(QWidget):
         use_tabular_figures(self.header)
         self._summary = ElidedLabel(self)
         self._summary.setProperty("role", "secondary")
-        line = Flow(self.header, self._summary, parent=self)
+        line = QHBoxLayout()
+        line.setContentsMargins(0, 0, 0, 0)
+        line.setSpacing(8)
+        line.addWidget(self.header)
+        line.addWidget(self._summary, 1)
         self.card: QFrame | None = None
         """The question whether it may run."""
         self._inside: QWidget | None = None
         self._column = column = QVBoxLayout(self)
         column.setContentsMargins(0, 0, 0, 0)
         column.setSpacing(6)
-        column.addWidget(line)
+        column.addLayout(line)
 
     def set_use(self, use: ToolUse, *, is_open: bool) -> None:
         """Show where a call is; `is_open`: its answer has not ended."""

@@ -181,6 +181,7 @@ class Composer(QFrame):
         self.tools_button.setChecked(offers)
         words = self.tr("The model may call tools in this chat") if offers else self.tr("Let the model call tools")
         self.tools_button.setIcon(icon("tools", "accent" if offers else "muted"))
+        self._fit_meter()
         self.tools_button.setToolTip(words)
         self.tools_button.setAccessibleName(words)
 
@@ -228,6 +229,11 @@ class Composer(QFrame):
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         menu.addAction(self.tr("Files…"), self.files_wanted.emit)
         menu.addAction(self.tr("Folder…"), self.folder_wanted.emit)
+        menu.addSeparator()
+        tools = menu.addAction(self.tr("Let the model call tools"))
+        tools.setCheckable(True)
+        tools.setChecked(self.tools_button.isChecked())
+        tools.triggered.connect(self.tools_button.click)
         return menu
 
     def _choose(self) -> None:
@@ -278,14 +284,18 @@ class Composer(QFrame):
         all_tools = sum(_width(tool) + TOOL_SPACING_PX for tool in self._tools)
         extra = self._tools[-2] if len(self._tools) > 3 else None
         fewer_tools = all_tools - (_width(extra) + TOOL_SPACING_PX if extra is not None else 0)
+        fewest = fewer_tools  # the switch for tools is in a menu, too
+        if not self.tools_button.isChecked():
+            fewest -= _width(self.tools_button) + TOOL_SPACING_PX
         left, is_short, tools = 0, False, all_tools
-        for is_short, tools in ((False, all_tools), (True, all_tools), (True, fewer_tools)):
+        for is_short, tools in ((False, all_tools), (True, all_tools), (True, fewer_tools), (True, fewest)):
             name = metrics.horizontalAdvance(self._system_name(is_short=is_short))
             left = room - tools - max(frame + name, LEAST_CHIP_PX)
             if left >= self.meter.least_width:
                 break
         if extra is not None:
             extra.setVisible(tools == all_tools)
+        self.tools_button.setVisible(self.tools_button.isChecked() or tools >= fewer_tools)
         if self.system_button.text() != self._system_name(is_short=is_short):
             self._name_system(is_short=is_short)
         self.meter.fit(left)
