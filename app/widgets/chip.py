@@ -116,10 +116,11 @@ class Chip(QFrame):
 
 
 class ChipButton(QPushButton):
-    """The same as a button that opens something: a dot, a text, a chevron."""
+    """The same as a button that opens something: a dot, a text, a chevron.  `spoken` is its name around that text."""
 
-    def __init__(self, parent: QWidget) -> None:
+    def __init__(self, spoken: str, parent: QWidget) -> None:
         super().__init__(parent)
+        self._spoken = spoken
         self.setProperty("kind", "chip")
         self._dot = Dot(self)
         self._label = ElidedLabel(self)
@@ -142,7 +143,7 @@ class ChipButton(QPushButton):
         self._label.set_full_text(text)
         self._dot.set_colour(dot)
         self.setToolTip("\n".join(filter(None, (text, tip))))
-        self.setAccessibleName(text)
+        self.setAccessibleName(self._spoken.format(text))
         self.setAccessibleDescription(tip)
         self.updateGeometry()
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtGui import QWheelEvent
-from PySide6.QtWidgets import QComboBox, QCompleter, QDoubleSpinBox, QLineEdit, QSlider, QSpinBox, QWidget
+from PySide6.QtGui import QShowEvent, QWheelEvent
+from PySide6.QtWidgets import QComboBox, QCompleter, QDoubleSpinBox, QLabel, QLineEdit, QSlider, QSpinBox, QWidget
 
 from engine.common.profile_file import best_match
 
@@ -32,7 +32,30 @@ class _WheelPasses(_Widget):
 
 
 class ComboBox(_WheelPasses, QComboBox):
-    """A choice from a list."""
+    """A choice from a list.
+
+    On Linux Qt tells a screen reader what is chosen as the box's name, and what the box is for only by the label that
+    stands for it: where a form has none, one that is not shown does.
+    """
+
+    _stands: QLabel | None = None
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        beside, name = self.parentWidget(), self.accessibleName()
+        if self._stands is not None and self._stands.parent() is not beside:
+            self._stands.deleteLater()
+            self._stands = None
+        labels = beside.findChildren(QLabel, options=Qt.FindChildOption.FindDirectChildrenOnly) if beside else []
+        if name and self._stands is None and not any(label.buddy() is self for label in labels):
+            self._stands = QLabel(beside)
+            self._stands.hide()
+            self._stands.setBuddy(self)
+        if self._stands is not None:
+            self._stands.setText(name)
+        typed = self.lineEdit()
+        if typed is not None:
+            typed.setAccessibleName(name)
 
 
 class FindBox(ComboBox):

@@ -2311,6 +2311,10 @@ negativ</translation>
             <translation>Das Modell Werkzeuge aufrufen lassen</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>Sampling: {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>Wie das nächste Token gewählt wird: {0}</translation>
         </message>
@@ -8880,6 +8884,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     <context>
         <name>TitleBar</name>
         <message>
+            <source>Model: {0}</source>
+            <translation>Modell: {0}</translation>
+        </message>
+        <message>
             <source>Cancel loading</source>
             <translation>Laden abbrechen</translation>
         </message>
@@ -9312,16 +9320,16 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>Seine Werkzeuge werden erfragt, wenn ein Chat sie braucht.</translation>
         </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>Er hat keine Werkzeuge.</translation>
+        </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>
             <translation>
                 <numerusform>{0} Werkzeug: {1}</numerusform>
                 <numerusform>{0} Werkzeuge: {1}</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>It has no tools.</source>
-            <translation>Er hat keine Werkzeuge.</translation>
         </message>
     </context>
     <context>

@@ -2311,6 +2311,10 @@ negativo</translation>
             <translation>Dejar que el modelo llame a herramientas</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>Muestreo: {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>Cómo se elige el siguiente token: {0}</translation>
         </message>
@@ -8880,6 +8884,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     <context>
         <name>TitleBar</name>
         <message>
+            <source>Model: {0}</source>
+            <translation>Modelo: {0}</translation>
+        </message>
+        <message>
             <source>Cancel loading</source>
             <translation>Cancelar la carga</translation>
         </message>
@@ -9312,16 +9320,16 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>Sus herramientas se consultan cuando un chat las necesita.</translation>
         </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>No tiene herramientas.</translation>
+        </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>
             <translation>
                 <numerusform>{0} herramienta: {1}</numerusform>
                 <numerusform>{0} herramientas: {1}</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>It has no tools.</source>
-            <translation>No tiene herramientas.</translation>
         </message>
     </context>
     <context>

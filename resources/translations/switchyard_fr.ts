@@ -2311,6 +2311,10 @@ négatif</translation>
             <translation>Laisser le modèle appeler des outils</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>Échantillonnage : {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>Comment le prochain token est choisi : {0}</translation>
         </message>
@@ -8880,6 +8884,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     <context>
         <name>TitleBar</name>
         <message>
+            <source>Model: {0}</source>
+            <translation>Modèle : {0}</translation>
+        </message>
+        <message>
             <source>Cancel loading</source>
             <translation>Annuler le chargement</translation>
         </message>
@@ -9312,16 +9320,16 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>Ses outils sont demandés quand une discussion en a besoin.</translation>
         </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>Il n’a aucun outil.</translation>
+        </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>
             <translation>
                 <numerusform>{0} outil : {1}</numerusform>
                 <numerusform>{0} outils : {1}</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>It has no tools.</source>
-            <translation>Il n’a aucun outil.</translation>
         </message>
     </context>
     <context>

@@ -2292,6 +2292,10 @@ negative</source>
             <translation>モデルにツールの呼び出しを許可</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>サンプリング: {0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>次のトークンの選び方: {0}</translation>
         </message>
@@ -8843,6 +8847,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>TitleBar</name>
         <message>
+            <source>Model: {0}</source>
+            <translation>モデル: {0}</translation>
+        </message>
+        <message>
             <source>Cancel loading</source>
             <translation>読み込みをキャンセル</translation>
         </message>
@@ -9274,15 +9282,15 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>チャットで必要になったときにツールを問い合わせます。</translation>
         </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>ツールがありません。</translation>
+        </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>
             <translation>
                 <numerusform>ツール {0} 個: {1}</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>It has no tools.</source>
-            <translation>ツールがありません。</translation>
         </message>
     </context>
     <context>

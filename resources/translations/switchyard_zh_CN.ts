@@ -2292,6 +2292,10 @@ negative</source>
             <translation>让模型调用工具</translation>
         </message>
         <message>
+            <source>Sampling: {0}</source>
+            <translation>采样：{0}</translation>
+        </message>
+        <message>
             <source>How the next token is chosen: {0}</source>
             <translation>如何选择下一个 token：{0}</translation>
         </message>
@@ -8843,6 +8847,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>TitleBar</name>
         <message>
+            <source>Model: {0}</source>
+            <translation>模型：{0}</translation>
+        </message>
+        <message>
             <source>Cancel loading</source>
             <translation>取消加载</translation>
         </message>
@@ -9274,15 +9282,15 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>对话需要时才查询其工具。</translation>
         </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>它没有工具。</translation>
+        </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>
             <translation>
                 <numerusform>{0} 个工具：{1}</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>It has no tools.</source>
-            <translation>它没有工具。</translation>
         </message>
     </context>
     <context>

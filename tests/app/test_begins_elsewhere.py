@@ -109,7 +109,7 @@ def test_it_opens_with_that_server_and_loads_a_model_once_it_is_needed(
     again = open_window()
     qtbot.waitUntil(lambda: len(again.chat.presenter.model.rows) == 2)  # the chat is back
     assert again.chat.presenter.is_elsewhere
-    assert again.chat.title_bar.model_button.accessibleName().startswith(MODEL)
+    assert again.chat.title_bar.model_button.accessibleName().startswith(f"Model: {MODEL}")
     assert again.window.pages.currentWidget() is again.chat
     assert again.ask("And again?").content == "Hello"
     assert (again.client.state, again.client.model, again.client.config) == (EngineState.READY, None, None)

@@ -18,6 +18,7 @@ _ROOT = "/org/a11y/atspi/accessible/root"
 _STATE_SHOWING = 25  # AtspiStateType
 _STATE_ENABLED = 8
 _STATE_FOCUSED = 12
+_LABELLED_BY = 2  # AtspiRelationType
 
 
 class _GoneError(Exception):
@@ -99,6 +100,20 @@ class AccessibleWindow:
             self._application(), widget.path, "org.freedesktop.DBus.Properties", "Get", "ss", body
         )
         return str(said)
+
+    def press(self, widget: Widget) -> None:
+        """Does what a widget is for, wherever it lies, without waiting for the end of it: a dialog stays open."""
+        there = DBusAddress(widget.path, bus_name=self._application(), interface="org.a11y.atspi.Action")
+        self._bus.send(new_method_call(there, "DoAction", "i", (0,)))
+
+    def label(self, widget: Widget) -> str:
+        """The name of what stands as a widget's label; empty without one."""
+        accessible = "org.a11y.atspi.Accessible"
+        (relations,) = self._call(self._application(), widget.path, accessible, "GetRelationSet")
+        for kind, targets in relations:
+            if kind == _LABELLED_BY:
+                return self._widget(self._application(), targets[0][1]).name
+        return ""
 
     def describe(self) -> str:
         """Every widget that shows, a line each, for the message of a failed test."""

@@ -61,6 +61,10 @@ class Screen:
     def click(self, x: int, y: int) -> None:
         self._xdotool("mousemove", str(x), str(y), "click", "1")  # --sync waits for ever where the pointer is there
 
+    def wheel(self, x: int, y: int, *, down: bool) -> None:
+        """Turns the wheel by one notch there."""
+        self._xdotool("mousemove", str(x), str(y), "click", "5" if down else "4")
+
     def move(self, x: int, y: int) -> None:
         self._xdotool("mousemove", str(x), str(y))
 

@@ -154,7 +154,7 @@ class FirstUse:
         self.screen.focus_window_of(self.window.process.pid)
 
     def answer_briefly(self) -> None:
-        self.window.click("Recommended", role=BUTTON)
+        self.window.click("Sampling: Recommended", role=BUTTON)
         self.window.fill("Temperature", "0")
         self.window.fill("Max tokens", "32")
         self.screen.press("Escape")
@@ -262,7 +262,7 @@ class FirstUse:
 
     def keep_a_preset(self) -> None:
         self.window.click("New chat", role=BUTTON)
-        self.window.click("Recommended", role=BUTTON)
+        self.window.click("Sampling: Recommended", role=BUTTON)
         self.window.fill("Temperature", "0.35")
         self.window.click("Save as…")
         self.write("Name of the preset", "Careful")
@@ -272,7 +272,7 @@ class FirstUse:
         self.screen.press("Escape")
         eventually(lambda: not self.window.shows("Temperature"), "the card closed")
         self.window.click("New chat", role=BUTTON)
-        self.window.click("Recommended", role=BUTTON)
+        self.window.click("Sampling: Recommended", role=BUTTON)
         self.window.click("Careful")
         temperature = self.window.widget("Temperature", "spin box")
         eventually(lambda: self.window.accessible.text(temperature) == "0.35", "the preset was taken")

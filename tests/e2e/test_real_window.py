@@ -32,7 +32,7 @@ def ask(window: RealWindow, question: str) -> StoredMessage:
 
 def answer_predictably(window: RealWindow) -> None:
     """Sets this chat's sampling: the likeliest token always, and an end to what does not end by itself."""
-    window.click("Recommended")
+    window.click("Sampling: Recommended")
     window.fill("Temperature", "0")
     window.fill("Max tokens", "600")
     window.screen.press("Escape")

@@ -200,7 +200,9 @@ class Composer(QFrame):
             self._show_sampling(self._conversation)
 
     def _show_sampling(self, conversation: Conversation) -> None:
-        self.sampling_button.setText(self._sampling.name_of(conversation.sampling))
+        preset = self._sampling.name_of(conversation.sampling)
+        self.sampling_button.setText(preset)
+        self.sampling_button.setAccessibleName(self.tr("Sampling: {0}").format(preset))
         words = self._sampling.words_of(conversation.sampling)
         self.sampling_button.setToolTip(self.tr("How the next token is chosen: {0}").format(words))
         self._fit_meter()

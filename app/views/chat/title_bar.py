@@ -47,7 +47,7 @@ class TitleBar(QFrame):
         self._title = ElidedLabel(self)
         self._title.setProperty("role", "title")
         self._title.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
-        self.model_button = ChipButton(self)
+        self.model_button = ChipButton(self.tr("Model: {0}"), self)
         self.model_button.clicked.connect(self.models_wanted)
         self.cancel_button = IconButton("close", self.tr("Cancel loading"), self.cancel_wanted.emit, self)
         self._tokens_per_s = 0.0

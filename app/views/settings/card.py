@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QCheckBox, QFrame, QHBoxLayout, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QCheckBox, QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.widgets.card import muted_label
 from app.widgets.fields import ComboBox
@@ -58,7 +58,10 @@ class SettingsCard(QFrame):
         row.addSpacing(16)
         for control in controls:
             row.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
-            control.setAccessibleName(control.accessibleName() or name)
+            if isinstance(control, QLabel):  # it says the value of the control before it
+                continue
+            does = control.text() if isinstance(control, QPushButton) else ""
+            control.setAccessibleName(control.accessibleName() or ": ".join(filter(None, (name, does))))
             control.setAccessibleDescription(explanation)
             if isinstance(control, QCheckBox) and not control.text():  # the room for its text goes to the left
                 control.setLayoutDirection(Qt.LayoutDirection.RightToLeft)

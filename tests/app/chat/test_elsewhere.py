@@ -88,7 +88,7 @@ def test_what_is_written_goes_there_once_people_agree(page: ChatView, engine: Sc
     page.presenter.choose_model(BIG)
     assert page.sent_note.isVisible()
     assert page.sent_note.text() == "Sent to Rack (10.0.0.5:8000): what you write in this chat leaves this PC."
-    assert page.title_bar.model_button.accessibleName().startswith("org/big")
+    assert page.title_bar.model_button.accessibleName().startswith("Model: org/big")
     write(page)
     assert engine.requests == []
     answer_question(page, "Cancel")
