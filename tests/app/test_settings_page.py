@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PySide6.QtCore import Qt
@@ -370,3 +371,48 @@ def test_a_token_is_removed_with_the_host_it_is_for_in_sight(
     page.hub.tokens.buttons[0].click()
     qtbot.waitUntil(page.hub.tokens.isHidden)
     assert "None" in page.hub.tokens_words.text()
+
+
+def test_servers_with_tools_are_added_changed_and_removed(page: SettingsPage, settings: Settings) -> None:
+    card = page.tools
+    card.edit(None)
+    dialog = card.dialog
+    assert dialog is not None
+    dialog.keep.click()
+    assert dialog.trouble.text() == "Give the server a name."
+    dialog.name.setText("files")
+    dialog.command.setText("npx -y 'a server' \"")
+    dialog.keep.click()
+    assert "quote" in dialog.trouble.text()
+    dialog.command.setText("npx -y 'a server'")
+    dialog.variables.setPlainText("nothing")
+    dialog.keep.click()
+    assert "NAME=value" in dialog.trouble.text()
+    dialog.variables.setPlainText("KEY=a=b\n")
+    dialog.keep.click()
+    (kept,) = card._tools.servers
+    assert (kept.command, kept.args, kept.env) == ("npx", ("-y", "a server"), (("KEY", "a=b"),))
+    assert not dialog.isVisible()
+    card.edit(None)
+    dialog = card.dialog
+    assert dialog is not None
+    dialog.pasted.setPlainText('{"mcpServers": {"files": {"command": "x"}}}')
+    dialog.keep.click()
+    assert "named files" in dialog.trouble.text()
+    dialog.pasted.setPlainText('{"mcpServers": {"web": {"url": "https://example.org/mcp"}}}')
+    dialog.keep.click()
+    assert [each.name for each in card._tools.servers] == ["files", "web"]
+    card.edit(kept)
+    dialog = card.dialog
+    assert dialog is not None
+    assert (dialog.command.text(), dialog.pasted.isVisibleTo(dialog)) == ("npx -y 'a server'", False)
+    dialog.name.setText("notes")
+    dialog.keep.click()
+    assert [each.name for each in card._tools.servers] == ["notes", "web"]
+    for button in card.rows.findChildren(QPushButton):
+        if button.accessibleName() == "Remove web":
+            button.click()
+    assert [each.name for each in card._tools.servers] == ["notes"]
+    card.switches["clock"].click()
+    assert not settings.get("tool_clock", True)
+    assert settings.get("tool_servers", list[Any]())[0]["name"] == "notes"
