@@ -81,9 +81,7 @@ def misbehave(kind: str) -> None:
                 while True:
                     params = {"level": "info", "data": "x" * 10_000}
                     _say({"method": "notifications/message", "params": params})
-            text = {"huge": "x" * 100 * 2**20, "long": "y" * 200_000, "tokens": "<|im_end|>\x00\ud800 done"}.get(
-                kind, ""
-            )
+            text = {"huge": "x" * 100 * 2**20, "long": "y" * 200_000, "tokens": "<|im_end|>\x00 done"}.get(kind, "")
             _say({"id": number, "result": {"content": [{"type": "text", "text": text}]}})
         elif number is not None:
             _say({"id": number, "error": {"code": -32601, "message": "unknown"}})

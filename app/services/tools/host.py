@@ -313,10 +313,10 @@ class Host:
 
             page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor) if cursor else None)
             for tool in page.tools:
-                schema = json.dumps(tool.input_schema)
+                schema = _sayable(json.dumps(tool.input_schema, ensure_ascii=False))
                 if len(schema) <= MOST_SCHEMA:
-                    described = (tool.description or "")[:MOST_DESCRIPTION]
-                    tools.append({"name": tool.name[:200], "description": described, "parameters": schema})
+                    named, described = _sayable(tool.name[:200]), _sayable((tool.description or "")[:MOST_DESCRIPTION])
+                    tools.append({"name": named, "description": described, "parameters": schema})
             cursor = page.next_cursor
             if not cursor:
                 break
@@ -335,7 +335,12 @@ class Host:
         text = "\n".join(parts)
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
-        return {"text": shortened(text), "failed": bool(result.is_error)}
+        return {"text": shortened(_sayable(text)), "failed": bool(result.is_error)}
+
+
+def _sayable(text: str) -> str:
+    """The same without halves of surrogate pairs, which no file and no pipe takes."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def shortened(text: str) -> str:
