@@ -6,6 +6,7 @@ Made for Qwen2.5-Coder-1.5B-Instruct in Q4_K_M.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,10 +60,8 @@ def test_a_small_model_calls_three_tools_and_finishes(qtbot: QtBot) -> None:
             queue.ask(answer, prompt_of(SYSTEM, lineage, calls=True), sampling, offer=offer)
             qtbot.waitUntil(lambda number=number: len(ended) == number + 1, timeout=600_000)
             lineage.append(ended[-1])
-            print(
-                ended[-1].content, [(use.name, use.arguments, use.result) for s in ended[-1].steps for use in s.calls]
-            )
             made = [use for step in ended[-1].steps for use in step.calls]
+            sys.stdout.write(f"{made}\n{ended[-1].content}\n")
             assert ended[-1].state is MessageState.COMPLETE, ended[-1]
             assert [use.name for use in made][:1] == [wanted], ended[-1]
             assert made[0].state == "done"
