@@ -46,8 +46,7 @@ def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
         parts.append(_turn("system", conversation.system_prompt))
     for message in path:
         by = " ".join(message.model.split()) if message.role == "assistant" else ""
-        before = _called(message) + _folded(message) + _shown(message)
-        parts.append(_turn(message.role, message.content, before, by))
+        parts.append(_turn(message.role, message.content, _folded(message) + _shown(message), by))
     return "".join(parts)
 
 
@@ -72,11 +71,11 @@ def _called(message: Message) -> str:
         for call in step.calls:
             summary = f"<summary>{_plain(call.name)}({_plain(call.arguments)[:200]})</summary>"
             parts.append(f"<details>\n{summary}\n\n{_escaped(call.result)}\n\n</details>\n")
-    return f"{_MARK}pictures -->\n{''.join(parts)}{_MARK}text -->\n\n" if parts else ""
+    return "".join(parts)
 
 
 def _shown(message: Message) -> str:
-    """That a message had pictures and documents, which are not in this one, or an answer sources."""
+    """That a message had pictures and documents, which are not in this one, or an answer calls and sources."""
     count = len(message.pictures)
     named = [] if not count else ["A picture"] if count == 1 else [f"{count} pictures"]
     named += [_plain(one.name) for one in message.attachments]
@@ -86,7 +85,8 @@ def _shown(message: Message) -> str:
             f"[{one.number}] {_plain(one.name)}{f', page {one.page}' if one.page else ''}"
             for one in shown_sources(message)
         )
-    return f"{_MARK}pictures -->\n*{shown}*\n{_MARK}text -->\n\n" if shown else ""
+    shown = _called(message) + (f"*{shown}*\n" if shown else "")
+    return f"{_MARK}pictures -->\n{shown}{_MARK}text -->\n\n" if shown else ""
 
 
 def _plain(name: str) -> str:
