@@ -24,7 +24,7 @@ _THOUGHT = re.compile(
     r"(.*?)\n\n</details>\n<!-- switchyard:answer -->\n\n",
     re.DOTALL,
 )
-_SHOWN = re.compile(r"<!-- switchyard:pictures -->\n[^\n]*\n<!-- switchyard:text -->\n\n")
+_SHOWN = re.compile(r"<!-- switchyard:pictures -->\n(?:[^\n]*\n)*?<!-- switchyard:text -->\n\n")
 _FOREIGN = re.compile(r"^#{1,6}[ \t]*(you|user|human|assistant|system|system prompt)[ \t]*:?[ \t]*\r?$", re.I | re.M)
 _FOREIGN_ROLES: dict[str, Role] = {"assistant": "assistant", "system": "system", "system prompt": "system"}
 
@@ -46,7 +46,7 @@ def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
         parts.append(_turn("system", conversation.system_prompt))
     for message in path:
         by = " ".join(message.model.split()) if message.role == "assistant" else ""
-        parts.append(_turn(message.role, message.content, _folded(message) + _shown(message), by))
+        parts.append(_turn(message.role, message.content, _shown(message) + _folded(message), by))
     return "".join(parts)
 
 
