@@ -19,10 +19,10 @@ from engine.bench.report import Report
 from engine.devices.cpu import open_cpu
 from engine.experts.bank import BankLayer
 from engine.experts.cache.selection import CANDIDATES
+from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
-from engine.experts.ranges import Part, RecordRanges
-from engine.experts.record import LayerSpec, RecordLayout, RecordTable, allocate_records
+from engine.experts.record import LayerSpec, RecordLayout, allocate_records
 from engine.experts.record_source import RecordSource
 from engine.experts.replay import ADOPTED, RoutingTrace, belady_hits, read_trace, replay
 from engine.experts.vram_cache import VramCache
@@ -70,16 +70,17 @@ def ram_tier_us(routing: RoutingTrace) -> float:
     """Microseconds of a layer's `acquire` and `release` with all experts in RAM, over the second half."""
     steps, spent_s, timed = _steps(routing), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="switchyard-bench-") as folder:
-        ranges = _made_up(Path(folder) / "made-up", routing)
-        with DiskTier(ranges) as disk, RamTier(disk, ranges.table.nbytes, at_least=routing.per_token) as tier:
+        disk = _made_up(Path(folder) / "made-up", routing)
+        with RamTier(disk, disk.table.nbytes, at_least=routing.per_token) as tier:
             everything = list(range(routing.num_experts))
             for layer in range(routing.layers):
                 whole = tier.acquire(layer, everything)
-                whole.wait()
-                tier.release(whole)
+                for arrival in whole.arriving.values():
+                    arrival.result()
+                whole.release()
             for number, (layer, experts) in enumerate(steps):
                 begun_s = time.thread_time()
-                tier.release(tier.acquire(layer, experts))
+                tier.acquire(layer, experts).release()
                 if number >= len(steps) // 2:
                     spent_s += time.thread_time() - begun_s
                     timed += 1
@@ -95,16 +96,14 @@ def _steps(routing: RoutingTrace) -> list[tuple[int, list[int]]]:
     ]
 
 
-def _made_up(path: Path, routing: RoutingTrace) -> RecordRanges:
+def _made_up(path: Path, routing: RoutingTrace) -> DiskTier:
     """Records of zeros on disk."""
     specs = [LayerSpec(f"layers.{index}", routing.num_experts, _LAYOUT) for index in range(routing.layers)]
-    table = RecordTable(tuple(specs))
-    path.write_bytes(bytes(table.nbytes))
-    numbers = iter(range(0, table.nbytes, _LAYOUT.nbytes))
-    parts = [
-        [Part(0, _LAYOUT.nbytes, [(path, next(numbers)) for _ in range(spec.num_experts)])] for spec in table.layers
-    ]
-    return RecordRanges(table, parts, direct=True)
+    nbytes = sum(spec.nbytes for spec in specs)
+    path.write_bytes(bytes(nbytes))
+    numbers = iter(range(0, nbytes, _LAYOUT.nbytes))
+    parts = [[Part(0, _LAYOUT.nbytes, [(path, next(numbers)) for _ in range(spec.num_experts)])] for spec in specs]
+    return DiskTier(specs, parts)
 
 
 SHARES = (0.1, 0.25, 0.5)

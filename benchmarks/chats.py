@@ -20,7 +20,7 @@ from engine.runtime.batch.policy import policy_for
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import JobRows
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 
 _PROMPT_TOKENS = 64
@@ -185,7 +185,7 @@ class _Batch:
         place.run(rows, self._take, lambda: False, self._is_over.is_set)
         place.close()
 
-    def _take(self, answer: BatchAnswer) -> None:
+    def _take(self, answer: GenerationResult) -> None:
         self._answered += answer.generated_tokens
 
 

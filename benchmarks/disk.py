@@ -26,12 +26,11 @@ from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
 from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.ranges import RecordRanges
-from engine.experts.record import LayerSpec
 from engine.kernels.native.library import load_kernels
 from engine.measure.disk import forget_cached, read_rate, write_rate
 from engine.runtime.load.checkpoint import read_headers
 from engine.runtime.load.conversion import Conversion, Converted, convert
+from engine.runtime.load.forms import Forms
 from engine.runtime.load.library_models import quiet_library
 
 if TYPE_CHECKING:
@@ -67,7 +66,8 @@ def bench_disk(config: EngineConfig, plan: DiskPlan, report: Report, say: Callab
     if not found.sites:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{found.name} has no experts, so there is nothing to convert.")
     kernels = load_kernels(torch.get_num_threads())
-    conversion = Conversion.of(found, config.precision, linears=kernels is not None, kernels=kernels)
+    forms = Forms(found, config.precision, has_kernels=kernels is not None)
+    conversion = Conversion(forms, [site for site in forms.sites if site.is_on_demand], kernels)
     file = conversion.path
     file.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as held:
@@ -161,9 +161,9 @@ def _finish(disk: DiskTier, read: Read) -> int:
 def _load_rate(file: Converted) -> float:
     forget_cached([file.container.path])
     bank = ExpertBank(torch.device("cpu"))
-    layers = [LayerSpec(site.name, site.num_experts, site.layout) for site in file.conversion.sites]
+    container, layers = file.container, file.conversion.sites
     try:
-        with DiskTier(RecordRanges.of(file.container, layers)) as disk:
+        with DiskTier(layers, [container.parts(layer.name) for layer in layers], container) as disk:
             begun_s = time.perf_counter()
             load_prepared(disk, bank, _ignore)
             return disk.table.nbytes / (time.perf_counter() - begun_s)
@@ -208,7 +208,7 @@ def _decode(
 
 def _dense_bytes(source: Conversion) -> int:
     """Bytes in memory of everything but the experts; an upper bound if quantised."""
-    width = 4 if source.precision == "fp32" else 2
+    width = 4 if source.forms.precision == "fp32" else 2
     return sum(width * entry.numel for entry in source.opened.plan.rest.values())
 
 

@@ -14,10 +14,10 @@ from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.common.chat import ChatMessage
 from engine.common.config import SamplingParams
 from engine.common.errors import never_cancelled
-from engine.runtime.decode.generation import ignore_progress
+from engine.runtime.decode.generation import GenerationResult, ignore_progress
 from engine.runtime.load.model import load_model
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig
@@ -89,11 +89,11 @@ def bench_loops(config: EngineConfig, plan: LoopsPlan, report: Report, note: Cal
         loaded.close()
 
 
-def _answers(loaded: LoadedModel, sampling: SamplingParams, seeds: int) -> list[BatchAnswer]:
+def _answers(loaded: LoadedModel, sampling: SamplingParams, seeds: int) -> list[GenerationResult]:
     asked = [
         BatchRequest(row, (ChatMessage("user", question),), sampling=replace(sampling, seed=seed))
         for row, (seed, question) in enumerate(product(range(seeds), QUESTIONS))
     ]
-    answers: list[BatchAnswer] = []
+    answers: list[GenerationResult] = []
     BatchExecutor(loaded).run(iter(asked), answers.append)
     return answers

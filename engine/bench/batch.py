@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 from engine.bench.opened import opened, random_text, vocabulary_of
 from engine.bench.report import Report, in_turn
 from engine.common.config import EngineConfig, SamplingParams
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def bench_batch(
 
 def batch_rate(executor: BatchExecutor, prompts: Sequence[Sequence[int]], tokens: int) -> float:
     """Generated tokens per second of all rows together."""
-    sampling, answers = SamplingParams(max_tokens=tokens), list[BatchAnswer]()
+    sampling, answers = SamplingParams(max_tokens=tokens), list[GenerationResult]()
     requests = (
         BatchRequest(number, ids=tuple(prompt), sampling=sampling, end_ids=_NO_END)
         for number, prompt in enumerate(prompts)

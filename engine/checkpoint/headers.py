@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -60,6 +60,11 @@ class TensorEntry:
     def stored(self) -> tuple[TensorEntry, ...]:
         """The tensors in files that it is made of."""
         return (self,)
+
+    def row(self, index: int) -> TensorEntry:
+        """One row of its first dimension, which the shape still has: an expert's, of a stack of all."""
+        nbytes = self.nbytes // self.shape[0]
+        return replace(self, shape=(1, *self.shape[1:]), offset=self.offset + index * nbytes, nbytes=nbytes)
 
 
 def read_header(file: Path, open_file: Opener = open_foreign) -> dict[str, TensorEntry]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -75,6 +75,11 @@ class PackedEntry(TensorEntry):
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
         return tuple(part for source in self.sources for part in source.stored)
+
+    def row(self, index: int) -> TensorEntry:
+        sources = tuple(source.row(index) for source in self.sources)
+        nbytes = sum(source.nbytes for source in sources)
+        return replace(self, shape=(1, *self.shape[1:]), nbytes=nbytes, sources=sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,20 +183,15 @@ def is_blocks(dtype: str) -> bool:
     return dtype in BY_NAME and BY_NAME[dtype].split is not None
 
 
-def as_array(entry: TensorEntry, raw: NDArray[np.uint8], rows: int | None = None) -> Array:
-    """The bytes of a stored tensor as numpy has it.
-
-    Args:
-        raw: its bytes, [nbytes].
-        rows: of its first dimension, if `raw` does not hold all of them.
+def as_array(entry: TensorEntry, raw: NDArray[np.uint8]) -> Array:
+    """The bytes of a stored tensor, [nbytes], as numpy has it.
 
     Returns:
         Numbers in the tensor's shape; the bits of bfloat16 as uint16; blocks as uint8 [..., bytes of a row].
     """
-    shape = entry.shape if rows is None else (rows, *entry.shape[1:])
     if is_blocks(entry.dtype):
-        return raw.reshape(*shape[:-1], -1)
-    return raw.view("<u2" if entry.dtype == "BF16" else _NUMPY[entry.dtype]).reshape(shape)
+        return raw.reshape(*entry.shape[:-1], -1)
+    return raw.view("<u2" if entry.dtype == "BF16" else _NUMPY[entry.dtype]).reshape(entry.shape)
 
 
 def numbers(dtype: str, array: Array) -> Floats:

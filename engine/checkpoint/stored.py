@@ -5,13 +5,12 @@ Loading and the planner go by the same rules, from the table of tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.codes import format_for
 from engine.checkpoint.gguf.names import SUFFIX
 from engine.checkpoint.gguf.types import BY_NAME
@@ -86,9 +85,8 @@ def precisions_of(entries: Iterable[TensorEntry], weights: int) -> tuple[str, ..
     return (STORED, *(name for name in LADDER if FORMATS[name].bits < COARSER * bits))
 
 
-def type_of(source: TensorEntry | ExpertSource) -> str | None:
+def type_of(entry: TensorEntry) -> str | None:
     """The type of a tensor's blocks, or what codes that are kept are called; `None` for anything else."""
-    entry = source if isinstance(source, TensorEntry) else source.entry
     kept = format_of_codes(entry)
     if kept is not None:
         assert isinstance(entry, PackedEntry)
@@ -173,19 +171,17 @@ def heads_in_rows(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     return (keys, values) if keys.dtype in BY_NAME and values.dtype in BY_NAME else None
 
 
-def pieces_of(source: TensorEntry | ExpertSource) -> list[TensorEntry | ExpertSource]:
+def pieces_of(entry: TensorEntry) -> Sequence[TensorEntry]:
     """The matrices that one is made of: those whose rows lie below one another, or alternate; else it alone."""
-    entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
-    packing = rows_of(source)
+    packing = rows_of(entry)
     if packing is None or packing.order is not None or packing.axis != -2:
-        return [source]
+        return [entry]
     assert isinstance(entry, PackedEntry)
-    return [each if row is None else ExpertSource(each, each.key, row) for each in entry.sources]
+    return entry.sources
 
 
-def rows_of(source: TensorEntry | ExpertSource) -> Rows | None:
+def rows_of(entry: TensorEntry) -> Rows | None:
     """How the rows of other tensors make this one, if they do."""
-    entry = source if isinstance(source, TensorEntry) else source.entry
     return entry.packing if isinstance(entry, PackedEntry) and isinstance(entry.packing, Rows) else None
 
 

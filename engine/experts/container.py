@@ -36,7 +36,7 @@ from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import is_full, try_lock, unlock
 from engine.common.sizes import rounded_down, rounded_up
-from engine.experts.direct_file import DirectFile, bytes_of
+from engine.experts.direct_file import DirectFile, Part, bytes_of
 from engine.experts.record import RECORD_ALIGNMENT, LayerSpec, RecordLayout
 
 VERSION = 3
@@ -196,6 +196,11 @@ class Container:
     digests: Mapping[str, Sequence[bytes]]
     table: int
     identity: bytes
+
+    def parts(self, name: str) -> list[Part]:
+        """Where the records of a tensor lie."""
+        begin, (count, size) = self.entries[name].offset, self.entries[name].shape
+        return [Part(0, size, [(self.path, begin + record * size) for record in range(count)])]
 
     def is_intact(self, name: str, first: int, records: torch.Tensor) -> bool:
         """Whether these are the records of a tensor from `first` on, uint8 [count, bytes of one], contiguous."""

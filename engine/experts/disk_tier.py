@@ -6,7 +6,7 @@ import heapq
 import itertools
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -14,9 +14,9 @@ import torch
 
 from engine.common import clock
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.direct_file import bytes_of
-from engine.experts.ranges import RecordRanges
-from engine.experts.record import RecordTable
+from engine.experts.container import Container
+from engine.experts.direct_file import DirectFile, OpenFiles, Part, bytes_of
+from engine.experts.record import LayerSpec, RecordTable
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
@@ -65,20 +65,37 @@ class DiskTier:
     """Records on disk and the threads that read them.
 
     Args:
-        ranges: where they lie; closed with this.
+        layers: that it has records of.
+        parts: of each layer's records, in their order.
+        container: that records lie in, or some of them.
+        direct: whether to leave nothing of them in the page cache.
         readers: maximum requests in flight.
         repair: makes a record (layer, expert) again, uint8 [nbytes], which is then written where it was damaged.
             Called by one reader thread at a time.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if a file cannot be opened.
     """
 
     def __init__(
         self,
-        ranges: RecordRanges,
+        layers: Sequence[LayerSpec],
+        parts: Sequence[Sequence[Part]],
+        container: Container | None = None,
         *,
+        direct: bool = True,
         readers: int = DEFAULT_READERS,
         repair: Callable[[int, int], torch.Tensor] | None = None,
     ) -> None:
-        self._ranges, self._repair = ranges, repair
+        self.table, self._parts, self._container, self._repair = RecordTable(tuple(layers)), parts, container, repair
+        self._files = OpenFiles(direct=direct)
+        try:
+            for places in (part.places for layer in parts for part in layer if not isinstance(part.places, memoryview)):
+                for path in {path for path, _ in places}:
+                    self._files.open(path)
+        except BaseException:
+            self._files.close()
+            raise
         self._layer_numbers = [lanes.layer_number(layer.name) for layer in self.table.layers]
         self._repairing = threading.Lock()
         self._lock = threading.Lock()
@@ -107,21 +124,16 @@ class DiskTier:
         self.close()
 
     @property
-    def table(self) -> RecordTable:
-        """The layers that it has records of."""
-        return self._ranges.table
-
-    @property
     def busy_s(self) -> float:
         """Seconds with at least one request in flight."""
         with self._lock:
             return self._busy_s + (clock.now() - self._busy_since_s if self._under_way else 0.0)
 
     @property
-    def note(self) -> str | None:
+    def note(self) -> str:
         """One sentence for the user, if the bank was damaged."""
         if not self.records_repaired:
-            return None
+            return ""
         return (
             f"{self.records_repaired} of the converted experts on disk were damaged and have been made again of the "
             "model's files: check the disk."
@@ -130,7 +142,7 @@ class DiskTier:
     @property
     def is_direct(self) -> bool:
         """Whether reads bypass the page cache."""
-        return self._ranges.is_direct
+        return self._container is not None and self._files.are_direct
 
     def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool = True) -> Read:
         """Starts reading records into `into`, uint8 [nbytes] or [count, nbytes], contiguous; page-aligned is fastest.
@@ -179,7 +191,7 @@ class DiskTier:
             self._end(piece.read, closed)
         for thread in self._threads:
             thread.join()
-        self._ranges.close()
+        self._files.close()
 
     def _push(self, urgency: int, pieces: list[_Piece]) -> None:
         for piece in pieces:
@@ -193,7 +205,7 @@ class DiskTier:
             try:
                 if read.error is None:
                     begin = read.expert * self.table.layers[read.layer].layout.nbytes + piece.begin
-                    self._ranges.fill(read.layer, begin, read.target[piece.begin : piece.end])
+                    self._fill(read.layer, begin, read.target[piece.begin : piece.end])
             except BaseException as failure:  # of any kind, because the read must end for its waiters
                 error = failure
             self._done(urgency)
@@ -266,7 +278,11 @@ class DiskTier:
                 self._repair_record(read.layer, expert, record)
 
     def _repair_record(self, layer: int, expert: int, record: memoryview) -> None:
-        damaged = self._ranges.damaged(layer, expert)
+        name = self.table.layers[layer].name
+        where = f" in {self._container.path}" if self._container is not None else ""
+        damaged = EngineError(
+            ErrorCode.CHECKPOINT_DAMAGED, f"Expert {expert} of {name} is damaged{where}: check the disk."
+        )
         if self._repair is None:
             raise damaged
         with self._repairing:
@@ -274,21 +290,68 @@ class DiskTier:
                 return
             _log.warning("%s Rebuilding it from the model's files.", damaged.message)
             try:
-                self._ranges.rewrite(layer, expert, self._repair(layer, expert))
-            except EngineError as error:
+                self._rewrite(layer, expert, self._repair(layer, expert))
+            except (EngineError, OSError) as error:
                 raise damaged from error
             if not self._read_again(layer, expert, record):
                 raise damaged
         with self._lock:
             self.records_repaired += 1
 
+    def _rewrite(self, layer: int, expert: int, record: torch.Tensor) -> None:
+        """Overwrites a damaged record with the same one, made again; what is another one fails the next look at it."""
+        places = self._parts[layer][0].places
+        assert not isinstance(places, memoryview)
+        path, offset = places[expert]
+        if not self._is_intact(layer, expert, bytes_of(record)):
+            return
+        writable = DirectFile(path, writable=True)
+        try:
+            writable.write(offset, bytes_of(record))
+            writable.sync()
+        finally:
+            writable.close()
+
     def _read_again(self, layer: int, expert: int, record: memoryview) -> bool:
         """Rereads the record; whether it is intact now."""
         try:
-            self._ranges.fill(layer, expert * len(record), record)
+            self._fill(layer, expert * len(record), record)
         except EngineError:
             return False
         return self._is_intact(layer, expert, record)
 
     def _is_intact(self, layer: int, expert: int, record: memoryview) -> bool:
-        return self._ranges.is_intact(layer, expert, torch.frombuffer(record, dtype=torch.uint8))
+        """Whether these are the bytes of a record, if that can be told."""
+        name, container = self.table.layers[layer].name, self._container
+        if container is None or name not in container.entries:
+            return True
+        return container.is_intact(name, expert, torch.frombuffer(record, dtype=torch.uint8)[None])
+
+    def _fill(self, layer: int, begin: int, target: memoryview) -> None:
+        """Bytes of a layer's records, one behind the other, from this one on.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
+        """
+        nbytes, done = self.table.layers[layer].layout.nbytes, 0
+        while done < len(target):
+            expert, start = divmod(begin + done, nbytes)
+            end = min(nbytes, start + len(target) - done)
+            record, at = target[done : done + end - start], start
+            for part in self._parts[layer]:
+                first, last = max(start, part.offset), min(end, part.offset + part.nbytes)
+                if first >= last:
+                    continue
+                if first > at:
+                    record[at - start : first - start] = bytes(first - at)  # padding
+                room, within = record[first - start : last - start], first - part.offset
+                if isinstance(part.places, memoryview):
+                    own = expert * part.nbytes + within
+                    room[:] = part.places[own : own + len(room)]
+                else:
+                    path, offset = part.places[expert]
+                    self._files.read(path, offset + within, room)
+                at = last
+            if end > at:
+                record[at - start :] = bytes(end - at)
+            done += end - start

@@ -69,16 +69,22 @@ _MAPPED: dict[int, int] = {}
 
 
 class MappedFile:
-    """A private mapping: what is written to it does not reach the file.
+    """A private mapping of an open file: what is written to it does not reach the file.
 
     Args:
         is_held: whether all of it is to stay in memory; then it counts as used RAM as long as it lives.
 
     Attributes:
-        memory: all of the file; only what `read` has read is sure to be there.
+        nbytes: of the file, as it is now.
+        memory: all of it; only what `read` has read is sure to be there.
+
+    Raises:
+        OSError, ValueError: it cannot be mapped.
     """
 
-    def __init__(self, descriptor: int, nbytes: int, *, is_held: bool = True) -> None:
+    def __init__(self, file: DirectFile, *, is_held: bool = True) -> None:
+        self.file, descriptor = file, file.descriptor
+        self.nbytes = nbytes = os.fstat(descriptor).st_size
         if sys.platform == "win32":  # where what may be written to counts as memory that is in use
             self.memory = mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ)
         else:
@@ -116,23 +122,32 @@ class MappedFile:
                 return
         self._pages[begin // _PAGE : -(-(begin + nbytes) // _PAGE)].max()
 
-    def leave(self, begin: int, nbytes: int) -> None:
-        """Lets the system have the memory of these pages, which are read again when they are needed."""
+    def check(self) -> None:
+        """Raises `EOFError`: the file has become shorter, and what is beyond its end cannot be read any more."""
+        if os.fstat(self.file.descriptor).st_size < self.nbytes:
+            raise EOFError
+
+    def leave(self, begin: int, end: int) -> None:
+        """Lets the system have the memory of these pages, and what the page cache has of them, which are read again
+        when they are needed."""
         if hasattr(self.memory, "madvise"):
-            self.memory.madvise(mmap.MADV_DONTNEED, begin, nbytes)
+            self.memory.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+        begin, end = begin // HUGE * HUGE, -(-end // HUGE) * HUGE  # a large page goes as a whole or not at all
+        self.file.drop(begin, end - begin)
 
 
-def map_file(path: Path, descriptor: int, nbytes: int) -> MappedFile | None:
+def map_file(file: DirectFile) -> MappedFile | None:
     """The open file mapped; None where it is small, might go with its disk, or leaves too little memory to others.
 
     Small pages cost computing 0 to 4% against huge ones once they are there (measured, AVX-512, two threads).
     """
-    if sys.platform != "linux" or nbytes < 4 * _TRIED or not stays_connected(path):
+    nbytes = os.fstat(file.descriptor).st_size
+    if sys.platform != "linux" or nbytes < 4 * _TRIED or not stays_connected(file.path):
         return None
     if nbytes + _SPARE > available_ram():
         return None
     try:
-        mapped = MappedFile(descriptor, nbytes)
+        mapped = MappedFile(file)
         mapped.read(nbytes // 2 // HUGE * HUGE, _TRIED)  # whether this system can
         return mapped
     except (OSError, ValueError):  # what is wrong with the file is told when it is read
@@ -200,7 +215,7 @@ class FileImage:
         try:
             self._status = os.fstat(self._file.descriptor)
             size = self._status.st_size
-            self._mapped = map_file(path, self._file.descriptor, size)
+            self._mapped = map_file(self._file)
             if self._mapped is not None:
                 self.bytes = memoryview(self._mapped.memory)
             else:

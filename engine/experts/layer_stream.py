@@ -7,9 +7,8 @@ same, and one that nobody brought is read by the system, page by page: nothing b
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,9 +21,8 @@ from engine.checkpoint.headers import TensorEntry
 from engine.common import clock
 from engine.common.errors import CancelCheck, RequestCancelled, never_cancelled
 from engine.common.footprint import LAYERS_AT_ONCE
-from engine.experts.direct_file import DirectFile
-from engine.experts.file_image import HUGE, MappedFile
-from engine.experts.ranges import unreadable
+from engine.experts.direct_file import DirectFile, unreadable
+from engine.experts.file_image import MappedFile
 from engine.hardware.surroundings import count_as_used
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -37,42 +35,23 @@ _CLOSE = 2**16
 """Bytes between tensors that are read with them."""
 
 
-class _File:
-    """A mapped file, whose size is looked at before it is relied on: beyond its end nothing can be read any more."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            self._file = DirectFile(path)
-        except OSError as error:
-            raise unreadable(path, error) from error
-        try:
-            self.nbytes = os.fstat(self._file.descriptor).st_size
-            self.mapped = MappedFile(self._file.descriptor, self.nbytes, is_held=False)
-        except (OSError, ValueError) as error:
-            self._file.close()
-            raise unreadable(path, error if isinstance(error, OSError) else EOFError()) from error
-
-    def check(self) -> None:
-        """Raises `EOFError`: it has become shorter."""
-        if os.fstat(self._file.descriptor).st_size < self.nbytes:
-            raise EOFError
-
-    def leave(self, begin: int, end: int) -> None:
-        """Gives pages back, also those of the page cache."""
-        self.mapped.leave(begin, end - begin)
-        begin, end = begin // HUGE * HUGE, -(-end // HUGE) * HUGE  # a large page goes as a whole or not at all
-        self._file.drop(begin, end - begin)
-
-    def close(self) -> None:
-        self._file.close()
+def _mapped(path: Path) -> MappedFile:
+    try:
+        file = DirectFile(path)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    try:
+        return MappedFile(file, is_held=False)
+    except (OSError, ValueError) as error:
+        file.close()
+        raise unreadable(path, error if isinstance(error, OSError) else EOFError()) from error
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
     """Pages of a file."""
 
-    file: _File
+    file: MappedFile
     begin: int
     end: int
 
@@ -95,30 +74,26 @@ class LayerStream:
         self.nbytes = sum(entry.nbytes for entries in layers.values() for entry in entries)
         self.window, self.bytes_read = window, 0
         self._cancelled: CancelCheck = never_cancelled
-        self._files: dict[Path, _File] = {}
+        self._files: dict[Path, MappedFile] = {}
         try:
             for path in sorted({entry.file for entries in layers.values() for entry in entries}):
-                self._files[path] = _File(path)
+                self._files[path] = _mapped(path)
         except BaseException:
             self._close_files()
             raise
         self._places = {(entry.file, entry.offset) for entries in layers.values() for entry in entries}
         self._ranges = {layer: self._pages_of(entries) for layer, entries in layers.items()}
         self._order = sorted(self._ranges)
-        self._changed = threading.Condition()
-        self._window, self._there, self._used = list[int](), set[int](), set[int]()
-        self._failed: dict[int, OSError | EOFError] = {}
-        self._next: int | None = None
-        self._closed = False
+        self._coming: dict[int, Future[None]] = {}  # layers that are there or being read
+        self._wanted, self._used, self._last = set[int](), set[int](), -1
+        self._pool, self._closed = ThreadPoolExecutor(1, "layers-from-disk"), False
         count_as_used(window)
-        self._thread = threading.Thread(target=self._read_ahead, name="layers-from-disk", daemon=True)
-        self._thread.start()
 
     def view(self, entry: TensorEntry) -> torch.Tensor | None:
         """The bytes of a tensor that comes and goes, uint8; None for all others."""
         if (entry.file, entry.offset) not in self._places:
             return None
-        memory = memoryview(self._files[entry.file].mapped.memory)
+        memory = memoryview(self._files[entry.file].memory)
         return torch.frombuffer(memory[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
 
     def follow(self, modules: Sequence[Any]) -> None:
@@ -147,44 +122,41 @@ class LayerStream:
             EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
             RequestCancelled: see `until`.
         """
-        with self._changed:
-            for before in self._used - {layer}:
-                self._give_back(before)
-            self._changed.notify_all()
-            if layer not in self._ranges:
-                return
-            if layer not in self._window:  # not the one that follows
-                for other in list(self._window):
-                    self._give_back(other)
-                self._failed.clear()
-                self._next = layer
-            self._used.add(layer)
-            while layer not in self._there and layer not in self._failed and not self._closed:
-                self._changed.wait(0.1)
-                if self._cancelled():
-                    raise RequestCancelled
-            failure = self._failed.get(layer)
-        if failure is None:
-            failure = self._shortened(layer)
+        for before in self._used - {layer}:
+            self._give_back(before)
+        if layer not in self._ranges:
+            self._read_ahead()
+            return
+        if layer not in self._coming:  # not the one that follows
+            self._give_back(*self._coming)
+            self._begin(layer)
+        self._used.add(layer)
+        self._read_ahead()
+        future = self._coming[layer]
+        while not wait([future], 0.1).done:
+            if self._cancelled():
+                raise RequestCancelled
+        failure = None if future.cancelled() else future.exception() or self._shortened(layer)
         if failure is not None:
-            raise unreadable(self._ranges[layer][0].file.path, failure) from failure
+            self._give_back(*self._coming)
+            self._last = -1
+            if isinstance(failure, OSError | EOFError):
+                raise unreadable(self._ranges[layer][0].file.file.path, failure) from failure
+            raise failure
 
     def close(self) -> None:
         """Reads no more.  Idempotent; the memory lives as long as anything refers to it."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = True
-            self._changed.notify_all()
-        self._thread.join()
-        for layer in list(self._window):
-            self._give_back(layer)
+        if self._closed:
+            return
+        self._closed = True
+        self._pool.shutdown(cancel_futures=True)
+        self._give_back(*self._coming)
         self._close_files()
         count_as_used(-self.window)
 
     def _close_files(self) -> None:
-        for file in self._files.values():
-            file.close()
+        for mapped in self._files.values():
+            mapped.file.close()
 
     def _pages_of(self, entries: Sequence[TensorEntry]) -> list[_Range]:
         found: list[_Range] = []
@@ -205,59 +177,43 @@ class LayerStream:
             return error
         return None
 
-    def _give_back(self, layer: int) -> None:
-        if layer in self._window:
-            self._window.remove(layer)
-        self._used.discard(layer)
-        if layer in self._there:
-            self._there.discard(layer)
-            self._drop(layer)
+    def _begin(self, layer: int) -> None:
+        self._wanted.add(layer)  # before the thread looks
+        self._last, self._coming[layer] = layer, self._pool.submit(self._bring, layer)
+
+    def _read_ahead(self) -> None:
+        """Begins with the layers that follow, as far as there is room."""
+        while self._last >= 0 and len(self._coming) < LAYERS_AT_ONCE:
+            following = self._order[(self._order.index(self._last) + 1) % len(self._order)]
+            if following in self._coming:
+                break
+            self._begin(following)
+
+    def _give_back(self, *layers: int) -> None:
+        for layer in layers:
+            self._used.discard(layer)
+            self._wanted.discard(layer)
+            future = self._coming.pop(layer, None)
+            if future is not None and not future.cancel():  # at once, or when it has stopped
+                future.add_done_callback(lambda _, layer=layer: self._drop(layer))  # type: ignore[misc]
 
     def _drop(self, layer: int) -> None:
         for each in self._ranges[layer]:
             each.file.leave(each.begin, each.end)
 
-    def _read_ahead(self) -> None:
-        while (layer := self._taken()) is not None:
-            begun_ns = clock.now_ns()
-            failure: OSError | EOFError | None = None
-            try:
-                self._read(layer)
-            except (OSError, EOFError) as error:
-                failure = error
-            with self._changed:
-                if layer not in self._window:  # another one was needed instead
-                    self._drop(layer)
-                elif failure is None:
-                    self._there.add(layer)
-                else:
-                    self._drop(layer)
-                    self._window.remove(layer)
-                    self._failed[layer], self._next = failure, None
-                self._changed.notify_all()
-            if RECORDER.on and failure is None:
-                nbytes = sum(each.end - each.begin for each in self._ranges[layer])
-                RECORDER.span(lanes.DISK, lanes.READ_AHEAD, begun_ns, clock.now_ns(), layer, nbytes=nbytes)
-
-    def _taken(self) -> int | None:
-        """The layer to read now, once there is room for it; None if no more are."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._closed or (self._next is not None and len(self._window) < LAYERS_AT_ONCE)
-            )
-            if self._closed or self._next is None:
-                return None
-            layer = self._next
-            self._next = self._order[(self._order.index(layer) + 1) % len(self._order)]
-            self._window.append(layer)
-            return layer
+    def _bring(self, layer: int) -> None:
+        begun_ns = clock.now_ns()
+        self._read(layer)
+        if RECORDER.on:
+            nbytes = sum(each.end - each.begin for each in self._ranges[layer])
+            RECORDER.span(lanes.DISK, lanes.READ_AHEAD, begun_ns, clock.now_ns(), layer, nbytes=nbytes)
 
     def _read(self, layer: int) -> None:
         for each in self._ranges[layer]:
             for begin in range(each.begin, each.end, _PIECE):
-                if self._closed or layer not in self._window:
+                if self._closed or layer not in self._wanted:
                     return
                 each.file.check()
                 nbytes = min(_PIECE, each.end - begin)
-                each.file.mapped.bring(begin, nbytes)
+                each.file.bring(begin, nbytes)
                 self.bytes_read += nbytes

@@ -1,13 +1,10 @@
 """Access to a layer's records in RAM, for the CPU's kernel and for copies to a device.
 
-Either all of them are in RAM, or they are read on demand into slots of a RAM tier over disk.  A slot is not reused
-while a copy to a device still reads it: copies end long after the step that started them.
+Either all of them are in RAM, or they are read on demand into slots of a `RamTier` over disk.
 """
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
@@ -17,12 +14,7 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Event
 from engine.experts.bank import BankLayer
-from engine.experts.cache.pool import Slot
-from engine.experts.ram_tier import Acquired, RamTier
 from engine.kernels.interface import ExpertKernel
-
-_LENT_SHARE = 4
-"""Non-urgent copies may hold one RAM slot in so many: steps need the others."""
 
 
 class Held:
@@ -72,17 +64,13 @@ class RecordSource:
         """How many more records non-urgent copies may hold."""
         return 2**31
 
-    def acquire(self, experts: Sequence[int]) -> Held:
-        """Pins these distinct experts, and starts reading missing ones.  May pin none of them.
+    def acquire(self, experts: Sequence[int], *, waits: bool = True) -> Held:  # noqa: ARG002
+        """Pins these distinct experts, and starts reading missing ones.  May pin none of them; see `RamTier.acquire`.
 
         Raises:
             EngineError: the model has been closed.
         """
         return Held(self._records, {expert: expert for expert in experts})
-
-    def acquire_ahead(self, experts: Sequence[int]) -> Held:
-        """As `acquire`, but never blocks, for callers with other experts to compute meanwhile."""
-        return self.acquire(experts)
 
     def hold_present(self, experts: Sequence[int]) -> Held:
         """Pins those of them that are in RAM now, without counting a use, so eviction order does not change."""
@@ -109,7 +97,7 @@ class PartOfRecords(RecordSource):
         super().__init__(bank, kernel)
         self.num_experts, self._first = len(own), own.start
 
-    def acquire(self, experts: Sequence[int]) -> Held:
+    def acquire(self, experts: Sequence[int], *, waits: bool = True) -> Held:  # noqa: ARG002
         return Held(self._records, {expert: self._first + expert for expert in experts})
 
 
@@ -154,7 +142,7 @@ class Arrivals:
             if self.left:
                 # While reads are in flight, request no more than have been released since.
                 asked = self.left[:room] if coming else self.left
-                held = source.acquire_ahead(asked) if coming else source.acquire(asked)
+                held = source.acquire(asked, waits=not coming)
                 self._held.append(held)
                 self.left = [*held.left, *self.left[len(asked) :]] if held.left or coming else ()
                 for expert, arrival in held.arriving.items():
@@ -192,109 +180,3 @@ class Arrivals:
             self._make_room()
         if not self._source.wait_for_copies():
             raise EngineError(ErrorCode.INTERNAL, "All slots for experts in RAM are in use and none is being released.")
-
-
-class LentSlots:
-    """Slots of a RAM tier pinned by copies to devices.  Shared by all layers and devices of a tier; thread-safe."""
-
-    def __init__(self, tier: RamTier) -> None:
-        self.tier = tier
-        self._lock = threading.Lock()
-        self._lent: list[tuple[Acquired, list[Event]]] = []
-
-    def __len__(self) -> int:
-        return len(self._lent)
-
-    def lend(self, slots: Acquired, copies: list[Event]) -> None:
-        """Releases these slots once the copies have ended."""
-        with self._lock:
-            self._lent.append((slots, copies))
-
-    def settle(self) -> None:
-        """Releases slots whose copies have all ended."""
-        if not self._lent:
-            return
-        with self._lock:
-            ended = [slots for slots, copies in self._lent if all(copy.done() for copy in copies)]
-            self._lent = [(slots, copies) for slots, copies in self._lent if not any(slots is one for one in ended)]
-        for slots in ended:
-            self.tier.release(slots)
-
-    def wait(self) -> bool:
-        """Waits until the oldest slots are released; False if none are lent."""
-        with self._lock:
-            copies = self._lent[0][1] if self._lent else []
-        for copy in copies:
-            with contextlib.suppress(EngineError):  # a copy that failed has ended too
-                copy.wait()
-        self.settle()
-        return bool(copies)
-
-
-class _InSlots(Held):
-    """Experts in slots of a tier."""
-
-    def __init__(self, lent: LentSlots, slots: torch.Tensor, acquired: Acquired) -> None:
-        super().__init__(slots, dict(acquired.slots))
-        self.arriving, self.left = acquired.arriving, acquired.left
-        self._lent, self._layer, self._held = lent, acquired.layer, acquired.slots
-        self._copies: dict[int, list[Event]] = {}
-
-    def until(self, expert: int, copied: Event) -> None:
-        self._copies.setdefault(expert, []).append(copied)
-
-    def release(self, experts: Iterable[int] | None = None) -> None:
-        unread: dict[int, Slot] = {}
-        for expert in list(self._held) if experts is None else experts:
-            slot = self._held.pop(expert, None)
-            if slot is None:
-                continue
-            copies = self._copies.pop(expert, None)
-            if copies:
-                self._lent.lend(Acquired(self._layer, {expert: slot}), copies)
-            else:
-                unread[expert] = slot
-        if unread:
-            self._lent.tier.release(Acquired(self._layer, unread))
-
-
-class TierRecords(RecordSource):
-    """A layer's records in slots of a RAM tier over disk.
-
-    Args:
-        lent: shared by all layers of the tier.
-        layer: index of the layer in the tier.
-        num_experts: how many it has.
-        kernel: the CPU's, bound to the tier's slots of this layer.
-    """
-
-    has_all = False
-
-    def __init__(self, lent: LentSlots, layer: int, num_experts: int, kernel: ExpertKernel) -> None:
-        self._lent, self._tier, self._layer = lent, lent.tier, layer
-        self.num_experts, self.kernel = num_experts, kernel
-
-    @property
-    def lendable(self) -> int:
-        return self._tier.capacity(self._layer) // _LENT_SHARE - len(self._lent)
-
-    def acquire(self, experts: Sequence[int]) -> Held:
-        self._lent.settle()
-        return self._in_slots(self._tier.acquire(self._layer, experts))
-
-    def acquire_ahead(self, experts: Sequence[int]) -> Held:
-        self._lent.settle()
-        return self._in_slots(self._tier.acquire_ahead(self._layer, experts))
-
-    def hold_present(self, experts: Sequence[int]) -> Held:
-        return self._in_slots(self._tier.hold(self._layer, experts))
-
-    def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
-        return self._tier.prefetch(self._layer, experts, dead)
-
-    def wait_for_copies(self) -> bool:
-        return self._lent.wait()
-
-    def _in_slots(self, acquired: Acquired) -> Held:
-        # Looked up on every call: a reference kept here would keep the memory alive after the tier is closed.
-        return _InSlots(self._lent, self._tier.slots(self._layer).records, acquired)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,13 +10,9 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
-from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.record import RecordLayout
+from engine.experts.record import LayerSpec, RecordLayout
 from engine.families.library import CHOSEN_EXPERTS, EXPERTS_INTERFACE
-from engine.formats import WeightFormat, careful, format_of
-from engine.formats.tiles import Pairing
 from engine.kernels import choose_kernel
-from engine.kernels.activation import activation_of
 from engine.kernels.native.library import NativeKernels
 
 _STANDARD_PARTS = ("gate_up_proj", "up_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj", "down_proj_bias")
@@ -27,34 +23,24 @@ DRAFT_HEAD = "draft_head"
 
 
 @dataclass(frozen=True)
-class ExpertsSite:
-    """An experts module, before its weights are loaded.
+class ExpertsSite(LayerSpec):
+    """An experts module, before its weights are loaded."""
 
-    Attributes:
-        name: its name in the model.
-        num_experts: E.
-        layout: of one expert's record.
-    """
-
-    name: str
     module: Any
-    num_experts: int
-    layout: RecordLayout
 
     @property
-    def is_beside(self) -> bool:
-        """Whether it is no layer of the model but guesses its tokens."""
-        return DRAFT_HEAD in self.name.split(".")
+    def is_on_demand(self) -> bool:
+        """Whether its experts may come from disk: kernels compute them, where a module with its own forward needs all
+        its records in RAM.
+
+        So do those that guess tokens, which a bank of the same model has or has not, as it is asked to guess or not.
+        """
+        return hasattr(self.module, "has_gate") and DRAFT_HEAD not in self.name.split(".")
 
     @property
     def targets(self) -> dict[str, str]:
         """Full parameter name -> part name."""
         return {f"{self.name}.{part.name}": part.name for part in self.layout.unquantised.parts}
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all its records."""
-        return self.num_experts * self.layout.nbytes
 
 
 def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
@@ -80,34 +66,8 @@ def find_sites(model: Any, dtype_of: Any) -> list[ExpertsSite]:
             )
         shapes = {part: (tuple(own[part].shape[1:]), dtype_of(f"{name}.{part}", own[part])) for part in names}
         layout = RecordLayout.of(shapes, transposed=bool(getattr(module, "is_transposed", False)))
-        sites.append(ExpertsSite(name, module, own[names[0]].shape[0], layout))
+        sites.append(ExpertsSite(name, own[names[0]].shape[0], layout, module))
     return sites
-
-
-def quantised(sites: list[ExpertsSite], precision: str, weights: int) -> list[ExpertsSite]:
-    """The same sites with records in `precision`, except for modules with their own forward.
-
-    `weights` counts those of the whole model: small models get a more precise `down_proj`.
-    """
-    most, down = format_of(precision), format_of(careful(precision, weights))
-
-    def of_part(name: str) -> WeightFormat:
-        return down if name == "down_proj" else most
-
-    return [
-        replace(site, layout=QuantisedLayout.quantising(site.layout, of_part, pairing_of(site.module)))
-        if hasattr(site.module, "has_gate") and {part.dtype for part in site.layout.parts} == {torch.bfloat16}
-        else site
-        for site in sites
-    ]
-
-
-def pairing_of(module: Any) -> Pairing:
-    """How the kernels interleave gate and up rows; the module's own gate function needs them in original order."""
-    if not module.has_gate:
-        return Pairing.PLAIN
-    activation = activation_of(module)
-    return Pairing.HALVES if activation is None else activation.pairing
 
 
 def empty_modules(model: Any, sites: list[ExpertsSite]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,23 +29,6 @@ GRIDS = Path(__file__).with_name("grids.h")
 """The tables of the IQ types, for all who read them."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class BlockFormat(WeightFormat):
-    """Rows of blocks.
-
-    Attributes:
-        number: ggml's.
-        elements, nbytes: of a block.
-    """
-
-    number: int
-    elements: int
-    nbytes: int
-
-    def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
-        return (rows * -(-columns // self.elements) * self.nbytes,)
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Blocks, taken apart: w = scale * value - offset, where `BlockType` says which value a code stands for.
@@ -61,15 +44,14 @@ class Groups:
     offsets: Floats | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class BlockType:
+@dataclass(frozen=True)
+class BlockType(WeightFormat):
     """A number format of ggml.
 
     Attributes:
         name: as in ggml, and as the `dtype` of a `TensorEntry`.
         id: its number in files.
         elements, nbytes: of one block.
-        words: display name.
         split: blocks, uint8 [blocks, bytes of a block], taken apart; `None` for plain numbers.
         halves: where a block has its fp16 scale, and that of its offsets.
         zero: what is subtracted from each code.
@@ -78,15 +60,22 @@ class BlockType:
     """
 
     name: str
+    words: str
+    bits: float = field(init=False)
     id: int
     elements: int
     nbytes: int
-    words: str = ""
     split: Callable[[Bytes], Groups] | None = None
     halves: tuple[int, ...] = ()
     zero: int = 0
     table: tuple[int, ...] | None = None
     put: Callable[[Bytes, Floats], None] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "bits", 8 * self.nbytes / self.elements)
+
+    def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
+        return (rows * -(-columns // self.elements) * self.nbytes,)
 
     def dequantise(self, raw: Bytes) -> Floats:
         """Rows of blocks, uint8 [..., bytes of a row] -> float32 [..., elements of a row].
@@ -417,41 +406,35 @@ def _plain(name: str, raw: Bytes) -> Floats:
 
 
 TYPES = (
-    BlockType("F32", 0, 1, 4, "32-bit"),
-    BlockType("F16", 1, 1, 2, "16-bit"),
-    BlockType("Q4_0", 2, 32, 18, "4-bit", _q4_0, (0,), zero=8),
-    BlockType("Q4_1", 3, 32, 20, "4-bit", _q4_1, (0, 2)),
-    BlockType("Q5_0", 6, 32, 22, "5-bit", _q5_0, (0,), zero=16),
-    BlockType("Q5_1", 7, 32, 24, "5-bit", _q5_1, (0, 2)),
-    BlockType("Q8_0", 8, 32, 34, "8-bit", _q8_0, (0,)),
-    BlockType("Q2_K", 10, 256, 84, "2-bit", _q2_k, (80, 82)),
-    BlockType("Q3_K", 11, 256, 110, "3-bit", _q3_k, (108,), zero=4),
-    BlockType("Q4_K", 12, 256, 144, "4-bit", _q4_k, (0, 2)),
-    BlockType("Q5_K", 13, 256, 176, "5-bit", _q5_k, (0, 2)),
-    BlockType("Q6_K", 14, 256, 210, "6-bit", _q6_k, (208,), zero=32),
-    BlockType("IQ2_XXS", 16, 256, 66, "2-bit", _iq2_xxs, (0,)),
-    BlockType("IQ2_XS", 17, 256, 74, "2-bit", _iq2_xs, (0,)),
-    BlockType("IQ3_XXS", 18, 256, 98, "3-bit", _iq3_xxs, (0,)),
-    BlockType("IQ1_S", 19, 256, 50, "1-bit", _iq1_s, (0,)),
-    BlockType("IQ4_NL", 20, 32, 18, "4-bit", _iq4_nl, (0,), table=IQ4_NL_TABLE),
-    BlockType("IQ3_S", 21, 256, 110, "3-bit", _iq3_s, (0,)),
-    BlockType("IQ2_S", 22, 256, 82, "2-bit", _iq2_s, (0,)),
-    BlockType("IQ4_XS", 23, 256, 136, "4-bit", _iq4_xs, (0,), table=IQ4_NL_TABLE),
-    BlockType("IQ1_M", 29, 256, 56, "1-bit", _iq1_m, put=_put_iq1_m),
-    BlockType("BF16", 30, 1, 2, "16-bit"),
-    BlockType("TQ1_0", 34, 256, 54, "ternary", _tq1_0, (52,), zero=1),
-    BlockType("TQ2_0", 35, 256, 66, "ternary", _tq2_0, (64,), zero=1),
-    BlockType("MXFP4", 39, 32, 17, "4-bit", _mxfp4, table=MXFP4_TABLE, put=_put_mxfp4),
-    BlockType("NVFP4", 40, 64, 36, "4-bit", _nvfp4, put=_put_nvfp4),
-    BlockType("Q1_0", 41, 128, 18, "1-bit", _q1_0, (0,), zero=1),
-    BlockType("Q2_0", 42, 64, 18, "2-bit", _q2_0, (0,), zero=1),
+    BlockType("F32", "32-bit", 0, 1, 4),
+    BlockType("F16", "16-bit", 1, 1, 2),
+    BlockType("Q4_0", "4-bit", 2, 32, 18, _q4_0, (0,), zero=8),
+    BlockType("Q4_1", "4-bit", 3, 32, 20, _q4_1, (0, 2)),
+    BlockType("Q5_0", "5-bit", 6, 32, 22, _q5_0, (0,), zero=16),
+    BlockType("Q5_1", "5-bit", 7, 32, 24, _q5_1, (0, 2)),
+    BlockType("Q8_0", "8-bit", 8, 32, 34, _q8_0, (0,)),
+    BlockType("Q2_K", "2-bit", 10, 256, 84, _q2_k, (80, 82)),
+    BlockType("Q3_K", "3-bit", 11, 256, 110, _q3_k, (108,), zero=4),
+    BlockType("Q4_K", "4-bit", 12, 256, 144, _q4_k, (0, 2)),
+    BlockType("Q5_K", "5-bit", 13, 256, 176, _q5_k, (0, 2)),
+    BlockType("Q6_K", "6-bit", 14, 256, 210, _q6_k, (208,), zero=32),
+    BlockType("IQ2_XXS", "2-bit", 16, 256, 66, _iq2_xxs, (0,)),
+    BlockType("IQ2_XS", "2-bit", 17, 256, 74, _iq2_xs, (0,)),
+    BlockType("IQ3_XXS", "3-bit", 18, 256, 98, _iq3_xxs, (0,)),
+    BlockType("IQ1_S", "1-bit", 19, 256, 50, _iq1_s, (0,)),
+    BlockType("IQ4_NL", "4-bit", 20, 32, 18, _iq4_nl, (0,), table=IQ4_NL_TABLE),
+    BlockType("IQ3_S", "3-bit", 21, 256, 110, _iq3_s, (0,)),
+    BlockType("IQ2_S", "2-bit", 22, 256, 82, _iq2_s, (0,)),
+    BlockType("IQ4_XS", "4-bit", 23, 256, 136, _iq4_xs, (0,), table=IQ4_NL_TABLE),
+    BlockType("IQ1_M", "1-bit", 29, 256, 56, _iq1_m, put=_put_iq1_m),
+    BlockType("BF16", "16-bit", 30, 1, 2),
+    BlockType("TQ1_0", "ternary", 34, 256, 54, _tq1_0, (52,), zero=1),
+    BlockType("TQ2_0", "ternary", 35, 256, 66, _tq2_0, (64,), zero=1),
+    BlockType("MXFP4", "4-bit", 39, 32, 17, _mxfp4, table=MXFP4_TABLE, put=_put_mxfp4),
+    BlockType("NVFP4", "4-bit", 40, 64, 36, _nvfp4, put=_put_nvfp4),
+    BlockType("Q1_0", "1-bit", 41, 128, 18, _q1_0, (0,), zero=1),
+    BlockType("Q2_0", "2-bit", 42, 64, 18, _q2_0, (0,), zero=1),
 )
 
-GGML: Mapping[str, BlockFormat] = {
-    each.name: BlockFormat(
-        name=each.name, words=each.words, bits=8 * each.nbytes / each.elements,
-        number=each.id, elements=each.elements, nbytes=each.nbytes,
-    )
-    for each in TYPES
-}  # fmt: skip
+GGML: Mapping[str, BlockType] = {each.name: each for each in TYPES}
 """By ggml's names."""

@@ -16,8 +16,8 @@ from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
 from engine.experts.bank import ExpertBank
-from engine.experts.disk_backed import DiskBackedBank
 from engine.experts.layer_stream import LayerStream
+from engine.experts.ram_tier import RamTier
 from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
 from engine.foreign_text.process import FOREIGN_TEXT
@@ -54,7 +54,7 @@ class ModelParts:
     tokenizer: Any = None
 
     bank: ExpertBank | None = None
-    disk_backed: DiskBackedBank | None = None
+    disk_backed: RamTier | None = None
     tables: TableReads | None = None
     stream: LayerStream | None = None
     kernels: NativeKernels | None = None

@@ -22,10 +22,10 @@ from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.model_info import ModelInfo
 from engine.process.failures import as_engine_error, log_failure
-from engine.runtime.decode.generation import ChanceLog, Chances
+from engine.runtime.decode.generation import ChanceLog, Chances, GenerationResult
 from engine.runtime.decode.split_answer import thinking_for
 from engine.runtime.schedule.live import LiveRows
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from engine.serving.asking import (
     MOST_WAITING,
     Ask,
@@ -368,7 +368,7 @@ class Desk:
         likeliest = tuple(named(token, value) for token, value in chances.likeliest)
         return NamedChances(named(chances.token_id, chances.logprob), likeliest)
 
-    def _ended(self, answer: BatchAnswer) -> None:
+    def _ended(self, answer: GenerationResult) -> None:
         with self.changed:
             ticket = self._under_way.pop(answer.row, None)
         if ticket is None:  # told already that the model was taken away
@@ -377,11 +377,10 @@ class Desk:
         if answer.error is not None:
             ticket.tell(Refused(answer.error))
             return
-        assert answer.finish_reason != "failed"
         if answer.finish_reason == "cancelled" and not ticket.is_cancelled():
             ticket.tell(closing())
             return
-        lengths = answer.prompt_tokens, answer.generated_tokens, answer.shared_tokens
+        lengths = answer.prompt_tokens, answer.generated_tokens, answer.reused_tokens
         ticket.tell(Ended(answer.finish_reason, *lengths, answer.stopped_by))
 
 

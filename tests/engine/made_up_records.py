@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from engine.experts.container import CHECKSUMS, ContainerWriter, Contents, open_container
-from engine.experts.ranges import RecordRanges
+from engine.experts.disk_tier import DiskTier
 from engine.experts.record import LayerSpec, RecordLayout, allocate_records
 
 CPU = torch.device("cpu")
@@ -53,9 +54,10 @@ def write_records(path: Path, contents: Contents, *, direct: bool = True) -> lis
     return records
 
 
-def ranges_of(path: Path, contents: Contents, *, direct: bool = True) -> RecordRanges:
-    """What a tier reads of the file."""
-    return RecordRanges.of(open_container(path, contents), contents.tensors, direct=direct)
+def disk_of(path: Path, contents: Contents, **options: Any) -> DiskTier:
+    """A disk tier over the file."""
+    container = open_container(path, contents)
+    return DiskTier(contents.tensors, [container.parts(spec.name) for spec in contents.tensors], container, **options)
 
 
 def place_of(contents: Contents, layer: int, expert: int) -> int:

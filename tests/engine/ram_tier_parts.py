@@ -13,24 +13,30 @@ from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import Read
 from engine.experts.ram_tier import RamTier
 from engine.experts.record import RecordTable
+from engine.experts.record_source import Held
 from tests.engine.made_up_records import LARGE, SMALL, contents_of, random_records
 
 CONTENTS = contents_of([(6, SMALL), (3, LARGE), (6, SMALL)])
 RECORDS = random_records(CONTENTS)
 BUDGET = 5 * SMALL.nbytes + 2 * LARGE.nbytes
-POLICIES = (*POLICY_NAMES, ADAPTIVE)
-POPULARITY = {key: float(key % 5) for key in range(18)}
+POLICIES = (*(name for name in POLICY_NAMES if name != "static"), ADAPTIVE)
 
 
 def make_tier(disk: Any, budget: int = BUDGET, policy: str = ADAPTIVE, at_least: int = 2) -> RamTier:
-    popularity = POPULARITY if policy == "static" else None
-    return RamTier(disk, budget, policy=policy, popularity=popularity, at_least=at_least)
+    return RamTier(disk, budget, policy=policy, at_least=at_least)
+
+
+def arrived(held: Held) -> None:
+    """Waits until what is held is there."""
+    for arrival in held.arriving.values():
+        arrival.result(60)
 
 
 class HeldDisk:
     """Reads that end when the test says so: the one thing about a disk that cannot be had from a real one."""
 
     table = RecordTable(CONTENTS.tensors)
+    note = ""
 
     def __init__(self) -> None:
         self.waiting: list[Read] = []
@@ -47,6 +53,10 @@ class HeldDisk:
 
     def hurry(self, read: Read) -> None:
         self.hurried.append(read)
+
+    def close(self) -> None:
+        for read in list(self.waiting):
+            self.end(read)
 
     def end(self, read: Read, error: BaseException | None = None) -> None:
         self.waiting.remove(read)

@@ -19,14 +19,12 @@ from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
-from engine.runtime.kv.pages import PagePool
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.lane import RowSource
 from engine.runtime.schedule.one_by_one import OneByOne
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
-from engine.runtime.schedule.shared_budget import SharedBudget
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
 
@@ -53,11 +51,15 @@ class Job:
         rows: list[BatchRequest],
         policy: BatchPolicy = POLICY,
         *,
-        on_row: Callable[[BatchAnswer], None] = lambda _answer: None,
+        on_row: Callable[[GenerationResult], None] = lambda _answer: None,
         cancelled: Callable[[], bool] = lambda: False,
         pauses_after: int = 0,
     ) -> None:
-        self.rows, self.answers, self.outcomes = rows, dict[int, BatchAnswer](), list[BatchOutcome | BaseException]()
+        self.rows, self.answers, self.outcomes = (
+            rows,
+            dict[int, GenerationResult](),
+            list[BatchOutcome | BaseException](),
+        )
         self.most_under_way = 0
         self._policy, self._told, self._cancelled, self._pauses_after = policy, on_row, cancelled, pauses_after
         self._background = scheduler.background
@@ -83,7 +85,7 @@ class Job:
         self.most_under_way = max(self.most_under_way, self.place.under_way[0])
         return bool(self._pauses_after) and len(self.answers) >= self._pauses_after * (len(self.outcomes) + 1)
 
-    def _on_row(self, answer: BatchAnswer) -> None:
+    def _on_row(self, answer: GenerationResult) -> None:
         assert answer.row not in self.answers
         self._told(answer)
         self.answers[answer.row] = answer
@@ -183,7 +185,7 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     scheduler = Scheduler(mixtral)
     full = EngineError(ErrorCode.DISK_FULL, "The disk is full.")
 
-    def breaks(_answer: BatchAnswer) -> None:
+    def breaks(_answer: GenerationResult) -> None:
         raise full
 
     def unreadable() -> Iterator[BatchRequest]:
@@ -194,7 +196,7 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     stopped = Job(scheduler, rows, cancelled=lambda: len(stopped.answers) >= 2)
     broken, whole = Job(scheduler, rows, on_row=breaks), Job(scheduler, rows)
     gone = Job(scheduler, unreadable())  # type: ignore[arg-type]
-    other = Job(scheduler, rows, replace(POLICY, window=16, kept=2))  # it has pages of its own
+    other = Job(scheduler, rows, replace(POLICY, window=16, kept=2))  # it stores something else in its pages
     serve(scheduler, [stopped, broken, whole, gone, other])
     assert stopped.outcomes == [BatchOutcome.CANCELLED]
     assert broken.outcomes == [full]
@@ -204,7 +206,7 @@ def test_what_happens_to_one_job_harms_no_other(mixtral: LoadedModel) -> None:
     assert not scheduler.background._lanes
     assert scheduler._together is not None
     pool = scheduler._together.pool
-    assert (pool.held, pool.others(), pool.reserve(pool.capacity)) == (0, 0, True)  # its own are gone
+    assert (pool.held, pool.reserve(pool.capacity)) == (0, True)
     assert not scheduler._together.below
     scheduler.close()
 
@@ -226,15 +228,11 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
     most_job, most_chats = [0], [0]
 
     def look() -> bool:
-        pools = [together.pool, *(lane.pool for lane in together.below)]
-        budget = scheduler._budget
-        if budget is not None:
-            sizes = {id(each.pool): each.page_bytes for each in budget._members}
-            assert sum((pool.in_use - pool.elsewhere) * sizes[id(pool)] for pool in pools) <= budget.nbytes
-            assert budget.bytes_touched <= budget.nbytes
-            most_job[0] = max([most_job[0], *(pool.held * sizes[id(pool)] for pool in pools[1:])])
-            most_chats[0] = max(most_chats[0], pools[0].held)
-            assert budget.nbytes == pages * together.model.page_bytes
+        assert together.pool.in_use - together.pool.elsewhere() <= pages
+        for lane in together.below:
+            assert lane.pool is together.pool
+            most_job[0] = max(most_job[0], sum(len(row.pages) for row in lane.rows))
+        most_chats[0] = max(most_chats[0], sum(len(row.pages) for row in together.rows))
         if len(job.answers) == 2 and not ends and not scheduler.is_busy:
             for number in range(4):
                 scheduler.submit(row(number, 70, 40), lambda outcome, number=number: ends.update({number: outcome}))
@@ -244,7 +242,7 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
     assert job.outcomes == [BatchOutcome.FINISHED]
     assert len(ends) == 4
     assert all(isinstance(end, GenerationResult) and end.generated_tokens == 40 for end in ends.values())
-    assert most_job[0] > pages * together.model.page_bytes // (2 if other.get("kv_type") is not KvType.INT8 else 4)
+    assert most_job[0] > pages // 2
     assert most_chats[0] > pages // 2
     if "kv_type" not in other:
         scheduler.close()
@@ -254,51 +252,6 @@ def test_jobs_that_keep_context_in_another_way_have_one_budget_with_chats(
         assert job.answers[each.row].generated_tokens == 36
         assert not exact or job.answers[each.row].token_ids == Alone(mixtral).answer(each).token_ids
     scheduler.close()
-
-
-def test_pages_that_are_given_back_can_be_used_again(mixtral: LoadedModel) -> None:
-    pool = PagePool(40)
-    discarded = list[int]()
-    budget, other = SharedBudget(pool, 100, discarded.extend), PagePool(80)
-    budget.join(other, 50, lambda _pages: None)
-    assert pool.reserve(40)
-    held = [pool.take() for _ in range(40)]
-    pool.publish(held[3], b"prefix")
-    assert not other.reserve(1)
-    for page in held:
-        pool.release(page)
-    assert other.reserve(60)
-    taken = [other.take() for _ in range(60)]
-    assert budget.bytes_touched <= budget.nbytes
-    assert set(discarded) <= set(held)
-    assert len(discarded) >= 30
-    assert not pool.is_idle(b"prefix") or held[3] not in discarded
-    assert pool.reserve(9)
-    assert not pool.reserve(2)
-    for page in taken:
-        other.release(page)
-    assert pool.reserve(20)
-    assert len({pool.take() for _ in range(29)}) == 29
-    assert budget.bytes_touched <= budget.nbytes
-    budget.leave(other)
-    assert pool.others() == 0
-
-
-def test_a_pool_gives_back_its_own_idle_pages_when_others_have_none() -> None:
-    pool, other, discarded = PagePool(4), PagePool(4), list[int]()
-    budget = SharedBudget(pool, 100, discarded.extend)
-    budget.join(other, 100, lambda _pages: None)
-    assert pool.reserve(1)
-    idle = pool.take()
-    pool.publish(idle, b"prefix")
-    pool.release(idle)
-    assert other.reserve(3)
-    for _ in range(3):
-        other.take()
-    assert pool.reserve(1)
-    pool.take()
-    assert discarded == [idle]
-    assert budget.bytes_touched <= budget.nbytes
 
 
 @pytest.mark.parametrize(("family", "takes_turns"), [("doge", True), ("qwen3_next", False), ("deepseek_v32", False)])
@@ -320,7 +273,7 @@ def test_jobs_whose_rows_cannot_be_packed_take_turns(family: str, takes_turns: b
 def test_a_resting_job_lets_another_one_pass(family: str, tokens: int) -> None:
     """Whether it rests in its prompt or in its answer, which goes on where it was."""
     loaded = tiny_loaded(family)
-    lane, answers, written = OneByOne(loaded), dict[int, BatchAnswer](), list[int]()
+    lane, answers, written = OneByOne(loaded), dict[int, GenerationResult](), list[int]()
     first, second = replace(row(0, 40, 8), on_text=lambda _text, count: written.append(count)), row(1, 30, 5)
     with torch.inference_mode():
         sources = [

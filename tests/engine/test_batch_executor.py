@@ -26,10 +26,11 @@ from engine.jobs.rows import BatchOutcome
 from engine.protocol import ChatMessage
 from engine.runtime.batch.packed_sweep import balanced
 from engine.runtime.batch.policy import BatchPolicy, can_pack
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kv.window_masks import window_of
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.row import PagedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -75,10 +76,12 @@ def _rows(lengths: list[int], sampling: SamplingParams) -> list[BatchRequest]:
     ]
 
 
-def _answers(loaded: LoadedModel, rows: list[BatchRequest], policy: BatchPolicy = POLICY) -> dict[int, BatchAnswer]:
-    answers: dict[int, BatchAnswer] = {}
+def _answers(
+    loaded: LoadedModel, rows: list[BatchRequest], policy: BatchPolicy = POLICY
+) -> dict[int, GenerationResult]:
+    answers: dict[int, GenerationResult] = {}
 
-    def take(answer: BatchAnswer) -> None:
+    def take(answer: GenerationResult) -> None:
         assert answer.row not in answers
         answers[answer.row] = answer
 
@@ -177,7 +180,7 @@ def test_rows_with_a_common_beginning_share_its_pages(mixtral: LoadedModel) -> N
     ]
     answers = _answers(mixtral, rows)
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(mixtral, row) for row in rows}
-    assert sorted(answer.shared_tokens for answer in answers.values()) == [0, *[64] * 8]
+    assert sorted(answer.reused_tokens for answer in answers.values()) == [0, *[64] * 8]
 
 
 def test_a_seed_gives_the_same_answer_in_every_batch(mixtral: LoadedModel) -> None:
@@ -261,7 +264,7 @@ def test_thousands_of_queued_rows_are_asked_for_as_places_come_free(mixtral: Loa
             ahead.append(given_out - answered)
             yield row
 
-    def take(_: BatchAnswer) -> None:
+    def take(_: GenerationResult) -> None:
         nonlocal answered
         answered += 1
 
@@ -279,7 +282,7 @@ def test_rows_wait_for_pages_and_one_that_never_fits_is_told(mixtral: LoadedMode
     executor = BatchExecutor(mixtral, POLICY)
     model = executor._batch._model  # type: ignore[union-attr]
     executor._batch = batch = ContinuousBatch(model, POLICY, most_pages=5)
-    answers: dict[int, BatchAnswer] = {}
+    answers: dict[int, GenerationResult] = {}
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
     assert batch.most_rows == 2
@@ -390,7 +393,7 @@ class _Spelling:
 def test_one_by_one_answers_keep_to_their_constraints_even_if_they_had_to_give_way() -> None:
     loaded = tiny_loaded("doge")
     rows = [replace(row, constraint=_Spelling(10 + row.row)) for row in _rows([5, 12], SamplingParams(max_tokens=9))]
-    answers: dict[int, BatchAnswer] = {}
+    answers: dict[int, GenerationResult] = {}
     executor, source, looks = BatchExecutor(loaded), iter(rows), iter(range(3))
     try:
         outcome = executor.run(

@@ -13,10 +13,11 @@ from engine.kernels.native.build import library_path
 from engine.kernels.native.paged_attention import KvType
 from engine.runtime.batch.layers import NativeRows
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.row import PagedRow
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.single_streams import Alone
@@ -45,9 +46,9 @@ def _rows(lengths: list[int], tokens: int) -> list[BatchRequest]:
 
 def _answers(
     loaded: LoadedModel, rows: list[BatchRequest], monkeypatch: pytest.MonkeyPatch, policy: BatchPolicy = POLICY
-) -> tuple[dict[int, BatchAnswer], dict[int, list[torch.Tensor]]]:
+) -> tuple[dict[int, GenerationResult], dict[int, list[torch.Tensor]]]:
     """Answers, and the logits of each of their tokens."""
-    answers: dict[int, BatchAnswer] = {}
+    answers: dict[int, GenerationResult] = {}
     seen: dict[int, list[torch.Tensor]] = {}
 
     def choose(row: PagedRow, logits: torch.Tensor) -> int:
@@ -65,7 +66,7 @@ def _answers(
 def _astray(
     loaded: LoadedModel,
     rows: list[BatchRequest],
-    answers: dict[int, BatchAnswer],
+    answers: dict[int, GenerationResult],
     seen: dict[int, list[torch.Tensor]],
     beyond: float = 0.1,
 ) -> float:

@@ -35,9 +35,10 @@ from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import DevicePipeline
 from engine.runtime.batch.pipeline.layer_experts import sites_of
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine import on_devices
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.single_streams import Alone
@@ -129,7 +130,7 @@ def test_rows_go_on_after_giving_way(
     tokens: int,
     stops: list[int],
 ) -> None:
-    answers: dict[int, BatchAnswer] = {}
+    answers: dict[int, GenerationResult] = {}
     policy = BatchPolicy(rows=8, kv_bytes=2**22, sweep_tokens=tokens, micro_batch_rows=rows, schedule=schedule)
     executor, source = BatchExecutor(on_card, policy), iter(_rows())
     chat = Alone(on_card)
@@ -186,7 +187,7 @@ def test_rows_are_kept_when_attention_fails(
     monkeypatch.setattr(DevicePipeline, name, attend)
     answers: dict[int, tuple[int, ...]] = {}
 
-    def take(answer: BatchAnswer) -> None:
+    def take(answer: GenerationResult) -> None:
         answers[answer.row] = answer.token_ids
 
     executor, source = BatchExecutor(on_card, _policy(schedule)), iter(_rows())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.common.config import SamplingParams
-from engine.runtime.decode.beam_search import BeamResult, beam_search
+from engine.runtime.decode.beam_search import BeamResult, beam_search, over
 from engine.runtime.decode.generation import drained
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
@@ -31,6 +31,10 @@ class WithoutCache:
             row.append(token)
         logits: torch.Tensor = self._model(input_ids=torch.tensor(self._rows), use_cache=False).logits[:, -1]
         return logits
+
+
+def searched(model: Any, first: torch.Tensor, **how: Any) -> BeamResult:
+    return drained(over(model, beam_search(first, end_ids=NO_END, **how), first.device))
 
 
 @pytest.mark.parametrize("width", [2, 4, 8])
@@ -78,7 +82,7 @@ def test_caches_follow_their_beams(family: str) -> None:
     with torch.inference_mode():
         first = loaded.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[:, -1]
         plain = WithoutCache(loaded.model, PROMPT, 3)
-        expected = drained(beam_search(first, plain, width=3, max_tokens=10, end_ids=NO_END))
+        expected = searched(plain, first, width=3, max_tokens=10)
     assert list(result.token_ids) == expected.ids
 
 
@@ -90,7 +94,7 @@ def test_more_beams_than_there_are_tokens() -> None:
         def step(self, tokens: torch.Tensor) -> torch.Tensor:
             return torch.tensor([[0.0, 1.0]]).expand(len(tokens), -1)
 
-    result = drained(beam_search(torch.tensor([[0.0, 1.0]]), Constant(), width=8, max_tokens=3, end_ids=NO_END))
+    result = searched(Constant(), torch.tensor([[0.0, 1.0]]), width=8, max_tokens=3)
     assert result.ids == [1, 1, 1]
 
 
@@ -132,7 +136,7 @@ def test_the_score_is_the_mean_log_probability() -> None:
     with torch.inference_mode():
         first = loaded.model(input_ids=torch.tensor([PROMPT]), use_cache=False).logits[:, -1]
         plain = WithoutCache(loaded.model, PROMPT, 4)
-        found: BeamResult = drained(beam_search(first, plain, width=4, max_tokens=6, end_ids=NO_END))
+        found = searched(plain, first, width=4, max_tokens=6)
         logits = loaded.model(input_ids=torch.tensor([[*PROMPT, *found.ids]]), use_cache=False).logits[0]
     log_probs = logits.log_softmax(-1)[len(PROMPT) - 1 : -1]
     mean = float(log_probs.gather(-1, torch.tensor(found.ids)[:, None]).mean())

@@ -18,6 +18,7 @@ from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import prove_blocks
 from engine.kernels.gpu.stored import CardKernels
 from engine.kernels.interface import ExpertMath
+from engine.kernels.native import linear
 from engine.kernels.repack import Blocks, unpacked
 from engine.kernels.torch_experts import TorchExperts
 from engine.runtime.load import binding as device_binding
@@ -141,8 +142,8 @@ def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Car
     share_misses(monkeypatch)
     if request.param != "its kernels":
         return None
-    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
-    monkeypatch.setattr(dense, "SMALLEST", 256)
+    monkeypatch.setattr("engine.runtime.load.forms.is_held_quantised", lambda place: True)
+    monkeypatch.setattr(linear, "SMALLEST", 256)
     found = replace(emulated_kernels(), most_few=4)
     # The CPU's experts, which lie in RAM of their own, are computed as before.
     in_ram = lambda layer: getattr(layer, "name", "slots") != "slots"  # noqa: E731

@@ -10,6 +10,8 @@ import torch
 from engine.devices.memory_budget import MemoryCategory
 from engine.kernels import dense
 from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.native import linear
+from engine.kernels.native.linear import formats_of_linears
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.on_devices import MIB, PROMPT, memory_use, opened
 from tests.engine.tiny_families import tiny_checkpoint
@@ -20,8 +22,8 @@ FAMILIES = ("qwen3_moe", "gpt_oss", "deepseek_v3")
 @pytest.fixture(autouse=True)
 def as_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     """The emulated device is taken for one that holds linear layers quantised; tiny layers are taken for large ones."""
-    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
-    monkeypatch.setattr(dense, "SMALLEST", 256)
+    monkeypatch.setattr("engine.runtime.load.forms.is_held_quantised", lambda place: True)
+    monkeypatch.setattr(linear, "SMALLEST", 256)
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
 
 
@@ -79,6 +81,6 @@ def test_sizes_of_a_tied_head(tmp_path: Path) -> None:
     head.weight = embedding.weight = torch.nn.Parameter(torch.zeros(320, 64, dtype=torch.bfloat16))
     model.head, model.embedding = head, embedding
     model.get_output_embeddings, model.get_input_embeddings = lambda: head, lambda: embedding
-    sizes = dense.quantised_sizes(model, "int4", {"embedding.weight": 320 * 64 * 2})
+    sizes = dense.quantised_sizes(model, formats_of_linears(model, "int4"), {"embedding.weight": 320 * 64 * 2})
     # The embedding stays, and the head, never less than int8, comes on top.
     assert sizes == {"embedding.weight": 320 * 64 * 2, "head.tiles": 320 * 64 + 320 * 2 * 2}

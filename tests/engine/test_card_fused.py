@@ -23,7 +23,7 @@ from engine.kernels.gpu.layers import CardLayer
 from engine.kernels.gpu.norms import CardNorm
 from engine.kernels.gpu.rotations import rotary_of
 from engine.kernels.gpu.routers import CardRouter, router_of
-from engine.runtime.load.on_cards import speed_up_on_cards
+from engine.runtime.load.binding import speed_up_on_cards
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
 from tests.engine.tiny_families import tiny_model

@@ -12,6 +12,7 @@ from engine.kernels.cuda.products import CudaProducts
 from engine.kernels.gpu.joined import JoinedLinears, can_join
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.stored import CardKernels
+from engine.kernels.native import linear
 from engine.kernels.quantise import quantise
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 
@@ -89,11 +90,16 @@ def test_layers_of_a_model_are_joined_where_a_card_has_kernels(
     has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on_card, card = kernels()
-    monkeypatch.setattr(dense, "SMALLEST", 256)
+    monkeypatch.setattr(linear, "SMALLEST", 256)
     monkeypatch.setattr(dense, "kernels_of", lambda place: on_card if has_kernels else None)
     model = torch.nn.ModuleDict({"0": _Attention(), "1": _Attention()})
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    assert dense.quantise_on_cards(model, "int8", lambda name: CPU, None) == 8
+    formats = linear.formats_of_linears(model, "int8")
+    assert len(formats) == 8
+    modules = dict(model.named_modules())
+    dense.quantise_on_cards(
+        model, formats, lambda name: quantise(modules[name].weight, formats[name]), lambda name: CPU
+    )
     x = torch.randn(1, 1, 64).bfloat16()
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear):

@@ -22,7 +22,7 @@ from engine.kernels.gpu.pages import PageTable
 from engine.kernels.native.paged_attention import KvType
 from engine.kernels.quantise import quantise
 from engine.runtime.decode import tabled_attention
-from engine.runtime.load.on_cards import speed_up_on_cards
+from engine.runtime.load.binding import speed_up_on_cards
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model

@@ -23,6 +23,7 @@ from engine.kernels.cuda.step_time import FUSED_OF_TOKEN, FUSED_OTHERS, QWEN3_30
 from engine.kernels.gpu import angles, latents, norms, rotations, routers
 from engine.kernels.gpu.attention_proof import ProvenAttention
 from engine.kernels.gpu.stored import CardKernels
+from engine.kernels.native import linear
 from engine.planner.costs import STEP_LAUNCHES
 from engine.runtime.decode import tabled_attention
 from engine.runtime.decode.graphs import GraphedSteps
@@ -75,8 +76,8 @@ def on_emulated_cards(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     products = CudaProducts(card)
     found = CardKernels(products, products.most_visits, None)
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
-    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
-    monkeypatch.setattr(dense, "SMALLEST", 256)
+    monkeypatch.setattr("engine.runtime.load.forms.is_held_quantised", lambda place: True)
+    monkeypatch.setattr(linear, "SMALLEST", 256)
     for module in (kernels, dense):
         monkeypatch.setattr(module, "kernels_of", lambda place: found)
     attention = CudaAttention(card)

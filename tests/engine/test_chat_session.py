@@ -17,6 +17,8 @@ from engine.runtime.decode.generation import ignore_progress
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint, tiny_model
@@ -102,12 +104,14 @@ def test_streamed_text_is_the_text(loaded: LoadedModel) -> None:
         pieces.append(text)
         counts.append(tokens)
 
-    result = Alone(loaded).generate(
-        QUESTION,
-        SamplingParams(max_tokens=30),
+    request = BatchRequest(
+        0,
+        tuple(QUESTION),
+        sampling=SamplingParams(max_tokens=30),
         on_text=on_text,
         on_progress=lambda done, total: progress.append((done, total)),
     )
+    result = Scheduler(loaded).answer(request)
     kept = [index for index in result.token_ids if index != loaded.tokenizer.eos_token_id]
     assert "".join(pieces) == result.text == loaded.tokenizer.decode(kept, skip_special_tokens=True)
     assert counts == sorted(counts)

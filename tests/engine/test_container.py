@@ -24,16 +24,15 @@ from engine.experts.container import (
     part_path,
     reopen,
 )
-from engine.experts.direct_file import bytes_of
 from engine.experts.record import RECORD_ALIGNMENT, RecordLayout
 from tests.engine.made_up_records import (
     LARGE,
     SMALL,
     contents_of,
+    disk_of,
     flip,
     place_of,
     random_records,
-    ranges_of,
     write_records,
 )
 
@@ -56,15 +55,13 @@ def refusal(path: Path, wanted: Contents = CONTENTS) -> str:
 
 def damaged_in(path: Path, contents: Contents) -> list[tuple[int, int]]:
     """The records that are not what was written."""
-    found, ranges = [], ranges_of(path, contents)
-    for layer, spec in enumerate(contents.tensors):
-        for expert in range(spec.num_experts):
-            record = torch.empty(spec.layout.nbytes, dtype=torch.uint8)
-            ranges.fill(layer, expert * spec.layout.nbytes, bytes_of(record))
-            if not ranges.is_intact(layer, expert, record):
-                found.append((layer, expert))
-    ranges.close()
-    return found
+    with disk_of(path, contents) as disk:
+        return [
+            (layer, expert)
+            for layer, spec in enumerate(contents.tensors)
+            for expert in range(spec.num_experts)
+            if disk.read(layer, expert, torch.empty(spec.layout.nbytes, dtype=torch.uint8)).exception(60)
+        ]
 
 
 @pytest.mark.parametrize("checksum", sorted(CHECKSUMS))
@@ -72,13 +69,11 @@ def damaged_in(path: Path, contents: Contents) -> list[tuple[int, int]]:
 def test_what_is_written_is_read(direct: bool, checksum: str, tmp_path: Path) -> None:
     contents = contents_of([(6, SMALL), (4, LARGE)], checksum)
     records = write_records(tmp_path / "a.gguf", contents, direct=direct)
-    ranges = ranges_of(tmp_path / "a.gguf", contents, direct=direct)
-    for layer, made in enumerate(records):
-        there = torch.empty_like(made)
-        ranges.fill(layer, 0, bytes_of(there))
-        assert torch.equal(there, made)
-        assert all(ranges.is_intact(layer, expert, record) for expert, record in enumerate(there))
-    ranges.close()
+    with disk_of(tmp_path / "a.gguf", contents, direct=direct) as disk:
+        for layer, made in enumerate(records):
+            there = torch.empty_like(made)
+            disk.read(layer, 0, there).result(60)
+            assert torch.equal(there, made)
 
 
 def test_others_read_it_too_and_no_one_takes_it_for_a_model(file: Path) -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,6 @@ from engine.experts.bank import ExpertBank
 from engine.experts.container import ContainerWriter, part_path
 from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
-from engine.experts.ranges import RecordRanges
 from engine.kernels.native import linear
 from engine.runtime.load import conversion as conversion_module
 from engine.runtime.load.checkpoint import read_headers
@@ -34,6 +34,7 @@ from engine.runtime.load.conversion import Conversion, Converted, convert, made_
 from engine.runtime.load.library_models import quiet_library
 from engine.runtime.load.records import RecordMaker
 from engine.runtime.load.tensor_reader import TensorReader
+from tests.engine.conversions import conversion_of
 from tests.engine.made_up_records import CPU
 from tests.engine.test_checkpoint_layouts import _set_quantization, _to_fp8
 from tests.engine.tiny_families import tiny_checkpoint
@@ -54,7 +55,7 @@ def mixtral(tmp_path: Path) -> Path:
 
 def opened(folder: Path, precision: str = "int4", *, linears: bool = False) -> Conversion:
     with torch.no_grad(), quiet_library():
-        return Conversion.of(read_headers(folder, precision), precision, linears=linears)
+        return conversion_of(read_headers(folder, precision), precision, linears=linears)
 
 
 def converted(source: Conversion, path: Path, **options: object) -> Converted:
@@ -75,6 +76,11 @@ def in_memory(source: Conversion) -> ExpertBank:
     return bank
 
 
+def disk_over(there: Converted, source: Conversion, **options: Any) -> DiskTier:
+    container = there.container
+    return DiskTier(source.sites, [container.parts(site.name) for site in source.sites], container, **options)
+
+
 def assert_holds(path: Path, source: Conversion) -> None:
     """The file has the same bytes as a bank in memory, part by part, and zeros between."""
     expected, loaded = in_memory(source), ExpertBank(CPU)
@@ -82,8 +88,7 @@ def assert_holds(path: Path, source: Conversion) -> None:
     assert not there.made
     specs = there.container.entries.keys()
     assert list(specs) == [site.name for site in source.sites] + list(source.linears)
-    layers = source.contents.tensors[: len(source.sites)]
-    with DiskTier(RecordRanges.of(there.container, layers), readers=2) as disk:
+    with disk_over(there, source) as disk:
         load_prepared(disk, loaded, _nothing)
     for name, layer in expected.layers.items():
         for part in layer.layout.parts:
@@ -145,6 +150,7 @@ from engine.experts import container, direct_file
 from engine.kernels.native import linear
 from engine.runtime.load.checkpoint import read_headers
 from engine.runtime.load import conversion
+from tests.engine.conversions import conversion_of
 linear.SMALLEST, left = 256, int(sys.argv[3])
 def counted(real):
     def call(*arguments, **options):
@@ -162,7 +168,7 @@ container.os.replace = counted(os.replace)
 container._TOGETHER = 1
 with torch.no_grad():
     found = read_headers(Path(sys.argv[1]), "int4")
-source = conversion.Conversion.of(found, "int4", linears=False)
+source = conversion_of(found, "int4")
 done = conversion.convert(source, lambda *_: None, lambda: False, path=Path(sys.argv[2]))
 print(done.resumed_bytes)
 """
@@ -341,9 +347,7 @@ def test_reading_repairs_by_itself(
         change_weights(mixtral)
     layers = source.contents.tensors[: len(source.sites)]
     record = torch.empty(layers[2].layout.nbytes, dtype=torch.uint8)
-    with DiskTier(
-        RecordRanges.of(there.container, layers), repair=lambda layer, expert: source.record(layers[layer].name, expert)
-    ) as disk:
+    with disk_over(there, source, repair=lambda layer, expert: source.record(layers[layer].name, expert)) as disk:
         read = disk.read(2, 1, record)
         if changed:
             with pytest.raises(EngineError, match=r"Expert 1 of .* is damaged"):

@@ -14,6 +14,7 @@ from engine.experts.dispatcher import HybridExperts
 from engine.kernels import dense
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
+from engine.kernels.native import linear as native_linear
 from engine.runtime.loaded_model import LoadedModel
 from tests.engine.emulated_cuda_card import emulated_kernels, needs_compiler
 from tests.engine.on_devices import MIB, PROMPT, opened, share_misses
@@ -38,8 +39,8 @@ def test_logits_are_those_of_torch(
     monkeypatch.setenv("SWITCHYARD_NATIVE", "0")
     share_misses(monkeypatch)
     # The emulated device is taken for one that holds linear layers quantised; tiny layers are taken for large ones.
-    monkeypatch.setattr("engine.runtime.load.plan.is_held_quantised", lambda place: True)
-    monkeypatch.setattr(dense, "SMALLEST", 256)
+    monkeypatch.setattr("engine.runtime.load.forms.is_held_quantised", lambda place: True)
+    monkeypatch.setattr(native_linear, "SMALLEST", 256)
     folder = tiny_checkpoint(family, tmp_path / family)
     options = {"precision": precision, "cache_slots": slots, "vram_bytes": 64 * MIB}
     with opened(folder, **options) as model:

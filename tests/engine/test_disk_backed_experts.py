@@ -11,22 +11,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.errors import EngineError
-from engine.experts.disk_backed import DiskBackedBank, ReadAhead
-from engine.experts.disk_tier import DiskTier
 from engine.experts.executor import ExpertExecutor
 from engine.experts.ram_tier import RamTier
-from engine.experts.record_source import LentSlots, TierRecords
 from engine.kernels.native.experts import MAX_TOKENS
 from tests.engine.made_up_records import (
     LARGE,
     SMALL,
     contents_of,
+    disk_of,
     flip,
     place_of,
     random_records,
-    ranges_of,
     write_records,
 )
+from tests.engine.ram_tier_parts import arrived
 
 LAYERS = 4
 CONTENTS = contents_of([(8, SMALL), (8, SMALL), (3, LARGE), (8, SMALL)])
@@ -68,24 +66,17 @@ class Model:
     """All layers over one tier."""
 
     def __init__(self, path: Path, slots: int) -> None:
-        self.disk = DiskTier(ranges_of(path, CONTENTS), readers=3)
+        self.disk = disk_of(path, CONTENTS, readers=3)
         self.tier = RamTier(self.disk, budget_of(slots), at_least=1, policy="lru")
         self.listener = Listener()
-        ahead = ReadAhead(self.tier, [layer.num_experts for layer in CONTENTS.tensors])
         self.kernels = [Kernel(self.tier, layer) for layer in range(LAYERS)]
-        lent = LentSlots(self.tier)
         self.layers = [
-            ExpertExecutor(
-                TierRecords(lent, layer, CONTENTS.tensors[layer].num_experts, kernel),
-                layer,
-                self.listener,
-                ahead=ahead,
-            )
+            ExpertExecutor(self.tier.source(layer, kernel), layer, self.listener, ahead=self.tier)
             for layer, kernel in enumerate(self.kernels)
         ]
 
     def close(self) -> None:
-        DiskBackedBank(self.disk, self.tier).close()
+        self.tier.close()
 
 
 def budget_of(slots: int) -> int:
@@ -143,14 +134,14 @@ def test_any_steps_with_any_slots(path: Path, slots: int, steps: list[tuple[int,
                 check(model, layer, tokens, seed + step)
         counters = model.tier.counters
         assert counters.failures == 0
-        assert all(not group.pool._pins for group in model.tier._distinct)
+        assert all(not group.pool._pins for group in model.tier._groups.values())
     finally:
         model.close()
 
 
 def test_a_prompt_reads_the_next_layer_ahead_and_leaves_decoding_its_experts(model: Model) -> None:
     for layer in (3, 0):
-        model.tier.acquire(layer, [0]).wait()  # in use, as it were, by decoding
+        arrived(model.tier.acquire(layer, [0]))  # in use, as it were, by decoding
     tokens = torch.randn(40, HIDDEN)
     index = torch.arange(40)[:, None] % 8
     for layer in (0, 1):
@@ -182,7 +173,7 @@ def test_a_step_that_fails_gives_all_slots_back(tmp_path: Path) -> None:
         for tokens in (1, 40):
             with pytest.raises(EngineError, match="Expert 5"):
                 model.layers[0](torch.randn(tokens, HIDDEN), torch.arange(8).expand(tokens, 8), torch.ones(tokens, 8))
-        assert all(not group.pool._pins for group in model.tier._distinct)
+        assert all(not group.pool._pins for group in model.tier._groups.values())
         check(model, 1, 3, 0)
     finally:
         model.close()
@@ -190,9 +181,7 @@ def test_a_step_that_fails_gives_all_slots_back(tmp_path: Path) -> None:
 
 def test_repairs_are_reported(tmp_path: Path) -> None:
     write_records(tmp_path / "b.gguf", CONTENTS)
-    with DiskTier(ranges_of(tmp_path / "b.gguf", CONTENTS)) as disk, RamTier(disk, budget_of(8)) as tier:
-        bank = DiskBackedBank(disk, tier)
-        assert bank.notes == []
+    with disk_of(tmp_path / "b.gguf", CONTENTS) as disk, RamTier(disk, budget_of(8)) as tier:
+        assert not tier.note
         disk.records_repaired = 2
-        assert bank.notes == [disk.note]
-        tier.close()
+        assert tier.note == disk.note

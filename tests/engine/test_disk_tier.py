@@ -15,17 +15,16 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
 from engine.experts.bank import ExpertBank
 from engine.experts.direct_file import DirectFile
-from engine.experts.disk_tier import DiskTier
 from engine.experts.record import allocate_records
 from tests.engine.made_up_records import (
     CPU,
     LARGE,
     SMALL,
     contents_of,
+    disk_of,
     flip,
     place_of,
     random_records,
-    ranges_of,
     write_records,
 )
 
@@ -52,7 +51,7 @@ def test_many_reads_at_once(
     records = write_records(tmp_path / "a.gguf", CONTENTS)
     wanted = [(layer, expert) for layer, spec in enumerate(CONTENTS.tensors) for expert in range(spec.num_experts)] * 3
     random.Random(1).shuffle(wanted)
-    with DiskTier(ranges_of(tmp_path / "a.gguf", CONTENTS, direct=direct), readers=4) as disk:
+    with disk_of(tmp_path / "a.gguf", CONTENTS, direct=direct, readers=4) as disk:
         places = []
         for layer, _ in wanted:
             size = CONTENTS.tensors[layer].layout.nbytes
@@ -77,7 +76,7 @@ def test_whole_layers(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     records = write_records(tmp_path / "b.gguf", CONTENTS)
     told: list[tuple[int, int]] = []
     bank = ExpertBank(CPU)
-    with DiskTier(ranges_of(path, CONTENTS)) as disk:
+    with disk_of(path, CONTENTS) as disk:
         load_prepared(disk, bank, lambda *figures: told.append(figures))
         assert disk.records_read == 40
     for layer, made in zip(bank.layers.values(), records, strict=True):
@@ -90,13 +89,13 @@ def test_loading_can_be_stopped(path: Path) -> None:
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
-    with DiskTier(ranges_of(path, CONTENTS)) as disk, pytest.raises(KeyboardInterrupt):
+    with disk_of(path, CONTENTS) as disk, pytest.raises(KeyboardInterrupt):
         load_prepared(disk, ExpertBank(CPU), stop)
 
 
 def test_a_flipped_bit_is_found_and_named(path: Path) -> None:
     flip(path, place_of(CONTENTS, 1, 3) + 17)
-    with DiskTier(ranges_of(path, CONTENTS)) as disk:
+    with disk_of(path, CONTENTS) as disk:
         read = disk.read(1, 3, one(1))
         with pytest.raises(EngineError, match=r"Expert 3 of layers\.1\.experts"):
             read.result(60)
@@ -118,7 +117,7 @@ def test_many_who_meet_the_same_damage_have_it_repaired_once(path: Path) -> None
         calls.append((layer, expert))
         return good
 
-    with DiskTier(ranges_of(path, CONTENTS), repair=repair) as disk:
+    with disk_of(path, CONTENTS, repair=repair) as disk:
         places = [one(1) for _ in range(20)]
         for read in [disk.read(1, 3, place) for place in places]:
             read.result(60)
@@ -142,9 +141,9 @@ def test_what_the_disk_cannot_read_is_written_anew(path: Path, pieces: int, monk
         return good[expert]
 
     monkeypatch.setattr(DirectFile, "read_into", fail)
-    with DiskTier(ranges_of(path, CONTENTS)) as disk, pytest.raises(EngineError, match="cannot be read"):
+    with disk_of(path, CONTENTS) as disk, pytest.raises(EngineError, match="cannot be read"):
         disk.read(1, 3, one(1)).result(60)
-    with DiskTier(ranges_of(path, CONTENTS), repair=repair) as disk:
+    with disk_of(path, CONTENTS, repair=repair) as disk:
         layer = allocate_records(8, LARGE, CPU)
         for read in disk.read_all(1, layer):
             read.result(60)
@@ -159,7 +158,7 @@ def test_a_repair_that_fails_is_told(path: Path) -> None:
     def repair(layer: int, expert: int) -> torch.Tensor:
         raise EngineError(ErrorCode.CHECKPOINT_DAMAGED, "The model is gone.")
 
-    with DiskTier(ranges_of(path, CONTENTS), repair=repair) as disk:
+    with disk_of(path, CONTENTS, repair=repair) as disk:
         with pytest.raises(EngineError, match="is damaged") as caught:
             disk.read(0, 0, one(0)).result(60)
         assert isinstance(caught.value.__cause__, EngineError)
@@ -167,7 +166,7 @@ def test_a_repair_that_fails_is_told(path: Path) -> None:
 
 
 def test_a_file_that_becomes_shorter_under_us(path: Path) -> None:
-    with DiskTier(ranges_of(path, CONTENTS)) as disk:
+    with disk_of(path, CONTENTS) as disk:
         os.truncate(path, place_of(CONTENTS, 2, 8))
         disk.read(2, 7, one(2)).result(60)
         for expert in (8, 15):
@@ -178,13 +177,13 @@ def test_a_file_that_becomes_shorter_under_us(path: Path) -> None:
 
 @pytest.mark.skipif(os.name != "posix", reason="an open file cannot be deleted here")
 def test_a_file_that_is_deleted_under_us_is_still_read(path: Path) -> None:
-    with DiskTier(ranges_of(path, CONTENTS)) as disk:
+    with disk_of(path, CONTENTS) as disk:
         path.unlink()
         disk.read(1, 1, one(1)).result(60)
 
 
 def test_what_is_no_expert_is_refused(path: Path) -> None:
-    with DiskTier(ranges_of(path, CONTENTS)) as disk:
+    with disk_of(path, CONTENTS) as disk:
         for layer, expert, place in ((0, 16, one(0)), (0, -1, one(0)), (0, 0, one(0)[1:])):
             with pytest.raises(ValueError, match="are not experts"):
                 disk.read(layer, expert, place)
@@ -194,7 +193,7 @@ def test_what_is_no_expert_is_refused(path: Path) -> None:
 def test_closing_ends_every_read_and_every_thread(path: Path) -> None:
     open_files = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else None
     before = threading.active_count()
-    disk = DiskTier(ranges_of(path, CONTENTS), readers=2)
+    disk = disk_of(path, CONTENTS, readers=2)
     reads = [disk.read(1, expert % 8, one(1)) for expert in range(200)]
     disk.close()
     disk.close()
@@ -237,13 +236,13 @@ def test_where_direct_access_is_refused_it_reads_as_others_do(path: Path, monkey
             patch.setattr(os, "open", stand_in)
             if stand_in is remember:
                 patch.setattr(os, "preadv", refuse_to_read)
-            with DiskTier(ranges_of(path, CONTENTS), readers=1) as disk:
+            with disk_of(path, CONTENTS, readers=1) as disk:
                 assert not disk.is_direct
                 disk.read(1, 0, one(1)).result(60)
 
 
 def test_a_direct_read_that_is_refused_later_goes_on_as_others_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with DiskTier(ranges_of(path, CONTENTS), readers=1) as disk:
+    with disk_of(path, CONTENTS, readers=1) as disk:
         really_read, refused = os.preadv, list[int]()
 
         def refuse_once(descriptor: int, buffers: object, offset: int) -> int:

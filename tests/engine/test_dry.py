@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.common.config import SamplingParams
-from engine.runtime.decode.beam_search import decode_beams
+from engine.runtime.decode.beam_search import decode_beams, over
 from engine.runtime.decode.dry import Breakers, DryPenalty, _known_breakers, breakers_of
 from engine.runtime.decode.generation import drained
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence
@@ -325,27 +325,15 @@ class _Looping:
     def reorder(self, sources: torch.Tensor) -> None:
         """It remembers nothing."""
 
-    def beams(self, _width: int) -> _Looping:
-        return self
-
 
 @pytest.mark.parametrize("multiplier", [0.0, 2.0])
 def test_beams_are_penalised_by_their_own_tokens(multiplier: float) -> None:
     model: Any = _Looping()
     sampling = SamplingParams(beams=2, max_tokens=24, dry_multiplier=multiplier, dry_breakers=())
     limits = AnswerLimits.within(99, sampling, NO_IDS, ())
-    said = drained(
-        decode_beams(
-            model.logits(torch.tensor([[3]])),
-            model,
-            sampling,
-            limits,
-            [],
-            tiny_tokenizer(),
-            lambda _text, _count: None,
-            lambda: False,
-        )
-    )
+    first = model.logits(torch.tensor([[3]]))
+    search = decode_beams(first, sampling, limits, [], tiny_tokenizer(), lambda _text, _count: None, lambda: False)
+    said = drained(over(model, search, first.device))
     assert (said.ids == [0, 1, 2, 3] * 6) == (multiplier == 0)
 
 

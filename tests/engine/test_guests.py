@@ -22,7 +22,7 @@ from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import SLICE_S, Times
 from tests.engine.loaded_tiny import NO_END, random_prompt
@@ -76,7 +76,7 @@ class Job:
         self.rows = [
             request_of(tuple(random_prompt(prompt, seed=n)), most, number=n) for n, (prompt, most) in enumerate(lengths)
         ]
-        self.answers = dict[int, BatchAnswer]()
+        self.answers = dict[int, GenerationResult]()
         self._scheduler, self._policy = scheduler, policy
         self.thread = threading.Thread(target=self._run)
         self.thread.start()
@@ -89,7 +89,7 @@ class Job:
         place.run(iter(self.rows), self._take, lambda: False, lambda: False)
         place.close()
 
-    def _take(self, answer: BatchAnswer) -> None:
+    def _take(self, answer: GenerationResult) -> None:
         assert answer.row not in self.answers
         self.answers[answer.row] = answer
 
@@ -156,7 +156,7 @@ def beside_a_job(
     assert together is not None
     assert (together.pool.held, together.below) == (0, [])
     scheduler.close()
-    together.pool.elsewhere = 0
+    together.pool.elsewhere = int
     assert together.pool.reserve(together.pool.capacity)
     assert len(job.answers) == len(rows)
     return job, watched.guests

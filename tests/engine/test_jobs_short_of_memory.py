@@ -15,10 +15,11 @@ from engine.devices.memory_budget import MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.planner.schedules import HYBRID, KLOTSKI, Schedule
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END
 from tests.engine.on_devices import MIB, NEW_TOKENS, PROMPT, Reference, reference
 
@@ -77,7 +78,7 @@ def rows(on_text: Callable[[str, int], None] = lambda _text, _count: None) -> It
     )
 
 
-def assert_right(answers: list[BatchAnswer], expected: Reference) -> None:
+def assert_right(answers: list[GenerationResult], expected: Reference) -> None:
     assert [answer.error for answer in answers] == [None] * ROWS
     assert [list(answer.token_ids) for answer in answers] == [expected.first] * ROWS
 
@@ -88,7 +89,7 @@ def test_rows_are_answered_in_what_is_left(
     expected: Reference, monkeypatch: pytest.MonkeyPatch, schedule: Schedule, after: int
 ) -> None:
     with opened(expected, monkeypatch) as loaded, answering(loaded, schedule) as (executor, batch):
-        answers, tokens = list[BatchAnswer](), [0]
+        answers, tokens = list[GenerationResult](), [0]
 
         def wrote(_text: str, _count: int) -> None:
             tokens[0] += 1
@@ -116,7 +117,7 @@ def test_where_one_row_alone_has_no_room_the_rows_wait_for_the_others_to_leave(
     expected: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with opened(expected, monkeypatch) as loaded, answering(loaded, None) as (executor, _batch):
-        answers, source = list[BatchAnswer](), rows()
+        answers, source = list[GenerationResult](), rows()
         take_all_but(loaded, 0)
         with pytest.raises(EngineError, match="not even one row has room") as raised:
             executor.run(source, answers.append)

@@ -27,7 +27,7 @@ from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.on_devices import chatting, opened
@@ -206,7 +206,7 @@ def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
     quick.kept = kept = KeptPrefixes(ROOT, 2**26)
     scheduler = Scheduler(quick)
     ask(scheduler, A[:180])
-    lane, answers = scheduler._job_lane(replace(POLICY, kv_type=quick.kv_type))[0], dict[int, BatchAnswer]()
+    lane, answers = scheduler._job_lane(replace(POLICY, kv_type=quick.kv_type))[0], dict[int, GenerationResult]()
     prompts = [[*A[:150], *random_prompt(20, seed=seed)] for seed in range(3)]
     rows = [
         BatchRequest(n, ids=tuple(prompt), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
@@ -219,7 +219,7 @@ def test_rows_of_a_file_find_what_chats_left(quick: LoadedModel) -> None:
     scheduler.close()
     for number, prompt in enumerate(prompts):
         assert_same_but_for_a_near_tie(quick, prompt, answers[number].token_ids, fresh(quick, prompt))
-        assert answers[number].shared_tokens >= 128
+        assert answers[number].reused_tokens >= 128
     assert kept.ram_bytes == before
     kept.close()
     quick.kept = None

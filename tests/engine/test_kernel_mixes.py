@@ -13,9 +13,10 @@ from engine.kernels.interface import ExpertMath
 from engine.kernels.native.choice import FEW, MANY, USES, _Work, apply, choose
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
-from engine.kernels.native.linear import QuantisedLinear, quantise_linears, speed_up_linears
+from engine.kernels.native.linear import QuantisedLinear, speed_up_linears
 from engine.kernels.native.prompt_attention import attend_prompt
 from engine.kernels.torch_experts import TorchExperts
+from tests.engine.conversions import quantise_linears
 from tests.engine.native_isas import isas, kernels_of
 from tests.engine.test_quantised_experts import KINDS, PRECISIONS, _layer, _module
 

@@ -10,6 +10,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,13 +30,14 @@ from engine.hardware.surroundings import _IN_USE
 from engine.kernels.native.library import usable_isas
 from engine.planner.placement import NotEnoughRamError
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.load import model as loading
 from engine.runtime.load.plan import Plan
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.test_planned_memory import stored_model
 from tests.engine.tiny_families import tiny_checkpoint
@@ -91,7 +93,7 @@ def in_memory(stream: LayerStream) -> int:
     mincore, total = ctypes.CDLL(None).mincore, 0
     for opened in stream._files.values():
         pages = (ctypes.c_ubyte * -(-opened.nbytes // PAGE))()
-        address = ctypes.addressof(ctypes.c_char.from_buffer(opened.mapped.memory))
+        address = ctypes.addressof(ctypes.c_char.from_buffer(opened.memory))
         assert not mincore(ctypes.c_void_p(address), ctypes.c_size_t(opened.nbytes), pages)
         total += PAGE * sum(page & 1 for page in pages)
     return total
@@ -122,7 +124,7 @@ def test_whatever_the_order_no_more_is_there_than_two_layers(file: Path, order: 
     try:
         for layer in [*range(start), *order]:
             stream.enter(layer)  # those beyond the last are held, and need nothing
-            assert len(stream._window) <= 2
+            assert len(stream._coming) <= 2
             for entry in layers_of(file).get(layer, ()):
                 found = stream.view(entry)
                 assert found is not None
@@ -132,16 +134,10 @@ def test_whatever_the_order_no_more_is_there_than_two_layers(file: Path, order: 
 
 
 def test_a_layer_that_follows_is_read_meanwhile(stream: LayerStream) -> None:
-    stream.enter(0)
-    with stream._changed:
-        assert stream._changed.wait_for(lambda: 1 in stream._there, 20)
-    stream.enter(LAYERS + 3)  # which is held: the first one may go, for the third
-    with stream._changed:
-        assert stream._changed.wait_for(lambda: {1, 2} <= stream._there, 20)
-        assert stream._window == [1, 2]
-    stream.enter(LAYERS - 1)
-    with stream._changed:
-        assert stream._changed.wait_for(lambda: stream._window == [LAYERS - 1, 0], 20)
+    for entered, there in ((0, [0, 1]), (LAYERS + 3, [1, 2]), (LAYERS - 1, [LAYERS - 1, 0])):
+        stream.enter(entered)  # the second is held: the first one may go, for the third
+        assert list(stream._coming) == there
+        assert not wait(stream._coming.values(), 20).not_done
 
 
 def test_a_file_that_becomes_shorter_ends_the_request_and_not_the_process(stream: LayerStream, file: Path) -> None:
@@ -166,7 +162,7 @@ def test_a_disk_that_fails_is_told(stream: LayerStream, file: Path, monkeypatch:
         raise OSError(5, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(stream._files[file].mapped, "bring", fails)
+        patch.setattr(stream._files[file], "bring", fails)
         with pytest.raises(EngineError, match=r"Input/output error\): check the disk"):
             through(stream, 1)
     through(stream, 0)  # it is back
@@ -241,7 +237,7 @@ def answers(loaded: LoadedModel) -> tuple[torch.Tensor, list[int], list[list[int
     """Logits, greedy tokens, and those of rows of a file."""
     with torch.inference_mode():
         logits = loaded.model(input_ids=torch.tensor([PROMPT, PROMPT[::-1]])).logits
-    rows: dict[int, BatchAnswer] = {}
+    rows: dict[int, GenerationResult] = {}
     asked = [
         BatchRequest(row, ids=tuple(random_prompt(n, seed=row)), sampling=SamplingParams(max_tokens=4), end_ids=NO_END)
         for row, n in enumerate((1, 40, 33, 70, 12))

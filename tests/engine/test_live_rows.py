@@ -14,10 +14,10 @@ from engine.common.errors import ErrorCode
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.generation import ChanceLog
+from engine.runtime.decode.generation import ChanceLog, GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor, ContinuousBatch
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
 
@@ -54,7 +54,7 @@ def test_rows_that_step_aside_are_answered_as_if_alone(
     mixtral: LoadedModel, rows: list[tuple[int, int, int, int]], pages: int, seed: int
 ) -> None:
     """(prompt, answer, tokens before it is cancelled or 0, prompt's seed): every row ends once, no page is lost."""
-    executor, answers, watched = _small(mixtral, pages), dict[int, BatchAnswer](), dict[int, list[int]]()
+    executor, answers, watched = _small(mixtral, pages), dict[int, GenerationResult](), dict[int, list[int]]()
 
     def request(number: int, prompt: int, most: int, cancel_after: int, text: int) -> BatchRequest:
         watched[number] = []
@@ -69,7 +69,7 @@ def test_rows_that_step_aside_are_answered_as_if_alone(
 
     requests = [request(number, *row) for number, row in enumerate(rows)]
 
-    def take(answer: BatchAnswer) -> None:
+    def take(answer: GenerationResult) -> None:
         assert answer.row not in answers
         answers[answer.row] = answer
 
@@ -102,7 +102,7 @@ def test_rows_do_step_aside(mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatc
     aside = list[int]()
     step = PagedRow.step_aside
     monkeypatch.setattr(PagedRow, "step_aside", lambda row: (aside.append(row.request.row), step(row))[1])
-    executor, answers = _small(mixtral, 6), dict[int, BatchAnswer]()
+    executor, answers = _small(mixtral, 6), dict[int, GenerationResult]()
     rows = [
         BatchRequest(n, ids=tuple(random_prompt(20, seed=n)), sampling=SamplingParams(max_tokens=60), end_ids=NO_END)
         for n in range(3)
@@ -110,15 +110,15 @@ def test_rows_do_step_aside(mixtral: LoadedModel, monkeypatch: pytest.MonkeyPatc
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
     assert aside
-    assert not any(answer.shared_tokens for answer in answers.values())  # what a row reads again is its own
+    assert not any(answer.reused_tokens for answer in answers.values())  # what a row reads again is its own
     assert 0 not in aside  # the oldest never does
     assert all(len(answer.token_ids) == 60 for answer in answers.values())
 
 
 def test_the_next_turn_shares_the_pages_of_the_answer_before(mixtral: LoadedModel) -> None:
-    executor, answers = BatchExecutor(mixtral, POLICY), dict[int, BatchAnswer]()
+    executor, answers = BatchExecutor(mixtral, POLICY), dict[int, GenerationResult]()
 
-    def ask(number: int, ids: list[int]) -> BatchAnswer:
+    def ask(number: int, ids: list[int]) -> GenerationResult:
         row = BatchRequest(number, ids=tuple(ids), sampling=SamplingParams(max_tokens=40), end_ids=NO_END)
         executor.run(iter([row]), lambda answer: answers.__setitem__(answer.row, answer))
         return answers[number]
@@ -129,7 +129,7 @@ def test_the_next_turn_shares_the_pages_of_the_answer_before(mixtral: LoadedMode
     second = ask(1, turn)
     executor.close()
     # The answer's last token was never read.
-    assert second.shared_tokens == (30 + 39) // PAGE_TOKENS * PAGE_TOKENS
+    assert second.reused_tokens == (30 + 39) // PAGE_TOKENS * PAGE_TOKENS
     alone = Alone(mixtral).generate_from_ids(turn, SamplingParams(max_tokens=40), end_ids=NO_END)
     assert second.token_ids == alone.token_ids
 
@@ -151,7 +151,7 @@ def test_a_source_may_pause_and_go_on(mixtral: LoadedModel) -> None:
             ids = tuple(random_prompt(5, seed=self.asked))
             return BatchRequest(self.asked, ids=ids, sampling=SamplingParams(max_tokens=9), end_ids=NO_END)
 
-    executor, answers = BatchExecutor(mixtral, POLICY), dict[int, BatchAnswer]()
+    executor, answers = BatchExecutor(mixtral, POLICY), dict[int, GenerationResult]()
     executor.run(Arriving(), lambda answer: answers.__setitem__(answer.row, answer))
     assert set(answers) == {1, 4}
     assert _batch(executor).most_rows == 2

@@ -15,7 +15,8 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native import build
 from engine.kernels.native.library import load_kernels
-from engine.kernels.native.linear import QuantisedLinear, quantise_linears
+from engine.kernels.native.linear import QuantisedLinear
+from tests.engine.conversions import quantise_linears
 from tests.engine.native_isas import isas
 from tests.engine.native_programs import FOLDER, HEADERS, run_program
 from tests.engine.single_streams import Alone

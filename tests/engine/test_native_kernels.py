@@ -20,9 +20,10 @@ from engine.formats.tiles import dequantise
 from engine.kernels.interface import ExpertMath
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts, can_compute
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels
-from engine.kernels.native.linear import QuantisedLinear, quantise_linears, speed_up_linears
+from engine.kernels.native.linear import QuantisedLinear, speed_up_linears
 from engine.kernels.reference import reference_experts
 from engine.kernels.torch_experts import TorchExperts
+from tests.engine.conversions import quantise_linears
 from tests.engine.native_isas import isas, kernels_of
 
 _ISAS = isas()

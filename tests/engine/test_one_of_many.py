@@ -19,6 +19,7 @@ from engine.devices.failures import is_fault_of_device
 from engine.jobs.rows import BatchOutcome, RowAnswer, never
 from engine.runtime.batch.model_rows import ModelRows
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sampling import make_chooser, penalise_repetition
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation
@@ -26,7 +27,7 @@ from engine.runtime.decode.split_answer import SplitAnswer
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.live import LiveRows
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
 
@@ -182,7 +183,7 @@ def expected(mixtral: LoadedModel) -> dict[int, tuple[int, ...]]:
 def test_four_streams_beside_one_in_which_something_goes_wrong(
     mixtral: LoadedModel, expected: dict[int, tuple[int, ...]], step: str, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, answers = LiveRows(mixtral), dict[int, BatchAnswer]()
+    rows, answers = LiveRows(mixtral), dict[int, GenerationResult]()
     requests = [_request(number) for number in range(5)]
     requests[place] = _poisoned(place, step, monkeypatch)
     rows.run(iter(requests), lambda answer: answers.__setitem__(answer.row, answer))
@@ -200,7 +201,7 @@ def test_four_streams_beside_one_in_which_something_goes_wrong(
 def test_alone_with_the_model(
     mixtral: LoadedModel, expected: dict[int, tuple[int, ...]], step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, answers = LiveRows(mixtral), dict[int, BatchAnswer]()
+    rows, answers = LiveRows(mixtral), dict[int, GenerationResult]()
     for request in (_request(1), _poisoned(0, step, monkeypatch), _request(2)):
         rows.run(iter([request]), lambda answer: answers.__setitem__(answer.row, answer))
     _check_error(answers[0].error, step)
@@ -221,14 +222,14 @@ def test_rows_of_a_job(
     if way == "one by one":
         monkeypatch.setattr("engine.runtime.schedule.executor.why_not_packed", lambda _model: "it is not")
     policy = BatchPolicy(rows=5, kv_bytes=2**22, sweep_tokens=30, micro_batch_tokens=25)
-    executor, answers = BatchExecutor(mixtral, policy), dict[int, BatchAnswer]()
+    executor, answers = BatchExecutor(mixtral, policy), dict[int, GenerationResult]()
     requests = [_request(number) for number in range(6)]
     requests[2] = _poisoned(2, step, monkeypatch)
     outcome = executor.run(iter(requests), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
     assert outcome is BatchOutcome.FINISHED
     _check_error(answers[2].error, step)
-    assert answers[2].finish_reason == "failed"
+    assert answers[2].error is not None
     assert {n: answer.token_ids for n, answer in answers.items() if n != 2} == {
         n: tokens for n, tokens in expected.items() if n != 2
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.kernels.native.paged_attention import PAGE_TOKENS
-from engine.runtime.kv.pages import PagePool, pages_for
+from engine.runtime.kv.pages import Discard, PageKind, PagePool, pages_for
 from engine.runtime.schedule.row import PagedRow
 
 _BEGINNINGS = [[1] * length for length in (1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3)]
@@ -26,6 +27,7 @@ class _Row:
 
     row: PagedRow
     ids: list[int]
+    kind: int
     waits: bool = False
     """Whether it has no pages reserved, and must not take any."""
 
@@ -39,7 +41,21 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         self.alive: list[_Row] = []
         self.forks: list[dict[int, list[int]]] = []
         self.held: dict[int, list[int]] = {}
-        """Page -> all tokens up to its last one, as they were written."""
+        """Page -> all tokens up to its last one, as they were written, and in which of the ways."""
+
+        def discarding() -> Discard:
+            def discard(pages: Sequence[int]) -> None:
+                for page in pages:
+                    assert page not in self._uses()
+                    self.held.pop(page, None)
+
+            return discard
+
+        self.kinds = [
+            PageKind(discard=discarding()),
+            PageKind(b"other", 1, discarding()),
+            PageKind(b"wider", 2, discarding()),
+        ]
 
     @precondition(lambda self: len(self.alive) < 6)
     @rule(
@@ -47,15 +63,16 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         rest=st.lists(st.integers(1, 3), min_size=1, max_size=PAGE_TOKENS + 2),
         most=st.integers(1, PAGE_TOKENS),
         ahead=st.one_of(st.none(), st.integers(1, PAGE_TOKENS)),
+        kind=st.integers(0, 2),
     )
-    def begin(self, beginning: list[int], rest: list[int], most: int, ahead: int | None) -> None:
+    def begin(self, beginning: list[int], rest: list[int], most: int, ahead: int | None, kind: int) -> None:
         ids: list[int] = []
         prompt = [*beginning, *rest]
         request: Any = SimpleNamespace(row=0, chat="", on_reused=None)
         sequence: Any = SimpleNamespace(ids=ids)
-        row = PagedRow(request, prompt, sequence, most, self.pool, ahead)
+        row = PagedRow(request, prompt, sequence, most, self.pool, ahead, 0.0, self.kinds[kind])
         if row.reserve():
-            self.alive.append(_Row(row, ids))
+            self.alive.append(_Row(row, ids, kind))
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 5), most=st.integers(1, 3 * PAGE_TOKENS), copies=st.booleans())
@@ -141,16 +158,22 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         for page in self.forks.pop(which % len(self.forks)):
             self.pool.release(page)
 
-    @rule(pages=st.integers(1, 3))
-    def grow(self, pages: int) -> None:
-        self.pool.grow(pages)
+    @rule(kind=st.integers(1, 2))
+    def leave(self, kind: int) -> None:
+        """The memory of one kind goes, once nobody has any of it."""
+        in_use = {tokens[0] // 100 for fork in self.forks for tokens in fork.values()}
+        if kind in in_use or any(mine.kind == kind for mine in self.alive):
+            return
+        self.pool.leave(self.kinds[kind])
+        for page in [page for page, tokens in self.held.items() if tokens and tokens[0] // 100 == kind]:
+            del self.held[page]
 
     @rule(most=st.integers(1, 4))
     def give_memory_back(self, most: int) -> None:
         held = self._uses()
         for page in self.pool.give_back(most):
             assert page not in held
-            self.held.pop(page, None)
+            assert page not in self.held
 
     @rule()
     def forget(self) -> None:
@@ -161,7 +184,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         for mine in self.alive if hasattr(self, "pool") else ():
             tokens = mine.row.read
             for place, page in enumerate(mine.row.pages.tolist()[: pages_for(len(tokens))]):
-                wanted = tokens[: (place + 1) * PAGE_TOKENS]
+                wanted = self._as(mine, tokens[: (place + 1) * PAGE_TOKENS])
                 assert self.held[page][: len(wanted)] == wanted
         for fork in getattr(self, "forks", ()):
             assert all(self.held[page] == tokens for page, tokens in fork.items())
@@ -187,6 +210,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         for page in chain.from_iterable(getattr(self, "forks", ())):
             self.pool.release(page)
         if hasattr(self, "pool"):
+            self.alive, self.forks = [], []
             assert (self.pool.held, self.pool.in_use) == (0, 0)
             assert self.pool.reserve(self.pool.capacity)  # none is lost
             assert len({self.pool.take() for _ in range(self.pool.capacity)}) == self.pool.capacity
@@ -198,6 +222,9 @@ class PagesInAnyOrder(RuleBasedStateMachine):
 
     def _of(self, which: int) -> _Row:
         return self.alive[which % len(self.alive)]
+
+    def _as(self, mine: _Row, tokens: list[int]) -> list[int]:
+        return [100 * mine.kind + token for token in tokens]
 
     def _is_full(self, mine: _Row) -> bool:
         return pages_for(mine.row.held + 1) > len(mine.row._table)
@@ -211,7 +238,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         for place in range(begin, begin + tokens):
             page, slot = pages[place // PAGE_TOKENS], place % PAGE_TOKENS
             assert self._uses()[page] == 1, "a page is written to while somebody else holds it"
-            so_far = [*before, *new[: place - begin + 1]]
+            so_far = self._as(mine, [*before, *new[: place - begin + 1]])
             assert slot == 0 or self.held[page] == so_far[:-1]
             self.held[page] = so_far
         row.has_read(tokens)

@@ -142,7 +142,7 @@ def assert_built(plan: Plan, loaded: LoadedModel, path: Path) -> None:
     assert (loaded.devices is not None) == bool(placed.devices)
     held = loaded.bank.nbytes if loaded.bank is not None else 0
     planned_nbytes = sum(site.nbytes for site in plan.resident)
-    if plan.in_place and plan.in_whole_files:  # where records are not padded to pages
+    if plan.forms.in_place and plan.in_whole_files:  # where records are not padded to pages
         padding = sum(end - begin for site in plan.resident for begin, end in site.num_experts * site.layout.padding)
         assert held == planned_nbytes - padding
     else:
@@ -161,7 +161,7 @@ def assert_built(plan: Plan, loaded: LoadedModel, path: Path) -> None:
         experts = used[MemoryCategory.EXPERTS] + used[MemoryCategory.STAGING]
         slot = max((site.layout.nbytes for site in plan.sites), default=0)
         assert experts == pytest.approx(device.experts + device.staging, rel=0.05, abs=slot)
-    elif not plan.in_place and placed.precision in ("int8", "int4", STORED):
+    elif not plan.forms.in_place and placed.precision in ("int8", "int4", STORED):
         assert info.weights_bytes <= 1.02 * placed.ram.dense + 8192  # until they are quantised they take more
     else:
         assert info.weights_bytes == pytest.approx(placed.ram.dense, rel=0.02, abs=8192)

@@ -19,6 +19,7 @@ from engine.formats import LADDER, STORED, careful
 from engine.hardware.machine import CpuProfile, GpuProfile, HardwareProfile, LinkProfile
 from engine.kernels.dense import quantised_sizes
 from engine.kernels.native.build import library_path
+from engine.kernels.native.linear import formats_of_linears
 from engine.planner.costs import engine_costs
 from engine.planner.engine_memory import dense_on_card, engine_memory, sizes_of
 from engine.planner.placement import Budgets, NotEnoughRamError, Placement, Sizes, resolve
@@ -159,7 +160,8 @@ def test_dense_weights_on_a_real_card(folder: Path, precision: str, tied: bool) 
     shape = replace(shape, other_weights=shape.other_weights - (shape.vocabulary * shape.hidden if tied else 0))
     experts = {name for name, _ in model.named_parameters() if ".experts." in name}
     sizes = {name: value.nbytes for name, value in model.named_parameters() if name not in experts}
-    held = quantised_sizes(model, careful(precision, shape.total_weights), sizes)
+    formats = formats_of_linears(model, careful(precision, shape.total_weights))
+    held = quantised_sizes(model, formats, sizes)
     gpu = GpuProfile("a card", 2**30, 1e12, 1e11)
     costs = engine_costs(replace(machine(64), gpu=gpu), shape, precision, 1)
     assert dense_on_card(costs) == pytest.approx(sum(held.values()), rel=0.05)

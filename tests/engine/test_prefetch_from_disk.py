@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.experts.disk_tier import DiskTier
 from engine.experts.latency import LatencyModel
 from engine.experts.prediction.prefetcher import make_prefetcher
 from engine.experts.prediction.target import over_disk, over_link
 from engine.experts.ram_tier import RamTier
 from engine.experts.vram_cache import VramCounters
-from tests.engine.made_up_records import LARGE, SMALL, contents_of, random_records, ranges_of, write_records
+from tests.engine.made_up_records import LARGE, SMALL, contents_of, disk_of, random_records, write_records
+from tests.engine.ram_tier_parts import arrived
 from tests.engine.slots_in_time import PlantedRoutes
 
 LAYERS, EXPERTS, WIDTH = 5, 12, 2
@@ -26,7 +26,7 @@ def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> No
     write_records(tmp_path / "a.gguf", contents)
     records = random_records(contents)
     with (
-        DiskTier(ranges_of(tmp_path / "a.gguf", contents), readers=2) as disk,
+        disk_of(tmp_path / "a.gguf", contents, readers=2) as disk,
         RamTier(disk, int(contents.nbytes * share), at_least=2 * WIDTH) as tier,
     ):
         prefetcher = make_prefetcher(
@@ -42,11 +42,11 @@ def test_experts_are_read_ahead(choice: str, share: float, tmp_path: Path) -> No
         for _ in range(120):
             for layer, experts in enumerate(routes.step()):
                 held = tier.acquire(layer, experts)
-                held.wait()
+                arrived(held)
                 prefetcher.observe(layer, experts)
-                for expert, slot in held.slots.items():
-                    assert torch.equal(tier.slots(layer).records[slot], records[layer][expert])
-                tier.release(held)
+                for expert in held.rows:
+                    assert torch.equal(held.record(expert), records[layer][expert])
+                held.release()
         report, counters = prefetcher.report(), tier.counters
         prefetcher.close()
     assert counters.prefetched == report.prefetched
@@ -60,7 +60,7 @@ def test_layers_of_two_layouts_do_not_take_each_others_slots(tmp_path: Path) -> 
     contents = contents_of([(EXPERTS, SMALL), (EXPERTS, LARGE), (EXPERTS, SMALL), (EXPERTS, LARGE)])
     write_records(tmp_path / "a.gguf", contents)
     with (
-        DiskTier(ranges_of(tmp_path / "a.gguf", contents), readers=2) as disk,
+        disk_of(tmp_path / "a.gguf", contents, readers=2) as disk,
         RamTier(disk, contents.nbytes // 2, at_least=WIDTH) as tier,
     ):
         prefetcher = make_prefetcher(
@@ -77,9 +77,9 @@ def test_layers_of_two_layouts_do_not_take_each_others_slots(tmp_path: Path) -> 
         for _ in range(60):
             for layer, experts in enumerate(routes.step()):
                 held = tier.acquire(layer, experts)
-                held.wait()
+                arrived(held)
                 prefetcher.observe(layer, experts)
-                tier.release(held)
+                held.release()
         assert prefetcher.report().used > 0
 
 

@@ -12,10 +12,10 @@ from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import allocate_records
 from engine.kernels.native.build import library_path
 from engine.runtime.load.checkpoint import read_headers
-from engine.runtime.load.conversion import Conversion
 from engine.runtime.load.model import load_model
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.loaded_model import LoadedModel
+from tests.engine.conversions import conversion_of
 from tests.engine.single_streams import Alone
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -75,7 +75,7 @@ def test_what_is_converted_holds_the_same_bytes(precision: str, tmp_path: Path) 
         assert loaded.bank is not None
         with torch.no_grad():
             found = read_headers(path, precision)
-        source = Conversion.of(found, precision, linears=False, kernels=loaded.kernels)
+        source = conversion_of(found, precision, kernels=loaded.kernels)
         layers = list(loaded.bank.layers.values())
         assert source.contents.precision == precision
         assert [spec.layout for spec in source.contents.tensors] == [layer.layout for layer in layers]

@@ -20,21 +20,20 @@ from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.activations import Activations
 from engine.experts.container import ContainerWriter, Contents
-from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatcher import DECODE_TOKENS, HybridExperts
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import MIXED, modes
 from engine.experts.prediction.target import Place, VramPrefetch
-from engine.experts.ram_tier import Acquired, RamTier
+from engine.experts.ram_tier import RamTier
 from engine.experts.record import LayerSpec
-from engine.experts.record_source import Arrivals, Held, LentSlots, TierRecords
+from engine.experts.record_source import Arrivals, Held
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.reference import reference_experts
 from tests.engine.hybrid_layers import EVEN, EXPERTS, KINDS, LAYERS, routing
-from tests.engine.made_up_records import LARGE, SMALL, ranges_of
+from tests.engine.made_up_records import LARGE, SMALL, disk_of
 from tests.engine.ram_tier_parts import RECORDS, HeldDisk, make_tier
 from tests.engine.test_expert_kernels import layer_of
 
@@ -73,8 +72,7 @@ class SourceMachine(RuleBasedStateMachine):
     def begin(self, policy: str) -> None:
         self.disk = HeldDisk()
         self.tier = make_tier(self.disk, policy=policy)
-        self.lent = LentSlots(self.tier)
-        self.sources = {layer: TierRecords(self.lent, layer, 6, _no_kernel) for layer in self.LAYERS}
+        self.sources = {layer: self.tier.source(layer, _no_kernel) for layer in self.LAYERS}
         self.device = open_emulated(DeviceProfile("tiny", "for tests", 2**21, 50.0, 50.0, 0.0))
         self.held: list[tuple[int, Held]] = []
         self.copies: list[_Copy] = []
@@ -83,7 +81,7 @@ class SourceMachine(RuleBasedStateMachine):
     @rule(layer=st.sampled_from(LAYERS), experts=st.sets(st.integers(0, 5), min_size=1, max_size=4))
     def acquire(self, layer: int, experts: set[int]) -> None:
         # It never waits: in this machine reads end when they are told to.
-        held = self.sources[layer].acquire_ahead(sorted(experts))
+        held = self.sources[layer].acquire(sorted(experts), waits=False)
         assert set(held.rows) | set(held.left) == experts
         self.held.append((layer, held))
 
@@ -123,6 +121,12 @@ class SourceMachine(RuleBasedStateMachine):
     def prefetch(self, layer: int, expert: int, dead: set[int]) -> None:
         self.sources[layer].prefetch([expert], [(layer, one) for one in dead])
 
+    @rule(small=st.integers(0, 14), large=st.integers(0, 4))
+    def resize(self, small: int, large: int) -> None:
+        now = self.tier.resize(small * SMALL.nbytes + large * LARGE.nbytes)
+        assert now == self.tier.nbytes
+        assert self.tier.filled_nbytes <= now
+
     @precondition(lambda self: self.disk.waiting)
     @rule(data=st.data(), fails=st.booleans())
     def end_read(self, data: st.DataObject, fails: bool) -> None:
@@ -151,9 +155,9 @@ class SourceMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.gate is None)
     @rule()
     def wait_for_copies(self) -> None:
-        before = len(self.lent)
+        before = len(self.tier.lent)
         assert self.sources[0].wait_for_copies() == bool(before)
-        assert len(self.lent) < max(before, 1)
+        assert len(self.tier.lent) < max(before, 1)
 
     @invariant()
     def what_is_held_or_read_is_itself(self) -> None:
@@ -176,14 +180,14 @@ class SourceMachine(RuleBasedStateMachine):
             self.gate.set()
         for _, held in self.held:
             held.release()
-        while self.lent:
-            self.lent.wait()
+        while self.tier.wait_for_copies():
+            pass
         for read in list(self.disk.waiting):
             self.disk.end(read)
         # Nothing is pinned any more: every slot can be had.
         for layer in self.LAYERS:
             room = self.tier.capacity(layer)
-            assert len(self.sources[layer].acquire_ahead(range(6)).rows) == min(room, 6)
+            assert len(self.sources[layer].acquire(range(6), waits=False).rows) == min(room, 6)
             break
         for read in list(self.disk.waiting):
             self.disk.end(read)
@@ -209,12 +213,12 @@ def test_experts_come_once_each_and_are_let_go(
     """Those in RAM first, and no more at a time than there are slots; whatever fails, nothing stays held."""
     disk = HeldDisk()
     tier = make_tier(disk, slots * SMALL.nbytes + LARGE.nbytes, at_least=1)
-    source = TierRecords(LentSlots(tier), 0, 6, _no_kernel)
+    source = tier.source(0, _no_kernel)
     there = sorted(present)[: tier.capacity(0)]
-    tier.acquire(0, there)
+    before = tier.acquire(0, there)
     for read in list(disk.waiting):
         disk.end(read)
-    tier.release(Acquired(0, dict.fromkeys(there, 0)))
+    before.release()
 
     def read_some() -> None:
         for read in list(disk.waiting[:at_once]):
@@ -240,7 +244,7 @@ def test_experts_come_once_each_and_are_let_go(
         assert not set(arrivals.read) & set(first)
     for read in list(disk.waiting):
         disk.end(read)
-    assert not any(group.pool._pins for group in tier._distinct)
+    assert not any(group.pool._pins for group in tier._groups.values())
     tier.close()
 
 
@@ -260,15 +264,12 @@ class OnDisk:
             for layer, bank in enumerate(banks):
                 writer.write(layer, bank.records, lambda count: None)
             writer.finish()
-        self.disk = DiskTier(ranges_of(path, contents, direct=False), readers=2)
+        self.disk = disk_of(path, contents, direct=False, readers=2)
         self.tier = RamTier(self.disk, ram * layout.nbytes, at_least=1)
-        self.lent = LentSlots(self.tier)
         self.cache = VramCache(device, layout, layers=LAYERS, experts=EXPERTS, slots=slots, staging=2)
         self.activations = Activations(device)
         latency = LatencyModel("test", layout.nbytes, *EVEN, layout.nbytes / 2e-4)
-        self.sources = [
-            TierRecords(self.lent, layer, EXPERTS, self.kernel(self.tier.slots(layer))) for layer in range(LAYERS)
-        ]
+        self.sources = [self.tier.source(layer, self.kernel(self.tier.slots(layer))) for layer in range(LAYERS)]
         self.layers = [
             HybridExperts(self.cache, layer, source, self.kernel, latency, self.activations, mode)
             for layer, source in enumerate(self.sources)
@@ -286,7 +287,6 @@ class OnDisk:
     def close(self) -> None:
         self.cache.close()
         self.activations.close()
-        self.disk.close()
         self.tier.close()
 
 
@@ -322,8 +322,8 @@ def test_three_tiers_equal_the_reference(
                 tiers.check(layer, routing(generator, count, width))
                 target.prefetch((layer + 1) % LAYERS, [seed % EXPERTS, 1], [(layer, 0), (layer, 1)])
         tiers.cache.wait()
-        tiers.lent.settle()
-        assert len(tiers.lent) == 0
+        tiers.tier.settle()
+        assert not tiers.tier.lent
         counters = tiers.cache.counters
         assert counters.misses == counters.on_cpu + counters.fetched
     finally:
@@ -339,7 +339,7 @@ def test_copies_for_later_do_not_hold_up_a_step_that_needs_their_slots(device: D
         for _ in range(6):
             for layer in range(LAYERS):
                 tiers.check(layer, routing(generator, 1, 3))
-        assert len(tiers.lent) == 1, "one slot of four may be kept"
+        assert len(tiers.tier.lent) == 1, "one slot of four may be kept"
     finally:
         gate.set()
         tiers.close()
@@ -363,7 +363,7 @@ def test_a_damaged_record_is_one_error_and_nothing_stays_held(device: Device, tm
                 tiers.layers[0](hidden, torch.tensor([[0, 2, 1]]), weights)
         tiers.check(0, (hidden, torch.tensor([[0, 2, 1]]), weights))
         tiers.cache.wait()
-        tiers.lent.settle()
+        tiers.tier.settle()
         held = tiers.sources[1].acquire([0, 1, 2, 3])
         assert len(held.rows) == 4
         held.release()

@@ -19,13 +19,14 @@ from engine.kernels.native.build import library_path
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.batch.row_prefixes import LeftCaches
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Preparation
+from engine.runtime.schedule.request import BatchRequest, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
@@ -87,10 +88,10 @@ def test_rows_that_are_interrupted_and_short_of_memory_are_as_alone(loaded: Load
     assert model.pages_beside is not None
     # Room for two of the longest.
     batch = ContinuousBatch(model, policy, most_pages=2 * (4 + model.pages_beside))
-    answers = dict[int, BatchAnswer]()
+    answers = dict[int, GenerationResult]()
     prepared, chat = Preparation(loaded).rows(iter(rows), pytest.fail, never), Alone(loaded)
 
-    def take(answer: BatchAnswer) -> None:
+    def take(answer: GenerationResult) -> None:
         answers[answer.row] = answer
 
     with torch.inference_mode():
@@ -109,7 +110,7 @@ def test_chats_and_the_rows_of_a_file_are_as_alone(loaded: LoadedModel) -> None:
     chats = [_asked(chance, number, beginnings) for number in range(4)]
     rows = [_asked(chance, number, beginnings) for number in range(4)]
     scheduler, executor = Scheduler(loaded), BatchExecutor(loaded, POLICY)
-    said, answers = dict[int, object](), dict[int, BatchAnswer]()
+    said, answers = dict[int, object](), dict[int, GenerationResult]()
     coming = list(chats)
 
     def arrive() -> bool:
@@ -140,24 +141,24 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
         )
         for n in range(6)
     ]
-    executor, answers = BatchExecutor(loaded, POLICY), dict[int, BatchAnswer]()
+    executor, answers = BatchExecutor(loaded, POLICY), dict[int, GenerationResult]()
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
     assert {row: answer.token_ids for row, answer in answers.items()} == {row.row: _alone(loaded, row) for row in rows}
-    shared = sorted(answer.shared_tokens for answer in answers.values())
+    shared = sorted(answer.reused_tokens for answer in answers.values())
     assert shared[0] == 0
     assert all(80 <= tokens <= 86 for tokens in shared[1:])
 
 
 def test_what_a_chat_has_read_is_there_for_its_next_turn(loaded: LoadedModel) -> None:
-    executor, answers = BatchExecutor(loaded, POLICY), list[BatchAnswer]()
+    executor, answers = BatchExecutor(loaded, POLICY), list[GenerationResult]()
     first = BatchRequest(0, ids=tuple(random_prompt(50)), sampling=SamplingParams(max_tokens=8), end_ids=NO_END)
     executor.run(iter([first]), answers.append)
     turn = (*first.ids, *answers[0].token_ids, *random_prompt(7, seed=3))
     second = BatchRequest(1, ids=turn, sampling=SamplingParams(max_tokens=4), end_ids=NO_END)
     executor.run(iter([second]), answers.append)
     executor.close()
-    assert answers[1].shared_tokens == 57  # the last token of an answer is never read
+    assert answers[1].reused_tokens == 57  # the last token of an answer is never read
     assert answers[1].token_ids == _alone(loaded, second)
 
 

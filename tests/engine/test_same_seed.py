@@ -12,11 +12,12 @@ import torch
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.kernels.native.build import library_path
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.live import LiveRows
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.schedule.request import BatchRequest
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.single_streams import Alone
@@ -52,7 +53,7 @@ def _request(ids: Sequence[int], seed: int | None, number: int = 0, tokens: int 
     return BatchRequest(number, ids=tuple(ids), sampling=sampling, end_ids=NO_END, chat=CHAT)
 
 
-def _take(answers: dict[int, BatchAnswer], answer: BatchAnswer) -> None:
+def _take(answers: dict[int, GenerationResult], answer: GenerationResult) -> None:
     answers[answer.row] = answer
 
 
@@ -101,7 +102,7 @@ def test_in_company(loaded: LoadedModel) -> None:
         expected[number] = alone.answer(_request(prompts[number], number, tokens=TOKENS + 40)).token_ids
     alone.clear()
     for company in (2, 8, 12) if loaded.info.family == "mixtral" else (10,):
-        rows, answers = LiveRows(loaded), dict[int, BatchAnswer]()
+        rows, answers = LiveRows(loaded), dict[int, GenerationResult]()
         requests = [
             _request(prompts[number], number if number < 8 else None, number, TOKENS + 40 + (number >= 8) * 20)
             for number in sorted(range(company), key=lambda number: number % 5)

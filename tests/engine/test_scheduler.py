@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +14,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
+from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.beam_search import beam_search, over
+from engine.runtime.decode.generation import GenerationResult, drained, ignore_progress
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.decode.step_model import StepModel
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.executor import BatchExecutor
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome
+from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.runtime.schedule.times import Times
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
@@ -114,9 +119,9 @@ def test_chats_and_rows_are_answered_as_if_alone(
         arrive()
         return scheduler.is_due()
 
-    row_list, answers = [Asked(*row) for row in rows], dict[int, BatchAnswer]()
+    row_list, answers = [Asked(*row) for row in rows], dict[int, GenerationResult]()
 
-    def answered(answer: BatchAnswer) -> None:
+    def answered(answer: GenerationResult) -> None:
         assert answer.row not in answers
         answers[answer.row] = answer
 
@@ -134,7 +139,7 @@ def test_chats_and_rows_are_answered_as_if_alone(
         scheduler.serve(arrive)
     executor.close()
     assert (batch.pool.held, len(answers), scheduler.is_busy) == (0, len(rows), False)
-    batch.pool.elsewhere = 0
+    batch.pool.elsewhere = int
     assert batch.pool.reserve(batch.pool.capacity)
     scheduler.close()
     alone = Alone(mixtral)
@@ -198,7 +203,7 @@ def test_what_cannot_be_answered_is_told_and_harms_no_other(
     assert isinstance(ends["alone"], EngineError)
     assert isinstance(ends["together"], GenerationResult)
     with monkeypatch.context() as patched:
-        patched.setattr(ContinuousBatch, "sweep", lambda *args: fails(*args[:3]))
+        patched.setattr(ContinuousBatch, "sweep", lambda batch, *_args: fails(batch, None, 0))
         ask("again", tuple(random_prompt(5)))
         ask("with it", tuple(random_prompt(6)))
         scheduler.serve()
@@ -235,7 +240,7 @@ def test_time_is_shared_evenly_once_everybody_has_begun() -> None:
 native = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
 
 
-@pytest.fixture(scope="module", params=["auto", "int8"])
+@pytest.fixture(scope="module", params=[("qwen3_moe", "auto"), ("qwen3_moe", "int8"), ("deepseek_v3", "auto")])
 def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
     """A model whose steps and sweeps the kernels compute."""
 
@@ -243,8 +248,9 @@ def quick(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
         with torch.no_grad():
             model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
 
-    path: Path = tiny_checkpoint("qwen3_moe", tmp_path_factory.mktemp("moving") / "model", prepare=spread)
-    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=request.param)
+    family, kv_precision = request.param
+    path: Path = tiny_checkpoint(family, tmp_path_factory.mktemp("moving") / "model", prepare=spread)
+    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, kv_precision=kv_precision)
     model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
     yield model
     model.close()
@@ -291,7 +297,93 @@ def test_an_answer_that_gets_company_is_what_it_is_alone(
         end = ends[number]
         assert isinstance(end, GenerationResult)
         assert end.token_ids == Alone(quick).answer(request(number)).token_ids
-    batch = scheduler._together
-    assert batch is not None
-    assert batch.pool.held == 0
+    _is_empty(scheduler)
+
+
+def _is_empty(scheduler: Scheduler) -> None:
+    pool = scheduler._together.pool if scheduler._together is not None else None
+    assert pool is not None
+    assert pool.held == 0
+    assert pool.reserve(pool.capacity)
     scheduler.close()
+
+
+_COMPANY = st.lists(
+    st.tuples(st.integers(1, 70), st.integers(1, 20), st.sampled_from([1, 1, 2, 3, 5, 11])), min_size=2, max_size=4
+)
+
+
+@native
+@settings(max_examples=6, deadline=None)
+@given(company=_COMPANY, pages=st.integers(10, 60))
+def test_beams_are_forks_of_pages_and_share_steps(
+    quick: LoadedModel, company: list[tuple[int, int, int]], pages: int
+) -> None:
+    """Each finds what it finds alone, however many there are and however often they step aside; else it is refused."""
+
+    def request(number: int) -> BatchRequest:
+        prompt, most, beams = company[number]
+        sampling = SamplingParams(max_tokens=most, beams=beams, seed=1)
+        return BatchRequest(0, ids=tuple(random_prompt(prompt, seed=number % 3)), sampling=sampling, end_ids=NO_END)
+
+    scheduler, ends = Scheduler(quick), dict[int, Outcome]()
+    assert scheduler._together is not None
+    scheduler._together.free()
+    policy = scheduler._together._policy
+    model = PackedModel(quick, policy)
+    scheduler._together = ContinuousBatch(model, policy, pages, kept=None, keeps=True, exact=True)
+    for number in range(len(company)):
+        scheduler.submit(request(number), lambda outcome, number=number: ends.__setitem__(number, outcome))  # type: ignore[misc]
+    scheduler.serve()
+    _is_empty(scheduler)
+    for number, (prompt, most, beams) in enumerate(company):
+        end, alone = ends[number], Scheduler(quick)
+        if isinstance(end, EngineError):
+            least = 1 + (prompt + most) // PAGE_TOKENS
+            assert end.code is ErrorCode.NOT_ENOUGH_MEMORY
+            assert least + beams * (2 + most // PAGE_TOKENS) > pages
+            continue
+        assert isinstance(end, GenerationResult)
+        assert end.token_ids == alone.answer(request(number)).token_ids
+        alone.close()
+
+
+class Copies:
+    """Beams with a cache each, of which every step is one alone."""
+
+    def __init__(self, loaded: LoadedModel, prompt: list[int], width: int) -> None:
+        session = KvSession(loaded, guesses=False)
+        self.first, _ = drained(session.read(prompt, ignore_progress, never_cancelled))
+        self._caches, self._held = [copy.deepcopy(session.cache) for _ in range(width)], len(prompt)
+        self._step = StepModel(loaded.model, loaded.context_tokens)
+
+    def reorder(self, sources: torch.Tensor) -> None:
+        self._caches = [copy.deepcopy(self._caches[source]) for source in sources.tolist()]
+
+    def step(self, tokens: torch.Tensor) -> torch.Tensor:
+        each = [
+            self._step(token[None], cache, self._held)[0] for token, cache in zip(tokens, self._caches, strict=True)
+        ]
+        self._held += 1
+        return torch.cat(each)
+
+
+@native
+def test_beams_over_pages_are_sequences_of_their_own(quick: LoadedModel) -> None:
+    lengths = list[int]()
+    for beams in (2, 9):
+        lengths.clear()
+        scheduler, prompt = Scheduler(quick), random_prompt(45)
+        sampling = SamplingParams(max_tokens=40, beams=beams)
+        request = BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=NO_END)
+        found = scheduler.answer(request)
+        with torch.inference_mode():
+            copies = Copies(quick, prompt, beams)
+            search = beam_search(copies.first, width=beams, max_tokens=40, end_ids=NO_END)
+            assert list(found.token_ids) == drained(over(copies, search, copies.first.device)).ids
+        again = scheduler.answer(replace(request, sampling=SamplingParams(max_tokens=3)))
+        assert again.reused_tokens == len(prompt) - 1
+        part = replace(request, on_text=lambda _text, count: lengths.append(count), cancelled=lambda: len(lengths) >= 5)
+        cut = scheduler.answer(part)
+        assert (cut.finish_reason, cut.generated_tokens) == ("cancelled", 5)
+        _is_empty(scheduler)

@@ -19,7 +19,7 @@ from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.continuous_batch import ContinuousBatch
 from engine.runtime.schedule.lane import RowSource
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, random_prompt, tiny_loaded
 from tests.engine.single_streams import Alone
@@ -119,7 +119,7 @@ def test_a_sweep_without_memory_is_tried_again_with_less(
 
 
 def test_rows_of_jobs_step_aside_for_chats(mixtral: LoadedModel) -> None:
-    scheduler, answers, ends = Scheduler(mixtral), dict[int, BatchAnswer](), list[Outcome]()
+    scheduler, answers, ends = Scheduler(mixtral), dict[int, GenerationResult](), list[Outcome]()
     above = scheduler._together = ContinuousBatch(PackedModel(mixtral, POLICY), POLICY, most_pages=8)
     lane, _ = scheduler._job_lane(replace(POLICY, ahead=None, kv_type=mixtral.kv_type))
     assert isinstance(lane, ContinuousBatch)

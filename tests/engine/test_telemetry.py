@@ -201,7 +201,7 @@ def test_reads_from_disk_are_the_banks_to_the_byte(checkpoint: Path) -> None:
     with loaded(checkpoint, "fp32", ram_bytes=least_budget(checkpoint, "fp32")) as model:
         read_before = model.disk_backed.disk.bytes_read
         collection, _ = recorded_chat(model, tokens=20)
-        disk, ram = model.disk_backed.disk, model.disk_backed.ram.counters
+        disk, ram = model.disk_backed.disk, model.disk_backed.counters
         reads = of_lane(collection.spans, DISK)
         assert int(reads["nbytes"].sum()) == disk.bytes_read - read_before == total(collection.steps, "disk_bytes")
         assert len(reads)

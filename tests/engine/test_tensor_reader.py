@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save_file
 
 from engine.checkpoint import packed
-from engine.checkpoint.expert_index import ExpertSource
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.headers import TensorEntry, read_header
 from engine.checkpoint.packed import PackedEntry, RotaryRows
@@ -56,7 +55,7 @@ def test_many_at_once(
         for (entry, place), (name, tensor) in zip(places, tensors.items(), strict=True):
             assert torch.equal(place, tensor), name
             assert torch.equal(reader.read(entry), tensor)
-        rows = [(ExpertSource(entries["t4"], "t4", row), torch.empty(1000, 3).bfloat16()) for row in (1, 0)]
+        rows = [(entries["t4"].row(row), torch.empty(1000, 3).bfloat16()) for row in (1, 0)]
         reader.read_into(rows)
         assert all(torch.equal(place, tensors["t4"][1 - at]) for at, (_, place) in enumerate(rows))
     assert told == sorted(told)
@@ -98,7 +97,7 @@ def test_packed_tensors_are_unpacked(tmp_path: Path, monkeypatch: pytest.MonkeyP
     expected = {name: torch.from_numpy(dequantised(entries[name])) for name in entries}
     with TensorReader(nothing, lambda: False, 1, dtype=torch.float32) as reader:
         assert torch.equal(reader.read(entries["q"]), expected["q"])
-        assert torch.equal(reader.read(ExpertSource(entries["q"], "q", 3)), expected["q"][3:4])
+        assert torch.equal(reader.read(entries["q"].row(3)), expected["q"][3:4])
         assert torch.equal(reader.read(entries["f"]), expected["f"])
         # Heads of four rows: 0, 2 | 1, 3 become 0, 1 | 2, 3.
         assert torch.equal(reader.read(reordered), expected["rows"][[0, 2, 1, 3, 4, 6, 5, 7]])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import random
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,16 +11,15 @@ from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
-from engine.kernels.native.paged_attention import KvType, Piece, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
-from engine.runtime.decode.beam_pages import BeamPages, fill_pages
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.parts import held_parts, parts_of_pages
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from tests.engine.loaded_tiny import random_prompt
 from tests.engine.tiny_families import tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
@@ -49,6 +46,14 @@ PROMPT, END = 250, 262
 def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> LoadedModel:
     config = EngineConfig(str(path), precision=precision, threads=2)
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+
+
+def _fill_pages(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens: int) -> None:
+    numbers = torch.arange(tokens)
+    places, rows = pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
+    for states, paged in zip(cache.layers, layers, strict=True):
+        for target, source in zip(parts_of_pages(paged), held_parts(states), strict=True):
+            target[places, :, rows] = source[:, :tokens].transpose(0, 1)
 
 
 def _steps(loaded: LoadedModel, kind_of_cache: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -149,7 +154,7 @@ def test_rows_over_pages_are_as_each_alone(
         packed.allocate(40)
         places = torch.randperm(40, dtype=torch.int32)
         pages = [places[10 * row : 10 * (row + 1)].contiguous() for row in range(3)]
-        layers = packed.layer_pages()
+        layers = packed.layer_pages
         states = [packed._states.layer_of(layer.self_attn)[1].held for layer in loaded.model.model.layers]
         alone, together = StepModel(loaded.model, 300), TokenStep.of(loaded.model)
         assert together is not None
@@ -166,7 +171,7 @@ def test_rows_over_pages_are_as_each_alone(
                 if is_window and kv_type is not None:
                     assert PagedSteps.of(loaded, layers, [64] * len(layers)) is None
                     return
-                fill_pages(cache, layers, pages[row], length)
+                _fill_pages(cache, layers, pages[row], length)
                 caches.append(cache)
             for step in range(END - PROMPT - 4):
                 at = [length + step for length in lengths]
@@ -178,48 +183,6 @@ def test_rows_over_pages_are_as_each_alone(
                     assert torch.equal(got[row], wanted[0])
     finally:
         packed.close()
-        loaded.close()
-
-
-@pytest.mark.parametrize(
-    ("family", "options", "kv_type"),
-    [
-        ("qwen3_moe", {}, None),
-        ("qwen3_moe", {}, KvType.INT8),
-        ("mixtral", {"sliding_window": 64}, None),
-        ("deepseek_v3", {}, None),
-        ("llama", {}, KvType.FP16),
-    ],
-)
-def test_beams_over_pages_are_sequences_of_their_own(
-    family: str, options: dict[str, Any], kv_type: KvType | None, tmp_path: Path
-) -> None:
-    larger = LARGER if family != "deepseek_v3" else {"hidden_size": 256}
-    loaded = _load(tiny_checkpoint(family, tmp_path, **larger, **options))
-    try:
-        step, ids = StepModel(loaded.model, 300), random_prompt(31)
-        cache = new_cache(loaded.model, 300, kv_type)
-        assert cache is not None
-        with torch.inference_mode():
-            step(torch.tensor([ids]), cache, 0)
-            rows = step.rows_of(3)
-            assert rows is not None
-            assert BeamPages.can_fork(cache, len(ids))
-            beams = BeamPages(rows, cache, len(ids), 3)
-            alone = [copy.deepcopy(cache) for _ in range(3)]
-            chance = random.Random(5)
-            for at in range(len(ids), 62 if options else 150):  # a window that is full orders its tokens otherwise
-                if chance.random() < 0.4:
-                    sources = [chance.randrange(3) for _ in range(3)]
-                    beams.reorder(torch.tensor(sources))
-                    alone = [copy.deepcopy(alone[source]) for source in sources]
-                tokens = [chance.randrange(3, 90) for _ in range(3)]
-                got = beams.step(torch.tensor(tokens)[:, None])
-                for beam, token in enumerate(tokens):
-                    wanted, _ = step(torch.tensor([[token]]), alone[beam], at)
-                    assert torch.equal(got[beam], wanted[0])
-        assert cache.get_seq_length() == len(ids)
-    finally:
         loaded.close()
 
 

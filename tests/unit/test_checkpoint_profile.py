@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from engine.checkpoint.expert_index import PartSources
 from engine.checkpoint.headers import read_header
 from engine.checkpoint.profile import kv_elements_per_token, read_profile, stretched_context
+from engine.runtime.load.library_conversion import PartSources
 from tests.unit.checkpoint_files import header_of, write_config, write_safetensors
 
 MIXTRAL: dict[str, Any] = {
@@ -89,12 +89,11 @@ def test_sources_of_an_expert(tmp_path: Path) -> None:
     each = PartSources("t", 2, {"w1": [entries["x.experts.0.w1.weight"], entries["x.experts.1.w1.weight"]]})
     assert each.is_per_expert
     assert not each.is_fused
-    (source,) = each.of_expert(1)
-    assert (source.entry.key, source.row, source.nbytes) == ("x.experts.1.w1.weight", None, 64)
+    assert each.of_expert(1) == {"w1": entries["x.experts.1.w1.weight"]}
     stack = PartSources("t", 2, {"stack": [entries["stack"]]})
     assert stack.is_fused
-    (source,) = stack.of_expert(1)
-    assert (source.row, source.nbytes, stack.nbytes) == (1, 64, 128)
+    row = stack.of_expert(1)["stack"]
+    assert (row.shape, row.offset - entries["stack"].offset, row.nbytes, stack.nbytes) == ((1, 8, 4), 64, 64, 128)
 
 
 @pytest.mark.parametrize(

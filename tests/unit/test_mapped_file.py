@@ -6,11 +6,13 @@ import mmap
 import os
 import random
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from engine.experts import file_image
+from engine.experts.direct_file import DirectFile
 from engine.experts.file_image import FileImage, MappedFile, dropped_note, map_file
 from engine.hardware.surroundings import _IN_USE
 
@@ -73,13 +75,13 @@ def test_else_it_is_copied(file: Path, monkeypatch: pytest.MonkeyPatch, name: st
 
 def test_an_older_system_copies(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_image, "_POPULATE_READ", 12345)
-    with file.open("rb") as opened:
-        assert map_file(file, opened.fileno(), file.stat().st_size) is None
+    with closing(DirectFile(file)) as opened:
+        assert map_file(opened) is None
 
 
 def test_a_file_that_became_shorter_is_told_and_kills_nobody(file: Path) -> None:
-    with file.open("rb") as opened:
-        mapped = MappedFile(opened.fileno(), file.stat().st_size)
+    with closing(DirectFile(file)) as opened:
+        mapped = MappedFile(opened)
         os.truncate(file, 2**16)
         mapped.read(0, 2**16)
         with pytest.raises(OSError, match=r"\[Errno"):
@@ -87,13 +89,13 @@ def test_a_file_that_became_shorter_is_told_and_kills_nobody(file: Path) -> None
 
 
 def test_what_the_system_dropped_is_told(file: Path) -> None:
-    with file.open("rb") as opened:
-        os.fsync(opened.fileno())
-        mapped = MappedFile(opened.fileno(), file.stat().st_size)
+    with closing(DirectFile(file)) as opened:
+        os.fsync(opened.descriptor)
+        mapped = MappedFile(opened)
         mapped.read(0, file.stat().st_size)
         assert dropped_note() == ""
         mapped.memory.madvise(mmap.MADV_DONTNEED)
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(opened.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         note = dropped_note()
         if not note:
             pytest.skip("this file system drops nothing")

@@ -158,7 +158,7 @@ _ARRAYS = {"int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "I64"}
 
 CONVERTED = "switchyard"
 """The architecture of files of converted weights, which are ours and go with a model (`engine.experts.container`)."""
-_BYTES = BlockType("I8", 24, 1, 1)
+_BYTES = BlockType("I8", "", 24, 1, 1)
 """The type of their tensors: of none that a model is made of."""
 
 

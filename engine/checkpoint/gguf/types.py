@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from engine.formats.ggml import TYPES, BlockType
+from engine.formats.ggml import GGML, TYPES, BlockType
 
 __all__ = ["BLOCK_TYPES", "BY_NAME", "WHOLE", "BlockType", "unread_type"]
 
-WHOLE = BlockType("I32", 26, 1, 4)
+WHOLE = BlockType("I32", "", 26, 1, 4)
 """Of tables that are no weights."""
 BLOCK_TYPES = {each.id: each for each in TYPES}
 """Those of weights, by their number in files."""
-BY_NAME = {each.name: each for each in TYPES}
+BY_NAME = GGML
 """By name."""
 _UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
 _DROPPED = {

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from engine.checkpoint.gguf.types import BLOCK_TYPES
 from engine.formats import FORMATS
-from engine.formats.ggml import GGML
 from engine.kernels.cuda.angles import ANGLES_KERNEL
 from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel
@@ -34,7 +33,7 @@ _KV_TOKENS = 4096
 def all_kernels() -> list[Kernel]:
     """Every kernel that any card may be asked for."""
     on_cards = [each for each in FORMATS.values() if each.on_card]
-    in_blocks = [GGML[each.name] for each in BLOCK_TYPES.values() if each.split is not None]
+    in_blocks = [each for each in BLOCK_TYPES.values() if each.split is not None]
     packed = [*(each for each in on_cards if each.is_tiled), *in_blocks]
     unpacking = [unpack_kernel(each) for each in packed]
     products = [kernel for each in (*on_cards, *in_blocks) for kernel in product_kernels(struct_of(each))]

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from engine.formats import TiledFormat, WeightFormat
-from engine.formats.ggml import BlockFormat
+from engine.formats.ggml import BlockType
 from engine.kernels.activation import Activation
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
@@ -84,7 +84,7 @@ def struct_of(of_weights: WeightFormat, up: WeightFormat | None = None) -> str:
     Args:
         up: of up rows in blocks, if it is another.
     """
-    if isinstance(of_weights, BlockFormat):
+    if isinstance(of_weights, BlockType):
         return f"Blocks<{','.join(dict.fromkeys((of_weights.name, (up or of_weights).name)))}>"
     return TILED.get(of_weights.name) or f"Plain{of_weights.name.title()}"
 

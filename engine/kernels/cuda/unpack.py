@@ -7,7 +7,6 @@ import ctypes
 import torch
 
 from engine.formats import WeightFormat
-from engine.formats.ggml import GGML
 from engine.formats.tiles import TiledMatrix, dequantise
 from engine.kernels.cuda.compiled import Kernel
 from engine.kernels.cuda.launcher import Launcher
@@ -65,5 +64,5 @@ class CudaUnpacker:
         )
         if blocks.rows:
             grid = (-(-blocks.rows * blocks.columns // _RUN // _THREADS), 1, 1)
-            self._card.launch(unpack_kernel(GGML[blocks.kind.name]), grid, arguments)
+            self._card.launch(unpack_kernel(blocks.kind), grid, arguments)
         return out

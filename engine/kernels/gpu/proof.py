@@ -85,7 +85,7 @@ def prove_blocks(device: torch.device, kernels: CardKernels, gate: BlockType, up
     records = [store(each, None, device) for each in matrices]
     record = torch.cat([each for each, _ in records], dim=1)
     up_at = records[0][0].shape[1]
-    matrix = replace(records[0][1], rows=2 * pairs, pairing=Pairing.HALVES, up=GGML[up.name], up_at=up_at)
+    matrix = replace(records[0][1], rows=2 * pairs, pairing=Pairing.HALVES, up=up, up_at=up_at)
     table = RecordTable([record])
     activation = Activation(ActivationKind.SILU, Pairing.HALVES)
     for each, (there, stored) in zip(matrices, records, strict=True):

@@ -13,13 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.formats.ggml import GGML
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.repack import Blocks, Unpack, unpacked
 
 if TYPE_CHECKING:
     from engine.formats import TiledFormat
-    from engine.formats.ggml import BlockFormat
+    from engine.formats.ggml import BlockType
     from engine.kernels.cuda.groups import CudaGroups
     from engine.kernels.cuda.products import CudaProducts
     from engine.kernels.interface import LayerRecords, Upload
@@ -104,14 +103,14 @@ class StoredMatrix:
     rows: int
     columns: int
     dtype: torch.dtype
-    format: TiledFormat | BlockFormat | None
+    format: TiledFormat | BlockType | None
     pairing: Pairing
     weights_at: int
     scales_at: int = -1
     zeros_at: int = -1
     bias_at: int = -1
     table_at: int = -1
-    up: BlockFormat | None = None
+    up: BlockType | None = None
     up_at: int = -1
 
     @property
@@ -152,8 +151,7 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
     Args:
         pairing: of its rows, for a plain matrix; a tiled one has its own, and blocks have the gate's rows first.
     """
-    from engine.kernels.interface import BlockFormat as InBlocks
-    from engine.kernels.interface import QuantisedFormat
+    from engine.kernels.interface import BlockFormat, QuantisedFormat
 
     layout = layer.layout
     parts = {part.name: part for part in layout.parts}
@@ -172,7 +170,7 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
             bias_at,
             parts[f"{name}_table"].offset if shape.format.table is not None else -1,
         )
-    kinds = layout.blocks_of(name) if isinstance(layout, InBlocks) else ()
+    kinds = layout.blocks_of(name) if isinstance(layout, BlockFormat) else ()
     if kinds:
         (first, kind), (last, up) = kinds[0], kinds[-1]
         rows, width = sum(parts[each].shape[0] for each, _ in kinds), parts[first].shape[1]
@@ -181,11 +179,11 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
             rows,
             width // kind.nbytes * kind.elements,
             torch.bfloat16,
-            GGML[kind.name],
+            kind,
             Pairing.PLAIN if pairing is Pairing.PLAIN else Pairing.HALVES,
             parts[first].offset,
             bias_at=bias_at,
-            up=GGML[up.name],
+            up=up,
             up_at=up_at,
         )
     rows, columns = parts[name].shape
@@ -213,13 +211,10 @@ def store(
     weights, scales, zeros, bias_at, table = offsets
     if isinstance(matrix, TiledMatrix):
         shape = matrix.shape
-        kind = (shape.rows, shape.columns, torch.bfloat16, shape.format, shape.pairing)
-        return record, StoredMatrix(*kind, weights, scales, zeros, bias_at, table)
-    in_blocks = GGML[matrix.kind.name]
-    stored = StoredMatrix(
-        matrix.rows, matrix.columns, torch.bfloat16, in_blocks, Pairing.PLAIN, weights, bias_at=bias_at
-    )
-    return record, stored
+        tiled = (shape.rows, shape.columns, torch.bfloat16, shape.format, shape.pairing)
+        return record, StoredMatrix(*tiled, weights, scales, zeros, bias_at, table)
+    kind = (matrix.rows, matrix.columns, torch.bfloat16, matrix.kind, Pairing.PLAIN)
+    return record, StoredMatrix(*kind, weights, bias_at=bias_at)
 
 
 def part_in(record: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:

@@ -5,18 +5,17 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TypeGuard
 
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16, ROUTERS, SMALLEST, TiledFormat, head_format, tiled_format
-from engine.formats.ggml import BlockFormat
+from engine.formats.ggml import BlockType
 from engine.formats.tiles import TiledMatrix
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.structs import IN_BLOCKS, MatrixStruct, matrix_struct, plain_struct
-from engine.kernels.quantise import quantise
 from engine.kernels.repack import Blocks, unpack_into
 
 _FEW_TOKENS = 8
@@ -45,65 +44,40 @@ def speed_up_linears(model: torch.nn.Module, kernels: NativeKernels) -> int:
 _TILE_BYTES = {1: 1024, 2: 512, 3: 512}
 """Weights of 32 rows and columns, by the format as switchyard_kernels.h numbers it."""
 
-StoredFormats = Mapping[str, TiledFormat] | Mapping[str, BlockFormat]
-"""Module name -> the format that keeps what a checkpoint has of its weight."""
+Formats = Mapping[str, TiledFormat] | Mapping[str, BlockType]
+"""Of linear layers, by name."""
+MatrixOf = Callable[[str], TiledMatrix | Blocks]
+"""Linear layer's name -> its weight in the format that it gets."""
 
 
-@dataclass(frozen=True)
-class StoredMatrices:
-    """Linear layers whose weights come otherwise than as numbers.
+def hold_linears(model: torch.nn.Module, formats: Formats, matrix: MatrixOf, kernels: NativeKernels) -> None:
+    """Lets linear layers on the CPU compute from tiles or blocks.
 
-    Attributes:
-        matrix: module name -> its weight.
+    The parameter `weight` becomes empty; the tiles are buffers of the module.  A weight shared with an embedding stays.
     """
-
-    formats: StoredFormats
-    matrix: Callable[[str], TiledMatrix | Blocks]
-
-
-def keepable(model: torch.nn.Module, formats: StoredFormats) -> dict[str, torch.nn.Linear]:
-    """The layers that `keep_linears` changes, by name, whether the model has its weights yet or not."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if name in formats and _is_large(module) and name.rpartition(".")[2] not in ROUTERS
-    }
-
-
-def keep_linears(model: torch.nn.Module, stored: StoredMatrices, kernels: NativeKernels) -> int:
-    """As `quantise_linears` for the layers whose codes the checkpoint has; all others stay as they are."""
-    layers = keepable(model, stored.formats)
     head = _head_of(model)
-    for name, module in layers.items():
-        matrix = stored.matrix(name)
-        module.forward = QuantisedLinear(module, matrix, kernels, is_head=module is head)  # type: ignore[method-assign]
-    return len(layers)
+    for name in formats:
+        module = model.get_submodule(name)
+        assert isinstance(module, torch.nn.Linear)
+        module.forward = QuantisedLinear(module, matrix(name), kernels, is_head=module is head)  # type: ignore[method-assign]
 
 
-def quantise_linears(
+def large_linears(
     model: torch.nn.Module,
-    precision: str,
-    kernels: NativeKernels,
-    empty: Callable[..., torch.Tensor] = torch.empty,
-) -> int:
-    """Replaces the weights of every large bf16 `Linear` on the CPU, except routers, with tiled ones.
-    `empty` allocates them, like torch's.
+    dtype_of: Callable[[str, torch.Tensor], torch.dtype] = lambda _name, weight: weight.dtype,
+) -> dict[str, torch.nn.Linear]:
+    """The linear layers that may be quantised, on the CPU and on cards, by name: in bf16, and no routers.
 
-    The head has its own format: its errors reach the logits directly.
-
-    The parameter `weight` becomes empty; the tiles are buffers of the module. A weight shared with an embedding stays.
-    Returns the number of layers.
+    Args:
+        dtype_of: what type a parameter will have, by its name, if the model has no weights yet.
     """
-    formats = formats_of_linears(model, precision)
-    layers = {name: model.get_submodule(name) for name in formats}
-    head, count = _head_of(model), 0
-    for name, module in layers.items():
-        if _is_plain(module):
-            assert isinstance(module, torch.nn.Linear)
-            matrix = quantise(module.weight, formats[name], kernels=kernels, empty=empty)
-            module.forward = QuantisedLinear(module, matrix, kernels, is_head=module is head)  # type: ignore[method-assign]
-            count += 1
-    return count
+    found: dict[str, torch.nn.Linear] = {}
+    for name, module in model.named_modules():
+        if _is_large(module) and name.rpartition(".")[2] not in ROUTERS:
+            own = module.named_parameters(recurse=False)
+            if all(dtype_of(f"{name}.{key}", each) == torch.bfloat16 for key, each in own):
+                found[name] = module
+    return found
 
 
 def formats_of_linears(
@@ -111,20 +85,11 @@ def formats_of_linears(
     precision: str,
     dtype_of: Callable[[str, torch.Tensor], torch.dtype] = lambda _name, weight: weight.dtype,
 ) -> dict[str, TiledFormat]:
-    """The layers that `quantise_linears` changes once they are on the CPU, by name, and their formats.
-
-    Args:
-        dtype_of: what type a parameter will have, by its name, if the model has no weights yet.
-    """
-    head = _head_of(model)
-    found: dict[str, TiledFormat] = {}
-    for name, module in model.named_modules():
-        if not _is_large(module) or name.rpartition(".")[2] in ROUTERS:
-            continue
-        own = [(f"{name}.{key}", each) for key, each in module.named_parameters(recurse=False)]
-        if all(dtype_of(key, each) == torch.bfloat16 for key, each in own):
-            of_this = tiled_format(head_format(precision) if module is head else precision)
-            assert of_this is not None
+    """The formats of `large_linears` in a precision; the head has its own: its errors reach the logits directly."""
+    head, found = _head_of(model), dict[str, TiledFormat]()
+    for name, module in large_linears(model, dtype_of).items():
+        of_this = tiled_format(head_format(precision) if module is head else precision)
+        if of_this is not None:
             found[name] = of_this
     return found
 

@@ -140,19 +140,6 @@ class PagedLayer:
             part.key_scales, part.value_scales = self.key_scales[:, cut], self.value_scales[:, cut]
         return part
 
-    def with_more(self, pages: int) -> PagedLayer:
-        """The same pages, in other memory, and so many more behind them."""
-        more = PagedLayer(self.shape, self.kv_type, self.keys.shape[0] + pages, by_head=self.by_head)
-        for mine, its in (
-            (self.keys, more.keys),
-            (self.values, more.values),
-            (self.key_scales, more.key_scales),
-            (self.value_scales, more.value_scales),
-        ):
-            if mine is not None and its is not None:
-                its[: mine.shape[0]] = mine
-        return more
-
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
         runs = list[tuple[int, int]]()

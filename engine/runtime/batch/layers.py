@@ -183,7 +183,7 @@ class NativeRows:
         self._head = _linears(head, kernels) if head is not None else []
 
     def layer_pages(self) -> list[PagedLayer]:
-        """See `PackedModel.layer_pages`."""
+        """The pages of each layer, if what they hold is what the model's own cache would; else none."""
         if not self._has_all:
             return []
         return [self._states.layer_of(self._layers[index].self_attn)[0] for index in range(len(self._layers))]
@@ -191,9 +191,7 @@ class NativeRows:
     @property
     def windows(self) -> list[int]:
         """The sliding window of each layer, 0 without one."""
-        return [
-            self._states.terms_of(layer.self_attn).window for layer in map(self._layers.__getitem__, self._attention)
-        ]
+        return [self._states.terms_of(self._layers[index].self_attn).window for index in range(len(self._layers))]
 
     def takes_few(self, rows: int) -> bool:
         """Whether `few` computes a token of so many rows."""

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.rows import RowRequest
 from engine.jobs.rows import BatchOutcome, Check, RowAnswer, RowCallback
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import SequenceError, of_one
 from engine.runtime.decode.split_answer import SplitAnswer
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest
-
-
-class ModelExecutor(Protocol):
-    """Answers requests with a loaded model: see `BatchExecutor`."""
-
-    note: str
-
-    def run(
-        self, rows: Iterator[BatchRequest], on_row: AnswerCallback, should_yield: Check, cancelled: Check
-    ) -> BatchOutcome: ...
-
-    @property
-    def under_way(self) -> tuple[int, int]: ...
-
-    def close(self) -> None: ...
+from engine.runtime.schedule.background import JobRows
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest
 
 
 class ModelRows:
@@ -39,7 +26,7 @@ class ModelRows:
     """
 
     def __init__(
-        self, executor: ModelExecutor, make_constrained: Callable[[], ConstrainedAnswers], family: str
+        self, executor: BatchExecutor | JobRows, make_constrained: Callable[[], ConstrainedAnswers], family: str
     ) -> None:
         self._executor, self._make_constrained, self._family = executor, make_constrained, family
         self._constrained: ConstrainedAnswers | None = None
@@ -70,7 +57,7 @@ class ModelRows:
     ) -> BatchOutcome:
         """See `RowExecutor`."""
 
-        def answered(answer: BatchAnswer) -> None:
+        def answered(answer: GenerationResult) -> None:
             on_row(self._answer(answer))
 
         return self._executor.run(self._requests(rows, on_row), answered, should_yield, cancelled)
@@ -100,7 +87,7 @@ class ModelRows:
             self._constrained = self._make_constrained()
         return self._constrained.begin(asked.constraint)
 
-    def _answer(self, answer: BatchAnswer) -> RowAnswer:
+    def _answer(self, answer: GenerationResult) -> RowAnswer:
         split, constraint = self._under_way.pop(answer.row)
         error, is_complete = answer.error, False
         try:

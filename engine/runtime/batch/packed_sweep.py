@@ -91,22 +91,20 @@ class PackedModel:
 
     Args:
         loaded: of a family that supports this (see `can_pack`).
-        beside: another one of the same model, whose pages it uses; it must keep keys and values in the same way.
 
     Raises:
         LookupError: its layers or its attention are not found where expected.
     """
 
-    def __init__(self, loaded: LoadedModel, policy: BatchPolicy, beside: PackedModel | None = None) -> None:
+    def __init__(self, loaded: LoadedModel, policy: BatchPolicy) -> None:
         self._loaded, self._policy = loaded, policy
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
         if not packs_mixers(loaded.model):
-            self.mixers = beside.mixers if beside is not None else RowMixers(loaded, policy.kv_bytes // _LEFT)
+            self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
-        own = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
-        self._states: PagedStates = own if beside is None else beside._states
+        self._states = PagedStates(loaded.kernels, loaded.context_tokens, policy.window, policy.kept)
         self._kv_type = policy.kv_type or (KvType.BF16 if loaded.model.dtype == torch.bfloat16 else KvType.FP32)
         self._native: NativeRows | None = None
         self._pipeline: DevicePipeline | None = None
@@ -117,17 +115,17 @@ class PackedModel:
         """Sweeps in a row by `_last`, which is not the planned schedule."""
         self._micro_batch_tokens = policy.micro_batch_tokens
         """As many as there has been memory for."""
-        if beside is None and self.mixers is None:
+        if self.mixers is None:
             self._probe_attention()
         if not self._states.shapes and self.mixers is None:
             raise LookupError("its attention does not go through the library's attention interface")
-        if beside is not None:
-            self._native = beside._native
-        elif loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
+        if loaded.kernels is not None and loaded.device.type == "cpu" and not policy.cached:
             apart = self.mixers.apart if self.mixers is not None else frozenset[Any]()
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
         if policy.schedule is not HYBRID and self.mixers is None:
             self._pipeline = self._opened_pipeline()
+        self.layer_pages: list[PagedLayer] = []
+        """The pages of each layer, once there are any, if what they hold is what the model's own cache would."""
         self.context_tokens = loaded.context_tokens
         self.page_bytes = self.mixers.page_bytes if self.mixers is not None else self._states.page_bytes(self._kv_type)
         """Of all layers."""
@@ -149,19 +147,17 @@ class PackedModel:
             FALLS.is_over(what)
         return pipeline
 
-    def layer_pages(self) -> list[PagedLayer]:
-        """The pages of each layer, if what they hold is what the model's own cache would; else none."""
-        return self._native.layer_pages() if self._native is not None else []
-
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
-        self._exact = PagedSteps.of(self._loaded, self.layer_pages(), self._native.windows) if self._native else None
+        if self._native is not None and self.layer_pages:
+            self._exact = PagedSteps.of(self._loaded, self.layer_pages, self._native.windows)
         return self._exact
 
     def allocate(self, pages: int, *, by_head: bool = False) -> None:
         """Allocates `pages` pages of every layer; see `PagedStates.allocate`."""
         self.pages = pages
         self._states.allocate(self._kv_type, pages, by_head=by_head)
+        self.layer_pages = self._native.layer_pages() if self._native is not None else []
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)
@@ -264,8 +260,7 @@ class PackedModel:
             logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled)
         else:
             ids = [token for each in work for token in each.ids]
-            pieces = Pieces([each.row.piece(each.tokens) for each in work])
-            logits = self._exact.write(ids, pieces)
+            logits = self._exact.write(ids, [piece for each in work for piece in each.row.pieces(each.tokens)])
         if RECORDER.on and RECORDER.request != row.recorded:
             written = 0 if reads else len(work)
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)
@@ -291,7 +286,7 @@ class PackedModel:
             return
         tokens = sum(each.tokens for each in work)
         read = sum(each.tokens for each in work if each.row.is_reading)
-        if self._policy.ahead is None:  # rows of jobs have room for all of their answers
+        if any(each.row.is_of_job for each in work):
             guests = sum(each.is_guest for each in work)
             RECORDER.swept(since_ns, guests, 0, tokens - guests)
         else:

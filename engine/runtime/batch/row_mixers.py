@@ -27,7 +27,7 @@ from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.reuse import KvSnapshot, exact_tokens
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.schedule.row import PagedRow, RowOwn
+from engine.runtime.schedule.row import PagedRow
 
 _LEAST_ALIKE = 0.9
 _BETWEEN = "this model computes something between its layers"
@@ -141,7 +141,7 @@ class RowMixers(DecoderLayers):
                 own.tokens += 1
         return logits
 
-    def _cache_of(self, row: PagedRow) -> RowOwn:
+    def _cache_of(self, row: PagedRow) -> RowCache:
         """That of a row, which holds all tokens that the row has read."""
         if row.own is None:
             row.own = own = self._empty()

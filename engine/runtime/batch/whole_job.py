@@ -16,7 +16,7 @@ from engine.checkpoint.shards import content_digest
 from engine.common.config import BatchJob
 from engine.jobs.job import Answerer, run_first_rows, run_job
 from engine.runtime.batch.job_plan import JobPlan, SweepClock, plan_asked, plan_job, predicted_after
-from engine.runtime.batch.model_rows import ModelExecutor, ModelRows
+from engine.runtime.batch.model_rows import ModelRows
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.loaded_model import LoadedModel
@@ -34,7 +34,7 @@ class JobHost(Protocol):
     def call(self, work: Callable[[], _Result]) -> _Result:
         """What `work` returns, on the thread that may use the model."""
 
-    def executor(self, policy: BatchPolicy) -> ModelExecutor:
+    def executor(self, policy: BatchPolicy) -> BatchExecutor | JobRows:
         """Answers the rows; called on that thread."""
 
     def seconds(self) -> float:
@@ -117,7 +117,7 @@ def open_rows(
     return plan, rows_of(BatchExecutor(loaded, plan.policy), loaded)
 
 
-def rows_of(executor: ModelExecutor, loaded: LoadedModel) -> ModelRows:
+def rows_of(executor: BatchExecutor | JobRows, loaded: LoadedModel) -> ModelRows:
     """A job's rows as a loaded model answers them."""
     return ModelRows(executor, lambda: ConstrainedAnswers.of(loaded), loaded.info.family)
 

@@ -9,23 +9,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.config import SamplingParams
 from engine.common.errors import CancelCheck
 from engine.runtime.decode.detokenizer import decode_text
-from engine.runtime.decode.generation import BeamModel, Decoded, Session, TextCallback
+from engine.runtime.decode.generation import BeamModel, Decoded, TextCallback
 from engine.runtime.decode.sampling import penalise_repetition
 from engine.runtime.decode.sequence import AnswerLimits, StopStrings, alone_with, check_finite, dry_penalty, of_one
 from engine.telemetry import lanes
-from engine.telemetry.recorder import RECORDER, seconds_ns
+from engine.telemetry.recorder import RECORDER
 
 _NEVER = -1.0e9
 """Score of what must not be chosen, as in transformers."""
+
+_Result = TypeVar("_Result")
+
+
+class BeamStep(NamedTuple):
+    """The next token of each beam, which goes on from what beam `sources[i]` was."""
+
+    tokens: list[int]
+    sources: list[int]
+
+
+Beams = Generator[BeamStep, torch.Tensor, _Result]
+"""A search: it is sent logits [B, V] after each step."""
+
+
+def over(model: BeamModel, search: Beams[_Result], device: torch.device) -> Generator[None, None, _Result]:
+    """Searches over sequences that hold the prompt, with a pause after each step."""
+    lane = lanes.SAMPLE
+    try:
+        step = next(search)
+        while True:
+            if RECORDER.on:
+                RECORDER.phase(lane, 1)
+            lane = lanes.DECODE
+            if step.sources != list(range(len(step.sources))):
+                model.reorder(torch.tensor(step.sources, device=device))
+            logits = model.step(torch.tensor(step.tokens, device=device)[:, None])
+            yield
+            step = search.send(logits)
+    except StopIteration as end:
+        result: _Result = end.value
+        return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +96,6 @@ class BeamResult:
 
 def decode_beams(
     logits: torch.Tensor,
-    session: Session,
     sampling: SamplingParams,
     limits: AnswerLimits,
     prefix: Sequence[int],
@@ -74,25 +104,20 @@ def decode_beams(
     cancelled: CancelCheck,
     *,
     earlier: int = 0,
-) -> Generator[None, None, Decoded]:
-    """Beam search with a pause after each step; the text comes at the end, since until then another beam may win.
+) -> Beams[Decoded]:
+    """The best answer from logits [1, V] after a prompt; its text comes at the end, since until then another beam may
+    win.
 
     Args:
         prefix, earlier: see `AnswerSequence`.
     """
-    moments: list[float] = []
 
     def after_step(length: int) -> bool:
-        moments.append(clock.now())
-        if RECORDER.on:
-            first = len(moments) == 1
-            RECORDER.phase(lanes.SAMPLE if first else lanes.DECODE, 1, seconds_ns(moments[-1]))
         on_text("", length)
         return cancelled()
 
     result = yield from beam_search(
         logits,
-        session.beams(sampling.beams),
         width=sampling.beams,
         max_tokens=limits.max_tokens,
         end_ids=limits.end_ids,
@@ -100,7 +125,6 @@ def decode_beams(
         ends_in_stop=_stop_check(tokenizer, limits.stop),
         after_step=alone_with(after_step),
     )
-    moments.append(clock.now())
     stops = StopStrings(limits.stop)
     ids = [token for token in result.ids if token not in limits.end_ids]
     text, stopped = stops.feed(alone_with(decode_text)(tokenizer, ids))
@@ -114,12 +138,11 @@ def decode_beams(
     else:
         reason = "stop" if result.finished else limits.reached
     on_text(text, len(result.ids))
-    return Decoded(result.ids, text, reason, moments[0], moments[-1], len(moments))
+    return Decoded(result.ids, text, reason)
 
 
 def beam_search(
     first_logits: torch.Tensor,
-    model: BeamModel,
     *,
     width: int,
     max_tokens: int,
@@ -127,12 +150,11 @@ def beam_search(
     adjust: Callable[[torch.Tensor, list[list[int]]], torch.Tensor] | None = None,
     ends_in_stop: Callable[[list[int]], bool] | None = None,
     after_step: Callable[[int], bool] | None = None,
-) -> Generator[None, None, BeamResult]:
-    """Searches with `width` beams for at most `max_tokens` tokens; pauses after each.
+) -> Beams[BeamResult]:
+    """Searches with `width` beams for at most `max_tokens` tokens.
 
     Args:
         first_logits: logits [1, V] after the prompt.
-        model: `width` sequences that hold the prompt.
         end_ids: tokens that finish a sequence.
         adjust: changes log-probabilities [B, V], given each beam's generated tokens (penalties).
         ends_in_stop: whether these generated tokens complete a stop string, which finishes a sequence too.
@@ -192,10 +214,7 @@ def beam_search(
             break
         if after_step is not None and after_step(length):
             return _best(finished, live[0], float(live_scores[0]) / length, length, cancelled=True)
-        if sources != list(range(width)):
-            model.reorder(torch.tensor(sources, device=device))
-        logits = model.step(torch.tensor([[nodes[rank][1]] for rank in chosen], device=device))
-        yield
+        logits = yield BeamStep([nodes[rank][1] for rank in chosen], sources)
     return _best(finished, live[0], float(live_scores[0]), length, cancelled=False)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.common.chat import FinishReason
-from engine.common.errors import CancelCheck
+from engine.common.errors import CancelCheck, EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +139,8 @@ class GenerationResult:
     """One answer.
 
     Attributes:
-        text: the answer, without stop string and special tokens; all that was reported, in one piece.
+        text: the answer, without stop string and special tokens; all that was reported, in one piece.  That of a row
+            which failed is its text so far.
         finish_reason: why it ended.
         prompt_tokens: length of the whole prompt; `reused_tokens` of them did not have to be read: of these,
             `from_ram` and `from_disk` had been kept there, and the others were still in the KV cache or in pages.
@@ -150,15 +151,17 @@ class GenerationResult:
         guessed_tokens: tokens that were tried ahead; the answer went on with `accepted_tokens` of them.
         stopped_by: the stop string that ended it, unless it was searched for with beams; empty if none did.
         reasoning: what the model thought before it, if that was told apart; see `SplitAnswer`.
+        row: of the request; see `BatchRequest`.
+        error: why there is none, or no more of it; `None` if it was answered.
     """
 
-    text: str
-    finish_reason: FinishReason
-    prompt_tokens: int
-    reused_tokens: int
-    generated_tokens: int
-    ttft_s: float
-    tokens_per_s: float
+    text: str = ""
+    finish_reason: FinishReason = "cancelled"
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+    ttft_s: float = 0.0
+    tokens_per_s: float = 0.0
     token_ids: tuple[int, ...] = ()
     guessed_tokens: int = 0
     accepted_tokens: int = 0
@@ -166,18 +169,17 @@ class GenerationResult:
     reasoning: str = ""
     from_ram: int = 0
     from_disk: int = 0
+    row: int = 0
+    error: EngineError | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """An answer and when its tokens came: seconds of `perf_counter`, 0 if there was no token."""
+    """An answer."""
 
     ids: list[int]
     text: str
     reason: FinishReason
-    first_s: float
-    last_s: float
-    timed_tokens: int
     stopped_by: str = ""
 
 

@@ -15,7 +15,6 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCan
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
-from engine.runtime.decode.beam_pages import BeamPages
 from engine.runtime.decode.drafter import Drafter
 from engine.runtime.decode.generation import BeamModel, ProgressCallback, Reading, ReusedCallback, ignore_reused
 from engine.runtime.decode.graphs import GraphedSteps
@@ -309,19 +308,10 @@ class KvSession:
         if RECORDER.on:
             RECORDER.head()
 
-    def forks(self, width: int) -> bool:
-        """Whether `beams` share pages, and each step of them is one native call."""
-        cache = self.cache
-        can = self._devices is None and self._step.rows_of(width) is not None
-        return can and cache is not None and BeamPages.can_fork(cache, len(self._ids))
-
     def beams(self, width: int) -> BeamModel:
         """`width` sequences that start with what is held; this cache stays as it is."""
         assert self._cache is not None
         assert self._whole
-        rows = self._step.rows_of(width)
-        if rows is not None and self.forks(width):
-            return BeamPages(rows, self._cache, len(self._ids), width)
         self._leave_graphs()
         return BeamCache(self._step, self._cache, len(self._ids), width, self._device, self._beam_room)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
 from engine.common.errors import CancelCheck
+from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.decoder_layers import decoder_layers
-from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import knows_layer
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
+from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.reuse import exact_tokens
 from engine.runtime.loaded_model import LoadedModel
@@ -53,9 +55,9 @@ class PagedSteps:
             and loaded.kernels is not None
             and loaded.device.type == "cpu"
             and not getattr(model.config, "is_encoder_decoder", False)
-            and all(knows_layer(layer) and GroupedAttention.can_step(layer) for layer in layers)
+            and family_of(model.config.get_text_config(decoder=True).model_type).packs_rows
+            and all(knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers)
             and exact_tokens(model) >= loaded.context_tokens
-            and not (loaded.speculates and draft_head_of(model) is not None)
         )
 
     @classmethod
@@ -85,7 +87,7 @@ class PagedSteps:
         """
         start = piece.held
         if len(ids) == 1 and start:
-            return self.write(ids, Pieces([piece]))
+            return self.write(ids, [piece])
         watched = watched_layers(self._model, start, start + len(ids), total, on_progress, cancelled)
         with self._all_threads() if len(ids) > MOST_ROWS else nullcontext(), watched:
             if RECORDER.on:
@@ -95,16 +97,19 @@ class PagedSteps:
             RECORDER.head()
         return logits
 
-    def write(self, ids: Sequence[int], pieces: Pieces) -> torch.Tensor:
-        """Tokens of answers, at most `most_rows`; logits [q, V] after each of them."""
-        positions = [piece.held + place for piece in pieces.pieces for place in range(piece.tokens)]
+    def write(self, ids: Sequence[int], pieces: Sequence[Piece]) -> torch.Tensor:
+        """Tokens of answers; logits [q, V] after each of them.  More than `most_rows`, of beams, take several steps."""
+        if len(ids) > (most := self.most_rows) and len(pieces) > 1:
+            parts = range(0, len(pieces), most)  # a token each
+            return torch.cat([self.write(ids[at : at + most], pieces[at : at + most]) for at in parts])
+        positions = [piece.held + place for piece in pieces for place in range(piece.tokens)]
         if RECORDER.on:
             RECORDER.forward()
         step = self._step.rows_of(len(ids))
         if step is not None:
-            logits = step.rows(list(ids), positions, self._caches.structs, pieces)
+            logits = step.rows(list(ids), positions, self._caches.structs, Pieces(pieces))
         else:  # somebody listens to layers
-            (piece,) = pieces.pieces
+            (piece,) = pieces
             logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), piece.held)
         if RECORDER.on:
             RECORDER.head()
@@ -119,3 +124,8 @@ class PagedSteps:
             yield
         finally:
             torch.set_num_threads(threads)
+
+
+def _can_attend(layer: Any, kv_type: KvType | None) -> bool:
+    """Whether native attention over pages holds of a decoder layer's tokens what the library does."""
+    return GroupedAttention.can_step(layer) or (kv_type is None and LatentAttention.can_step(layer))

@@ -230,6 +230,10 @@ class AnswerSequence:
             logits = self._constraint.restrict(logits[0].float())[None]
         return logits
 
+    def become(self, ids: list[int], text: str) -> None:
+        """It is an answer that was found whole."""
+        self.ids, self._parts = ids, [text]
+
     def take(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Adds a token; the text that has become certain with it, and why the answer ends here if it does."""
         limits = self._limits

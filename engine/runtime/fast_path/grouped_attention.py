@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-import torch
-
 from engine.families import fast_path_of
 from engine.families.family import FastPath
 from engine.kernels.native.library import NativeKernels
@@ -18,7 +16,6 @@ from engine.runtime.fast_path.native_attention import Claim, NativeAttention, ho
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
-from engine.runtime.kv.paged_cache import PagedCacheLayer
 
 _KNOWN = (GrowingLayer, GrowingWindowLayer, NarrowLayer)
 _BF16, _NO_SCALES = int(KvType.BF16), (None, None)
@@ -72,15 +69,6 @@ class GroupedAttention(NativeAttention):
         if self._angles and cos.numel() != tokens * self._angles:
             return None
         return Angles.of(cos, sin)
-
-    def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
-        """See `NativeAttention.step`; a cache may also be the pages of a sequence."""
-        held_layer = cache.layers[self._index]
-        if type(held_layer) is not PagedCacheLayer:
-            return super().step(hidden_states, cache, positions)
-        tokens = hidden_states.shape[1]
-        pieces = held_layer.take(tokens) if self.angles_of(positions, tokens) is not None else None
-        return self.rows(hidden_states, held_layer.struct, pieces, positions) if pieces is not None else None
 
     def can_claim(self, tokens: int, cache: Any) -> bool:
         """Whether `claim` gives room for so many."""

@@ -15,6 +15,7 @@ from engine.kernels.native.paged_attention import Pieces
 from engine.kernels.native.structs import PagesStruct, PieceStruct
 from engine.runtime.fast_path.angles import Angles
 from engine.runtime.kv.growing import GrowingIndexedLayer
+from engine.runtime.kv.paged_cache import PagedCacheLayer
 
 Page = tuple[int, int, int | None, int | None, int, int, int | None]
 """Where keys and values lie, where their scales, for how many tokens there is room, the type of them, and where what an
@@ -74,6 +75,7 @@ class NativeAttention(ABC):
     type: str
     rotated: int
     address: int
+    _index: int
 
     def __init__(self, kernels: NativeKernels, call: Callable[..., int]) -> None:
         self.kernels, self._call = kernels, call
@@ -94,11 +96,17 @@ class NativeAttention(ABC):
     def step(self, hidden_states: torch.Tensor, cache: Any, positions: Any) -> torch.Tensor | None:
         """float32 [1, q, hidden], contiguous, with attention's result added; `None` if this is not for it.
 
+        Args:
+            cache: one to write into, or the pages of a sequence.
+
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         tokens = hidden_states.shape[1]
         angles = self.angles_of(positions, tokens)
+        if type(held := cache.layers[self._index]) is PagedCacheLayer:
+            pieces = held.take(tokens) if angles is not None else None
+            return None if pieces is None else self.rows(hidden_states, held.struct, pieces, positions)
         claim = self.claim(tokens, cache) if angles is not None else None
         if angles is None or claim is None:
             return None

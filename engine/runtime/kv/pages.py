@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from engine.kernels.native.paged_attention import PAGE_TOKENS
 
@@ -14,10 +15,30 @@ Prefix = bytes
 
 NO_PREFIX: Prefix = b""
 
+Discard = Callable[[Sequence[int]], None]
+
+
+def _keep(pages: Sequence[int]) -> None:
+    """For pages that have no memory of their own."""
+
 
 def prefix_after(before: Prefix, tokens: Sequence[int]) -> Prefix:
     """The prefix that ends with this page of tokens, given the prefix before it."""
     return hashlib.blake2b(before + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class PageKind(NamedTuple):
+    """How some rows use pages of a pool, whose memory holds keys and values in one of several ways.
+
+    Attributes:
+        root: the prefix of no tokens; what is stored in another way has another one.
+        weight: pages that one of theirs takes.
+        discard: returns the memory of pages to the system; they can be written to again.
+    """
+
+    root: Prefix = NO_PREFIX
+    weight: int = 1
+    discard: Discard = _keep
 
 
 class PagePool:
@@ -48,13 +69,10 @@ class PagePool:
         of an answer that has to be repeated bit by bit may be shared."""
         self._idle: OrderedDict[int, None] = OrderedDict()
         """Pages that no row holds but that can still be shared."""
-        self.elsewhere = 0
+        self.elsewhere: Callable[[], int] = int
         """Pages whose memory is in use as a cache of a sequence's own."""
-        self.touched: set[int] = set()
-        """Pages that have been written to, and so have memory."""
-        self.others: Callable[[], int] = _none
-        """Pages whose memory other pools have in use; see `SharedBudget`."""
-        self.before_touching: Callable[[], object] = _none
+        self.touched: dict[int, Discard] = {}
+        """Pages that have been written to, and so have memory, and what returns that."""
 
     @property
     def held(self) -> int:
@@ -64,7 +82,7 @@ class PagePool:
     @property
     def in_use(self) -> int:
         """Pages that are held or promised, and those whose memory is a cache of a sequence's own."""
-        return self.held + self._reserved + self.elsewhere
+        return self.held + self._reserved + self.elsewhere()
 
     def needs(self, tokens: int) -> int:
         """Pages that a row of so many tokens takes."""
@@ -72,7 +90,7 @@ class PagePool:
 
     def reserve(self, pages: int) -> bool:
         """Reserves pages; False if there are not enough."""
-        if pages > 0 and self.in_use + pages + self.others() > self.capacity:
+        if pages > 0 and self.in_use + pages > self.capacity:
             return False
         self._reserved += pages
         return True
@@ -81,16 +99,34 @@ class PagePool:
         """Releases the reservation of a row that ends early, or that shares pages instead."""
         self._reserved -= pages
 
-    def take(self) -> int:
+    def take(self, kind: PageKind = PageKind()) -> int:  # noqa: B008 - it cannot be changed
         """Takes a page out of a reservation."""
         assert self._reserved > 0
         self._reserved -= 1
         page = self._free.pop() if self._free else self._oldest_idle()
         self._holders[page] = 1
-        if page not in self.touched:
-            self.before_touching()
-            self.touched.add(page)
+        if self.touched.get(page, kind.discard) != kind.discard:
+            self.discard([page])
+        self.touched[page] = kind.discard
         return page
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """Returns the memory of pages that nobody can share any more."""
+        owners: dict[Discard, list[int]] = {}
+        for page in pages:
+            if (owner := self.touched.pop(page, None)) is not None:
+                owners.setdefault(owner, []).append(page)
+        for owner, own in owners.items():
+            owner(own)
+
+    def leave(self, kind: PageKind) -> None:
+        """The memory of this kind is gone."""
+        for page in [page for page, owner in self.touched.items() if owner == kind.discard]:
+            del self.touched[page]
+            if page in self._idle:
+                del self._idle[page]
+                self._forget(page)
+                self._free.append(page)
 
     def give_back(self, most: int) -> list[int]:
         """Up to so many pages with memory that no row holds: they have none from now on."""
@@ -98,7 +134,7 @@ class PagePool:
         while len(pages) < most and self._idle:
             pages.append(self._oldest_idle())
             self._free.insert(0, pages[-1])
-        self.touched -= set(pages)
+        self.discard(pages)
         return pages
 
     def _oldest_idle(self) -> int:
@@ -136,12 +172,6 @@ class PagePool:
     def is_forked(self, page: int) -> bool:
         """Whether several hold it."""
         return self._holders[page] > 1
-
-    def grow(self, pages: int) -> None:
-        """There are so many more."""
-        self._free[:0] = range(self.capacity + pages - 1, self.capacity - 1, -1)
-        self._holders += [0] * pages
-        self.capacity += pages
 
     def is_idle(self, prefix: Prefix) -> bool:
         """Whether this prefix has a page that no row holds."""
@@ -215,10 +245,6 @@ class PagePool:
             self._idle[page] = None
         else:
             self._free.append(page)
-
-
-def _none() -> int:
-    return 0
 
 
 def _common(held: Sequence[int], tokens: Sequence[int]) -> int:

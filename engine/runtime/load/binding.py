@@ -20,7 +20,6 @@ from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.card_tokens import CardTokens, choice_for
 from engine.experts.card_trial import tried_tokens
-from engine.experts.disk_backed import DiskBackedBank, can_be_disk_backed
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor
@@ -37,7 +36,8 @@ from engine.experts.prediction.target import (
     over_disk,
     over_link,
 )
-from engine.experts.record import HugePages, RecordLayout
+from engine.experts.ram_tier import RamTier
+from engine.experts.record import RecordLayout
 from engine.experts.record_source import PartOfRecords, RecordSource
 from engine.experts.shared import Part, SharedExperts, SharedPrefetch, Ways
 from engine.experts.sites import ExpertsSite
@@ -45,14 +45,20 @@ from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.families import fast_path_of
-from engine.formats import STORED, careful, format_of
 from engine.kernels import choose_kernel
 from engine.kernels.cuda.driver import nvidia_card
+from engine.kernels.gpu.angles import speed_up_angles
+from engine.kernels.gpu.latents import speed_up_latents
+from engine.kernels.gpu.layers import speed_up_layers
+from engine.kernels.gpu.norms import speed_up_norms
 from engine.kernels.gpu.proof import kernels_of
+from engine.kernels.gpu.rotations import TRIED_POSITIONS, speed_up_rotations
+from engine.kernels.gpu.routers import speed_up_routers
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
-from engine.kernels.native.linear import formats_of_linears, quantise_linears, speed_up_linears
+from engine.kernels.native.linear import speed_up_linears
 from engine.planner.placement import cache_slots, expert_ranges
+from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import speed_up_decoder_layers
 from engine.runtime.fast_path.prompt_attention import speed_up_prompts
 from engine.runtime.load.devices import DeviceExperts
@@ -81,28 +87,48 @@ def bind_experts(plan: Plan, parts: LoadingParts) -> None:
         _bind_read_ahead(plan, parts)
 
 
-def bind_dense(plan: Plan, parts: LoadingParts) -> None:
+def bind_dense(model: Any, kernels: NativeKernels | None) -> None:
     """Lets the native kernels compute what else is on the CPU."""
-    kernels, model = parts.kernels, plan.file.model
-    if kernels is None:
-        return
-    precision = careful(plan.precision, plan.file.weights)
-    is_tiled = plan.precision != STORED and format_of(plan.precision).is_tiled
-    if is_tiled and formats_of_linears(model, precision):  # no file has them converted
-        parts.on_phase("converting")
-        quantise_linears(model, precision, kernels, HugePages().empty)
-    speed_up_linears(model, kernels)
-    speed_up_decoder_layers(model, kernels)
-    speed_up_prompts(model, kernels)
+    if kernels is not None:
+        speed_up_linears(model, kernels)
+        speed_up_decoder_layers(model, kernels)
+        speed_up_prompts(model, kernels)
+
+
+def speed_up_on_cards(model: Any) -> None:
+    """Lets kernels compute norms, residual sums, angles, rotations, latent attention and routers, wherever they give
+    what the library gives.
+
+    Args:
+        model: in eval mode, with its weights where they are to be.
+    """
+    norms = speed_up_norms(model)
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    rotary = getattr(decoder, "rotary_emb", None)
+    if rotary is not None:
+        speed_up_angles(rotary, model.dtype)
+
+    def angles(hidden: torch.Tensor) -> Any:
+        return None if rotary is None else rotary(hidden, torch.tensor([TRIED_POSITIONS], device=hidden.device))
+
+    rotations = speed_up_rotations(model, angles) if rotary is not None else 0
+    latents = speed_up_latents(model, angles) if rotary is not None else 0
+    routers = speed_up_routers(model)
+    layers = speed_up_layers(decoder_layers(model), getattr(decoder, "norm", None))
+    _log.info(
+        "kernels compute %d norms, %d rotations, %d latent attentions, %d routers, %d layers' sums",
+        *(norms, rotations, latents, routers, layers),
+    )
 
 
 def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
-    file, devices, cache = plan.file, parts.devices, plan.cache
-    profile, key = file.profile, file.key
-    able = [site for site in plan.sites if can_be_disk_backed(site)]
+    file, devices, cache = plan.file, parts.devices, plan.config.cache
+    profile, key, foresight = file.profile, file.key, parts.foresight
+    able = [site for site in plan.sites if site.is_on_demand]
     if plan.placement.all_experts or not able:
         return
     assert parts.bank is not None
+    assert foresight is not None
     budgets = devices.expert_budgets(min(plan.context_tokens, KV_TOKENS), plan.activations)
     held = devices.experts
     if plan.dense.type == "cpu" and file.dtype == torch.bfloat16:
@@ -114,34 +140,33 @@ def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
     experts = [site.num_experts for site in able]
     known = load_popularity(key, experts)
     bound = open_caches(plan, parts, able, budgets, known)
-    if plan.placement.shares:
-        _bind_shared(plan, parts, bound, experts, known)
-        return
     if cache.misses == "layer":
         bind_whole_layers(bound, held)
         return
-    foresight = parts.foresight
-    assert foresight is not None
-    layers = bind_to_devices(bound, held, cache.misses)
-    held.tokens = _open_tokens(plan, layers, parts)
+    if plan.placement.shares:
+        _connect(held)
+    layers = _hybrids(bound, held, cache.misses)
+    if not plan.placement.shares:
+        for place, computed in zip(bound, layers, strict=True):
+            _bind(place.site, computed.device, computed)
+        held.tokens = _open_tokens(plan, layers, parts)
     if held.tokens is None:  # within a token of the device nothing could be brought
         foresight.prefetcher = _prefetcher_of_devices(plan, bound)
     uses = UseCounts(experts, foresight.prefetcher)
     foresight.keep_uses(key, uses, known)
-    for layer in layers:
-        layer.observer = uses
-    if held.tokens is not None:
-        held.tokens.observer = uses
+    if plan.placement.shares:
+        _bind_shared(bound, layers, held, uses)
+    else:
+        for layer in layers:
+            layer.observer = uses
+        if held.tokens is not None:
+            held.tokens.observer = uses
     if known is not None:
         fill_caches(bound, known)
 
 
-def _bind_shared(
-    plan: Plan, parts: LoadingParts, bound: Sequence[BoundLayer], experts: list[int], known: Popularity | None
-) -> None:
-    """Every layer's experts are on all cards: each module is computed by parts of it, one on each."""
-    held, foresight = parts.devices.experts, parts.foresight
-    assert foresight is not None
+def _connect(held: DeviceExperts) -> None:
+    """Opens the ways between the first device and each of the others."""
     home = held.devices[0]
     for number, device in enumerate(held.devices[1:], 1):
         ways = Ways(Between(home, device), Between(device, home))
@@ -152,21 +177,21 @@ def _bind_shared(
             except DeviceMemoryError as refused:  # the caches have taken all that is left
                 held.give_back(target, refused.asked)
                 way.measure()
-    made = _hybrids(bound, held, plan.cache.misses)
+
+
+def _bind_shared(
+    bound: Sequence[BoundLayer], made: Sequence[HybridExperts], held: DeviceExperts, uses: UseCounts
+) -> None:
+    """Every layer's experts are on all cards: each module is computed by parts of it, one on each."""
     of_device = {device.name: ways for device, ways in zip(held.devices, [None, *held.ways], strict=True)}
-    foresight.prefetcher = _prefetcher_of_parts(plan, bound)
-    uses = UseCounts(experts, foresight.prefetcher)
-    foresight.keep_uses(plan.file.key, uses, known)
     for site in dict.fromkeys(layer.site.name for layer in bound):
         mine = [(layer, each) for layer, each in zip(bound, made, strict=True) if layer.site.name == site]
-        shared = SharedExperts(
-            [Part(each, layer.own, of_device[layer.place.cache.device.name]) for layer, each in mine],
-            mine[0][0].number,
-            uses,
-        )
-        setattr(mine[0][0].site.module, BANK_LAYER, (ComputedOn(home.torch_device), shared))
-    if known is not None:
-        fill_caches(bound, known)
+        parts = [Part(each, layer.own, of_device[layer.place.cache.device.name]) for layer, each in mine]
+        _bind(mine[0][0].site, held.devices[0], SharedExperts(parts, mine[0][0].number, uses))
+
+
+def _bind(site: ExpertsSite, device: Device, experts: object) -> None:
+    setattr(site.module, BANK_LAYER, (ComputedOn(device.torch_device), experts))
 
 
 def _bind_read_ahead(plan: Plan, parts: LoadingParts) -> None:
@@ -213,9 +238,10 @@ def _records_in_ram(
     held, over_disk = parts.bank.layers.get(site.name), parts.disk_backed
     if held is None:
         assert over_disk is not None
-        seen = over_disk.slots(site)
+        layer = over_disk.disk.table.index_of[site.name]
+        seen = over_disk.slots(layer)
         kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
-        return seen, kernel, over_disk.source(site, kernel)
+        return seen, kernel, over_disk.source(layer, kernel)
     kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
     whole = len(own) == site.num_experts
     return held, kernel, RecordSource(held, kernel) if whole else PartOfRecords(held, kernel, own)
@@ -255,7 +281,7 @@ def open_caches(
             known = popularity.part([numbers[site.name] for site in group], each) if popularity is not None else None
             uses = known.of(range(len(group))) if known is not None else None
             most = max(map(len, each))
-            cache = _open_cache(held, device, group, most, plan.cache, int(budgets[index] * share), share, uses)
+            cache = _open_cache(held, device, group, most, plan.config.cache, int(budgets[index] * share), share, uses)
             held.add(index, cache)
             makers: dict[object, KernelMaker] = {}
             latency: LatencyModel | None = None
@@ -274,14 +300,6 @@ def _own(plan: Plan, site: ExpertsSite, index: int) -> range:
     if plan.placement.shares:
         return expert_ranges(site.num_experts, plan.placement.shares)[index]
     return range(site.num_experts if plan.layers.of(site.name) == index else 0)
-
-
-def bind_to_devices(bound: Sequence[BoundLayer], held: DeviceExperts, misses: Misses) -> list[HybridExperts]:
-    """Lets every experts module be computed where `open_caches` has put it, by what is returned for each."""
-    made = _hybrids(bound, held, misses)
-    for layer, experts in zip(bound, made, strict=True):
-        setattr(layer.site.module, BANK_LAYER, (ComputedOn(experts.device.torch_device), experts))
-    return made
 
 
 def _hybrids(bound: Sequence[BoundLayer], held: DeviceExperts, misses: Misses) -> list[HybridExperts]:
@@ -314,7 +332,7 @@ def _open_tokens(plan: Plan, layers: Sequence[HybridExperts], parts: LoadingPart
     have no slots, or at half of it, as those that are used most come to have them; and while they run it is asked again
     (`TokenChoice`).
     """
-    device, cache, per_token = layers[0].device, plan.cache, plan.file.profile.experts_per_token
+    device, cache, per_token = layers[0].device, plan.config.cache, plan.file.profile.experts_per_token
     card = nvidia_card(device.torch_device)
     wanted = (
         cache.misses in (MIXED, OnCpu.name)
@@ -327,7 +345,7 @@ def _open_tokens(plan: Plan, layers: Sequence[HybridExperts], parts: LoadingPart
     if card is None:
         is_known = fast_path_of(plan.file.model, "model") is not None and CardTokens.can_run(layers, per_token)
         return CardTokens(layers, parts.kernels, per_token) if is_known else None
-    captures = plan.graphs != "off" and device.new_capture is not None and len(parts.devices.devices) == 1
+    captures = plan.config.graphs != "off" and device.new_capture is not None and len(parts.devices.devices) == 1
     if not captures or not CardTokens.can_run(layers, per_token, card):
         return None
     tokens, refused = tried_tokens(layers, parts.kernels, per_token, card)
@@ -344,7 +362,7 @@ def _tokens_are_worth_it(layers: Sequence[HybridExperts], per_token: int) -> boo
 
 
 def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
-    """In place of `bind_to_devices`, for comparison: all experts of a layer come while the one before computes.
+    """For comparison: all experts of a layer come while the one before computes.
 
     Raises:
         DeviceMemoryError: two layers do not fit a device.
@@ -357,52 +375,36 @@ def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
         buffers = LayerBuffers(cache.device, cache.layout, [layer.place.source for layer in group])
         held.layer_buffers.append(buffers)
         for number, layer in enumerate(group):
-            experts = WholeLayerExperts(buffers, number, layer.make_kernel)
-            setattr(layer.site.module, BANK_LAYER, (ComputedOn(cache.device.torch_device), experts))
+            _bind(layer.site, cache.device, WholeLayerExperts(buffers, number, layer.make_kernel))
 
 
 def _prefetcher_of_devices(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetcher | None:
     """A prefetcher over the caches of all devices; None if there is no predictor, or no slot to prefetch into."""
-    if plan.cache.misses in ("off", "layer") or not any(layer.place.cache.slots for layer in bound):
+    if plan.config.cache.misses == "off" or not any(layer.place.cache.slots for layer in bound):
         return None
-    latency, caches = bound[0].latency, list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
-    shared = [next(at for at, cache in enumerate(caches) if cache is layer.place.cache) for layer in bound]
-    return _prefetcher(
-        plan,
-        [layer.site for layer in bound],
-        VramPrefetch([layer.place for layer in bound]),
-        lambda: over_link(latency, [cache.counters for cache in caches]),
-        list(range(len(bound))) if plan.cache.ways is not None else shared,
-    )
-
-
-def _prefetcher_of_parts(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetcher | None:
-    """The same over the caches of devices that share each layer's experts."""
-    if plan.cache.misses == "off" or not any(layer.place.cache.slots for layer in bound):
-        return None
-    parts: dict[str, list[BoundLayer]] = {}
-    for layer in bound:
-        parts.setdefault(layer.place.cache.device.name, []).append(layer)
-    cards, latency = list(parts.values()), bound[0].latency
     caches = list({id(layer.place.cache): layer.place.cache for layer in bound}.values())
+    cards: dict[str, list[BoundLayer]] = {}
+    for layer in bound:  # each has its part of every layer, or a cache has all of it
+        cards.setdefault(layer.place.cache.device.name if plan.placement.shares else "", []).append(layer)
+    targets = [VramPrefetch([layer.place for layer in card]) for card in cards.values()]
+    own = [[layer.own for layer in card] for card in cards.values()]
+    layers, latency = next(iter(cards.values())), bound[0].latency
+    pools = [next(at for at, cache in enumerate(caches) if cache is layer.place.cache) for layer in layers]
     return _prefetcher(
         plan,
-        [layer.site for layer in cards[0]],
-        SharedPrefetch(
-            [VramPrefetch([layer.place for layer in card]) for card in cards],
-            [[layer.own for layer in card] for card in cards],
-        ),
+        [layer.site for layer in layers],
+        SharedPrefetch(targets, own) if plan.placement.shares else targets[0],
         lambda: over_link(latency, [cache.counters for cache in caches]),
-        list(range(len(cards[0]))) if plan.cache.ways is not None else [0] * len(cards[0]),
+        pools if plan.config.cache.ways is None else list(range(len(layers))),
     )
 
 
-def _prefetcher_of_ram(plan: Plan, bank: DiskBackedBank) -> Prefetcher | None:
+def _prefetcher_of_ram(plan: Plan, ram: RamTier) -> Prefetcher | None:
     """A prefetcher over the slots in RAM of a bank on disk, which layers of one layout share."""
     layouts = [site.layout for site in plan.on_disk]
     nbytes = max(layout.nbytes for layout in layouts)
     pools = [layouts.index(layout) for layout in layouts]
-    return _prefetcher(plan, plan.on_disk, bank.ram, lambda: over_disk(bank.disk, nbytes), pools)
+    return _prefetcher(plan, plan.on_disk, ram, lambda: over_disk(ram.disk, nbytes), pools)
 
 
 def _prefetcher(
@@ -414,7 +416,7 @@ def _prefetcher(
 ) -> Prefetcher | None:
     experts, per_token = [site.num_experts for site in sites], plan.file.profile.experts_per_token
     learning = None
-    if plan.cache.prefetch in ("auto", "mlp"):
+    if plan.config.cache.prefetch in ("auto", "mlp"):
         learning = Learning(
             f"{plan.file.key} {len(sites)}",
             layers=len(sites),
@@ -428,7 +430,7 @@ def _prefetcher(
         layers=len(sites),
         experts=experts,
         per_token=per_token,
-        choice=plan.cache.prefetch,
+        choice=plan.config.cache.prefetch,
         gates=find_gates(plan.file.model, sites),
         learning=learning,
         pools=pools,

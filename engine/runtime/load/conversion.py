@@ -13,7 +13,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import transformers
 
 from engine.checkpoint.library import converted_path, remove_leftovers
 from engine.checkpoint.shards import fingerprint
-from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled, never_cancelled
 from engine.common.files import new_folder
 from engine.common.sizes import about
 from engine.devices.host_memory import available_ram
@@ -38,21 +38,18 @@ from engine.experts.container import (
     open_container,
     reopen,
 )
-from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import LayerSpec, RecordLayout, allocate_records
 from engine.experts.sites import ExpertsSite, empty_modules
-from engine.formats import STORED, TiledFormat, careful, format_of
+from engine.formats import TiledFormat
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.linear import formats_of_linears, keepable
-from engine.kernels.quantise import quantise_into
 from engine.planner.placement import Budgets, require_ram
 from engine.runtime.load.checkpoint import OpenedCheckpoint, read_headers
-from engine.runtime.load.library_conversion import load_rest, parameter_dtypes
+from engine.runtime.load.forms import Forms
+from engine.runtime.load.library_conversion import load_rest
 from engine.runtime.load.library_models import quiet_library
-from engine.runtime.load.records import RecordMaker, repack_all, working_bytes
-from engine.runtime.load.stored import read_apart, sites_in, stored_linears
+from engine.runtime.load.records import RecordMaker, working_bytes
 from engine.runtime.load.tensor_reader import TensorReader
 
 KEEP_VARIABLE = "SWITCHYARD_KEEP_PREPARED"
@@ -74,31 +71,35 @@ class Conversion:
     """What of a checkpoint is converted to.
 
     Attributes:
-        precision: of the weights, a name of `engine.formats`.
+        forms: of its weights; the file holds the linear layers that are in tiles in them.
         sites: experts modules with the records that they get, in the order of the file.
-        linears: layouts of the linear layers, by name.
         kernels: quantise, where there are any.
     """
 
-    opened: OpenedCheckpoint
-    precision: str
+    forms: Forms
     sites: list[ExpertsSite]
-    linears: Mapping[str, QuantisedLayout] = field(default_factory=dict)
     kernels: NativeKernels | None = None
     _rest: Any = None
 
-    @classmethod
-    def of(
-        cls, opened: OpenedCheckpoint, precision: str, *, linears: bool, kernels: NativeKernels | None = None
-    ) -> Conversion:
-        """All experts that may be read from disk, and the linear layers if these are wanted."""
-        sites = [site for site in sites_in(opened, precision) if can_be_disk_backed(site)]
-        return cls(opened, precision, sites, linears_in(opened, precision) if linears else {}, kernels)
+    @property
+    def opened(self) -> OpenedCheckpoint:
+        """The checkpoint."""
+        return self.forms.file
+
+    @cached_property
+    def linears(self) -> Mapping[str, QuantisedLayout]:
+        """Layouts of the linear layers, by name."""
+        return {name: self._layout(name, target) for name, target in self.forms.tiled.items()}
+
+    def _layout(self, name: str, target: TiledFormat) -> QuantisedLayout:
+        rows, columns = self.opened.model.get_submodule(name).weight.shape
+        plain = RecordLayout.of({_WEIGHT: ((rows, columns), torch.bfloat16)}, transposed=False)
+        return QuantisedLayout.quantising(plain, lambda _name: target, Pairing.PLAIN)
 
     @property
     def path(self) -> Path:
         """Where its file is kept: a model with the layer that guesses tokens has more weights."""
-        return converted_path(self.opened.directory, f"{self.precision}{'-heads' * self.opened.guesses}")
+        return converted_path(self.opened.directory, f"{self.forms.precision}{'-heads' * self.opened.guesses}")
 
     @cached_property
     def contents(self) -> Contents:
@@ -107,20 +108,14 @@ class Conversion:
         Raises:
             EngineError: `CHECKPOINT_DAMAGED` if a file of it is gone.
         """
-        experts = [LayerSpec(site.name, site.num_experts, site.layout) for site in self.sites]
         linears = [LayerSpec(name, 1, layout) for name, layout in self.linears.items()]
         source = {**fingerprint(self.opened.directory), CONVERTER: _CONVERTER}
-        return Contents(self.opened.name, self.precision, source, (*experts, *linears))
+        return Contents(self.opened.name, self.forms.precision, source, (*self.sites, *linears))
 
     @property
     def nbytes(self) -> int:
         """Of what is made, without asking for the checkpoint's fingerprint."""
         return sum(site.nbytes for site in self.sites) + sum(layout.nbytes for layout in self.linears.values())
-
-    @property
-    def formats(self) -> Mapping[str, TiledFormat]:
-        """Of the linear layers, by name."""
-        return {name: layout.tiled_shape(_WEIGHT).format for name, layout in self.linears.items()}
 
     @property
     def is_needed(self) -> bool:
@@ -141,11 +136,13 @@ class Conversion:
                 return
             for begin, end in spec.layout.padding:
                 records[:, begin:end] = 0  # so that the same model gives the same file
-            matrix = matrix_in(self.linears[spec.name], records)
-            if self.precision == STORED:
-                repack_all([([stored_linears(opened)[spec.name][0]], matrix)], reader, self.kernels)
-            else:
-                quantise_into(self._weight(spec.name, reader), matrix, self.kernels)
+            matrix = self.matrix(spec.name, records)
+            self.forms.fill(spec.name, matrix, lambda: self._weight(spec.name, reader), reader, self.kernels)
+
+    def matrix(self, name: str, record: torch.Tensor) -> TiledMatrix:
+        """The weight of a linear layer, as views of its record, uint8 [1, nbytes]."""
+        layout = self.linears[name]
+        return layout.matrix(BankLayer(_WEIGHT, layout, record).rows, _WEIGHT, 0)
 
     def record(self, name: str, expert: int) -> torch.Tensor:
         """Makes one expert's record again, of the model as it was opened: its weights have been filled in since.
@@ -154,17 +151,20 @@ class Conversion:
             EngineError: the model's files cannot be read.
         """
         with torch.no_grad(), quiet_library():
-            again = replace(self, opened=self._reopened(), _rest=None)
+            again = Conversion(self._reopened(), self.sites, self.kernels)
         layer = next(index for index, spec in enumerate(self.contents.tensors) if spec.name == name)
         spec = self.contents.tensors[layer]
         made = allocate_records(spec.num_experts, spec.layout, _CPU)
-        with TensorReader(_ignore, _never, 0, dtype=again.opened.plan.dtype, kernels=self.kernels) as reader:
+        with TensorReader(
+            lambda _done, _total: None, never_cancelled, 0, dtype=again.opened.plan.dtype, kernels=self.kernels
+        ) as reader:
             again.make(layer, made, reader)
         return made[expert]
 
-    def _reopened(self) -> OpenedCheckpoint:
-        opened = self.opened
-        return read_headers(opened.directory, self.precision, guesses=opened.guesses)
+    def _reopened(self) -> Forms:
+        opened, precision = self.opened, self.forms.precision
+        again = read_headers(opened.directory, precision, guesses=opened.guesses)
+        return Forms(again, precision, has_kernels=bool(self.linears))
 
     def _weight(self, name: str, reader: TensorReader) -> torch.Tensor:
         entry = self.opened.weight_of(name)
@@ -172,34 +172,11 @@ class Conversion:
             return reader.read(entry).to(self.opened.dtype)
         if self._rest is None:  # made by the library, together with everything that it makes something else of
             again = self._reopened()
-            empty_modules(again.model, again.sites)
-            load_rest(again.model, again.plan, reader, {"": _CPU}, read_apart(again, self.linears))
-            self._rest = again.model
+            empty_modules(again.file.model, again.file.sites)
+            load_rest(again.file.model, again.file.plan, reader, {"": _CPU}, again.apart(converted=True))
+            self._rest = again.file.model
         found: torch.Tensor = self._rest.get_submodule(name).weight.detach()
         return found
-
-
-def linears_in(opened: OpenedCheckpoint, precision: str) -> dict[str, QuantisedLayout]:
-    """Layouts of the linear layers that are quantised where experts are in this precision, by name."""
-    model, formats = opened.model, dict[str, TiledFormat]()
-    if precision == STORED:
-        stored = {name: target for name, (_, target) in stored_linears(opened).items()}
-        formats = {name: stored[name] for name in keepable(model, stored)}
-    elif format_of(precision).is_tiled:
-        dtype_of = parameter_dtypes(model, opened.dtype)
-        formats = formats_of_linears(model, careful(precision, opened.weights), dtype_of)
-
-    def layout(name: str, target: TiledFormat) -> QuantisedLayout:
-        weight = model.get_submodule(name).weight
-        plain = RecordLayout.of({_WEIGHT: (tuple(weight.shape), weight.dtype)}, transposed=False)
-        return QuantisedLayout.quantising(plain, lambda _name: target, Pairing.PLAIN)
-
-    return {name: layout(name, target) for name, target in formats.items()}
-
-
-def matrix_in(layout: QuantisedLayout, record: torch.Tensor) -> TiledMatrix:
-    """The weight of a linear layer, as views of its record, uint8 [1, nbytes]."""
-    return layout.matrix(BankLayer(_WEIGHT, layout, record).rows, _WEIGHT, 0)
 
 
 @dataclass(frozen=True)
@@ -364,7 +341,7 @@ def _write(
         check()
 
     with TensorReader(
-        lambda _done, _total: report(), _never, opened.plan.nbytes, direct=True, dtype=opened.plan.dtype,
+        lambda _done, _total: report(), never_cancelled, opened.plan.nbytes, direct=True, dtype=opened.plan.dtype,
         kernels=conversion.kernels,
     ) as reader:  # fmt: skip
         for index in todo:
@@ -379,11 +356,3 @@ def _write(
 def keeps_nothing() -> bool:
     """Whether what is converted is to be forgotten."""
     return os.environ.get(KEEP_VARIABLE) == "0"
-
-
-def _ignore(_done: int, _total: int) -> None:
-    pass
-
-
-def _never() -> bool:
-    return False

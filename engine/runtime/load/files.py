@@ -16,10 +16,10 @@ import torch
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.experts.container import Container
+from engine.experts.direct_file import unreadable
 from engine.experts.early_reads import EARLY_READS
 from engine.experts.file_image import FileImage
 from engine.experts.layer_stream import LayerStream
-from engine.experts.ranges import unreadable
 from engine.experts.record import HugePages
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 

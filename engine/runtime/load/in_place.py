@@ -8,27 +8,25 @@ rest into its own.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.checkpoint.expert_index import ExpertSource, PartSources
-from engine.checkpoint.gguf.types import BY_NAME, BlockType
+from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf, pieces_of
-from engine.experts.bank import ExpertBank, LayerInPlace
-from engine.experts.direct_file import bytes_of
+from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf
+from engine.experts.bank import LayerInPlace
+from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.quantised_layout import BlockLayout
-from engine.experts.ranges import Part, Place
 from engine.experts.record import HugePages, PartSpec, RecordLayout
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, ROUTERS, STORED
-from engine.formats.ggml import GGML, BlockFormat
+from engine.formats.ggml import BlockType
 from engine.formats.tiles import Pairing
 from engine.kernels.activation import activation_of
-from engine.kernels.dense import card_layers, quantised_sizes
+from engine.kernels.dense import quantised_sizes
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import kernels_of
 from engine.kernels.native.library import NativeKernels
@@ -37,53 +35,23 @@ from engine.kernels.native.linear import (
     LatentHeads,
     QuantisedLinear,
     TurnedLinear,
+    large_linears,
     looks_rows_up,
     scale_of_rows,
 )
 from engine.kernels.repack import Blocks
-from engine.runtime.load.blocks import blocks_of
 from engine.runtime.load.checkpoint import OpenedCheckpoint
 from engine.runtime.load.files import Files
-from engine.runtime.load.library_conversion import LoadingPlan, PartConverter
+from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, PartSources
 from engine.runtime.load.library_models import tied_to
-from engine.runtime.load.records import PartRows
-from engine.runtime.load.tensor_reader import TensorReader
+from engine.runtime.load.records import PartRows, Stack, stacks_of
+from engine.runtime.load.tensor_reader import TensorReader, blocks_of
 
 SIXTEEN_BITS = frozenset(("F16", "BF16"))
 """Types that a model in bf16 is used in as its files have them."""
 BLOCKS = frozenset(name for name, kind in BY_NAME.items() if kind.split is not None)
 """Types that cards read in place: plain numbers come to them as their own."""
 ALL_TYPES = frozenset(BY_NAME)
-
-
-@dataclass(frozen=True, slots=True)
-class Stack:
-    """One matrix of every expert of a module, as files have it: rows of one of ggml's types.
-
-    Attributes:
-        places: where that of each expert begins.
-    """
-
-    kind: BlockType
-    rows: int
-    columns: int
-    places: Sequence[Place]
-
-    @property
-    def nbytes(self) -> int:
-        """Of one expert's."""
-        return self.rows * self.columns // self.kind.elements * self.kind.nbytes
-
-    @property
-    def is_gapless(self) -> bool:
-        """Whether each expert's begins where that before ends."""
-        file, begin = self.places[0]
-        return all(place == (file, begin + at * self.nbytes) for at, place in enumerate(self.places))
-
-    def entry(self, expert: int, count: int = 1) -> TensorEntry:
-        """The bytes of an expert's, or of several that lie behind one another."""
-        (file, offset), nbytes = self.places[expert], count * self.nbytes
-        return TensorEntry(file, "experts", "U8", (nbytes,), offset, nbytes)
 
 
 def types_in_place(opened: OpenedCheckpoint, precision: str, types: frozenset[str]) -> frozenset[str]:
@@ -112,7 +80,7 @@ def site_in_place(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -
     """The experts module with records as its files have them; see `lies_in_place`."""
     stacks = _stacks_of(site, plan, types)
     assert stacks is not None
-    kinds = {name: [stack.kind for stack in each] for name, each in stacks.items()}
+    kinds = {name: [BY_NAME[stack.dtype] for stack in each] for name, each in stacks.items()}
     return replace(site, layout=BlockLayout.storing(site.layout.unquantised, kinds, alternates=_alternates(site)))
 
 
@@ -124,29 +92,19 @@ def _alternates(site: ExpertsSite) -> bool:
 def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> dict[str, list[Stack]] | None:
     """For each matrix of an experts module what it is made of: all its rows, or gate and then up rows; `None` if one is
     made of anything but rows of these types."""
-    sources = plan.index.modules.get(site.name)
+    sources = plan.experts.get(site.name)
     if sources is None or not hasattr(site.module, "has_gate") or activation_of(site.module) is None:
         return None
     if site.module.has_post_expert_norm:  # no native kernel has one, and the library's operators want plain weights
         types &= BLOCKS
-    if site.name not in plan.stacks:
-        plan.stacks[site.name] = _any_stacks_of(site, sources, plan)
-    found = plan.stacks[site.name]
-    is_of_types = found is not None and all(each.kind.name in types for stacks in found.values() for each in stacks)
-    return found if is_of_types else None
-
-
-def _any_stacks_of(
-    site: ExpertsSite, sources: Mapping[str, PartSources], plan: LoadingPlan
-) -> dict[str, list[Stack]] | None:
     found: dict[str, list[Stack]] = {}
     for part in site.layout.unquantised.parts:
         if len(part.shape) == 1:
             continue
-        stacks = _stacks_of_part(part, sources[part.name], plan) if part.name in sources else None
-        if stacks is None or sum(stack.rows for stack in stacks) != part.shape[0]:
+        stacks = _stacks_of_part(part, sources.get(part.name), plan)
+        if stacks is None or not all(_is_in_place(stack, site, part, types) for stack in stacks):
             return None
-        if any(len(stack.places) != site.num_experts or stack.columns != part.shape[1] for stack in stacks):
+        if sum(stack.shape[0] for stack in stacks) != part.shape[0] or len(stacks) > 2:
             return None
         if len(stacks) == 1 and part.name.startswith("gate_up") and _alternates(site):
             return None
@@ -154,37 +112,17 @@ def _any_stacks_of(
     return found
 
 
-def _stacks_of_part(spec: PartSpec, part: PartSources, plan: LoadingPlan) -> list[Stack] | None:
+def _stacks_of_part(spec: PartSpec, part: PartSources | None, plan: LoadingPlan) -> list[Stack] | None:
     rows = PartRows.of(part, plan)
-    if rows is None or spec.transposed != rows.transposed:
-        return None
-    stacks: list[Stack | None] = []
-    for pattern in rows.order:
-        pieces = zip(*map(pieces_of, part.by_pattern[pattern]), strict=True)
-        stacks += [_stack(piece, is_fused=part.is_fused) for piece in pieces]
-    found = [stack for stack in stacks if stack is not None]
-    return found if len(found) == len(stacks) and 1 <= len(found) <= 2 else None
+    return stacks_of(rows, plan) if rows is not None and spec.transposed == rows.transposed else None
 
 
-def _stack(entries: Sequence[TensorEntry | ExpertSource], *, is_fused: bool) -> Stack | None:
-    """That of a tensor [E, rows, columns], or of E matrices; `None` if they are anything else."""
-    first = entries[0]
-    if not isinstance(first, TensorEntry) or first.dtype not in BY_NAME or len(first.shape) != 2 + is_fused:
-        return None
-    if not _is_aligned(first):
-        return None
-    kind, (rows, columns) = BY_NAME[first.dtype], first.shape[-2:]
-    if is_fused:
-        each = first.nbytes // first.shape[0]
-        return Stack(kind, rows, columns, [(first.file, first.offset + at * each) for at in range(first.shape[0])])
-    places: list[Place] = []
-    for entry in entries:
-        if type(entry) is not TensorEntry or (entry.dtype, entry.shape) != (first.dtype, first.shape):
-            return None
-        if not _is_aligned(entry):
-            return None
-        places.append((entry.file, entry.offset))
-    return Stack(kind, rows, columns, places)
+def _is_in_place(stack: Stack, site: ExpertsSite, part: PartSpec, types: frozenset[str]) -> bool:
+    """Whether all experts have a matrix of rows of these types, that begins where a file allows to use it in place."""
+    if stack.dtype not in types or len(stack.shape) != 2 or stack.shape[1] != part.shape[1]:
+        return False
+    aligned = stack.dtype in BLOCKS or not any(offset % BY_NAME[stack.dtype].nbytes for _, offset in stack.places)
+    return aligned and len(stack.places) == site.num_experts
 
 
 def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> list[Part]:
@@ -213,38 +151,40 @@ def files_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> list[Path
     return list(dict.fromkeys((*(file for entry in used for file in entry.files), *experts)))
 
 
-def bind_experts_in_place(
-    opened: OpenedCheckpoint, sites: Iterable[ExpertsSite], files: Files, reader: TensorReader, bank: ExpertBank
-) -> None:
-    """Gives the bank the layers of these modules; biases, which are small, are read.
+def layer_in_place(site: ExpertsSite, parts: Sequence[Part], files: Files, reader: TensorReader) -> LayerInPlace:
+    """The experts of a module whose parts are used where they lie.
 
     Raises:
         EngineError, RequestCancelled: as `TensorReader.read`.
     """
-    for site in sites:
-        shapes = {part.name: part.shape for part in site.layout.parts}
-        parts = {name: list(biases) for name, biases in _biases(opened, site, reader).items()}
-        for name, stack in _stacks_by_part(site, opened.plan).items():
-            parts[name] = [each.view(shapes[name]) for each in _in_memory(stack, files, reader)]
-        records = torch.empty(site.num_experts, 0, dtype=torch.uint8)
-        bank.layers[site.name] = LayerInPlace(site.name, site.layout, records, parts=parts)
+    views: dict[str, list[torch.Tensor]] = {}
+    for spec, part in zip(site.layout.parts, parts, strict=True):
+        raw = _in_memory(part.places, site.num_experts, part.nbytes, files, reader)
+        views[spec.name] = [each.view(spec.dtype).view(spec.shape) for each in raw]
+    return LayerInPlace(site.name, site.layout, torch.empty(site.num_experts, 0, dtype=torch.uint8), parts=views)
 
 
-def _in_memory(stack: Stack, files: Files, reader: TensorReader) -> list[torch.Tensor]:
+def _in_memory(
+    places: Sequence[Place] | memoryview, experts: int, nbytes: int, files: Files, reader: TensorReader
+) -> Iterable[torch.Tensor]:
     """The bytes of each expert's, where a file in memory has them."""
-    experts = len(stack.places)
-    if stack.is_gapless:
-        return list(files.bytes_of(stack.entry(0, experts), reader).view(experts, -1))
-    if all(files.is_whole(file) for file, _ in stack.places):
-        return [files.bytes_of(stack.entry(expert), reader) for expert in range(experts)]
-    rows = list(HugePages().empty((experts, stack.nbytes), dtype=torch.uint8))
-    reader.read_into((stack.entry(expert), row) for expert, row in enumerate(rows))
+    if isinstance(places, memoryview):
+        return torch.frombuffer(places, dtype=torch.uint8).view(experts, nbytes)
+    each = [TensorEntry(file, "experts", "U8", (nbytes,), offset, nbytes) for file, offset in places]
+    file, begin = places[0]
+    if all(place == (file, begin + at * nbytes) for at, place in enumerate(places)):
+        whole = experts * nbytes
+        return files.bytes_of(replace(each[0], shape=(whole,), nbytes=whole), reader).view(experts, -1)
+    if all(files.is_whole(entry.file) for entry in each):
+        return [files.bytes_of(entry, reader) for entry in each]
+    rows = HugePages().empty((experts, nbytes), dtype=torch.uint8)
+    reader.read_into(zip(each, rows, strict=True))
     return rows
 
 
 def bind_matrices_in_place(
     opened: OpenedCheckpoint,
-    types: frozenset[str],
+    matrices: Mapping[str, TensorEntry],
     files: Files,
     kernels: NativeKernels,
     reader: TensorReader,
@@ -253,7 +193,7 @@ def bind_matrices_in_place(
 ) -> None:
     """Lets linear layers and embeddings compute from the files, all `besides` these weights."""
     model, made = opened.model, dict[int, Blocks]()  # one for all who share it, which then count it once
-    for name, entry in matrices_in_place(opened, types).items():
+    for name, entry in matrices.items():
         if name in besides:
             continue
         stacks = heads_in_rows(entry)
@@ -272,7 +212,6 @@ def bind_matrices_in_place(
         if id(entry) not in made:
             stored = blocks_of(entry)
             assert stored is not None
-            assert isinstance(stored.source, TensorEntry)
             made[id(entry)] = stored.in_memory([files.bytes_of(stored.source, reader)])
         table, module = made[id(entry)], model.get_submodule(name.removesuffix(".weight"))
         if isinstance(module, torch.nn.Embedding):
@@ -345,7 +284,7 @@ def _biases(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -
     for part in layout.plain.parts:
         if layout.blocks_of(part.name):
             continue
-        sources = plan.index.modules[site.name][part.name]
+        sources = plan.experts[site.name][part.name]
         plain = replace(site, layout=RecordLayout.of({part.name: (part.shape, part.dtype)}, transposed=False))
         converter = PartConverter(opened.model, {site.name: plain}, plan.converters[sources.target])
         tensors = {pattern: [reader.read(entry) for entry in each] for pattern, each in sources.by_pattern.items()}
@@ -362,28 +301,22 @@ def formats_on_cards(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
     matrices = matrices_in_place(opened, BLOCKS).values()
     alone = {each.kind.name for entry in matrices if (each := blocks_of(entry)) is not None}
     alone |= {stack.dtype for entry in matrices for stack in heads_in_rows(entry) or ()}
-    return {(each[0].kind.name, each[-1].kind.name) for each in stacks} | {(name, name) for name in alone}
+    return {(each[0].dtype, each[-1].dtype) for each in stacks} | {(name, name) for name in alone}
 
 
 class MatricesOnCards:
-    """The linear layers and embeddings that cards hold in blocks; see `StoredMatrices`.
-
-    Args:
-        besides: weights that they do not.
+    """The linear layers and embeddings that cards hold in blocks.
 
     Attributes:
         formats: of linear layers, by the modules' names.
         embeddings: stored weights, by the modules' names.
     """
 
-    def __init__(
-        self, opened: OpenedCheckpoint, reader: TensorReader | None = None, besides: Collection[str] = ()
-    ) -> None:
+    def __init__(self, opened: OpenedCheckpoint) -> None:
         found = matrices_in_place(opened, BLOCKS).items()
-        mine = {name: entry for name, entry in found if name not in besides and in_columns(entry) is None}
-        self._found, self._reader = mine, reader
+        self._found = {name: entry for name, entry in found if in_columns(entry) is None}
         self._tied = tied_to(opened.model)
-        linears: dict[str, BlockFormat] = {}
+        linears: dict[str, BlockType] = {}
         self.embeddings: dict[str, TensorEntry] = {}
         for weight, entry in self._found.items():
             name = weight.removesuffix(".weight")
@@ -392,9 +325,8 @@ class MatricesOnCards:
             elif name.rpartition(".")[2] not in _READ_BY_ATTENTION:
                 stored = blocks_of(entry)
                 assert stored is not None
-                linears[name] = GGML[stored.kind.name]
-        used = set(card_layers(opened.model, STORED, linears))
-        self.formats = {name: of_weights for name, of_weights in linears.items() if name in used}
+                linears[name] = stored.kind
+        self.formats = {name: linears[name] for name in large_linears(opened.model) if name in linears}
         for head, table in self._tied.items():  # a head that needs numbers needs those of the embedding
             if head.removesuffix(".weight") not in self.formats:
                 self.embeddings.pop(table.removesuffix(".weight"), None)
@@ -410,13 +342,13 @@ class MatricesOnCards:
         Args:
             together: whether an embedding is on the card of a head that shares it.
         """
-        result = quantised_sizes(model, STORED, sizes, self.formats)
+        result = quantised_sizes(model, self.formats, sizes)
         shared = set(self._tied.values()) if together else set()
         for name, entry in self.embeddings.items():
             result[f"{name}.weight"] = 0 if f"{name}.weight" in shared else entry.nbytes
         return result
 
-    def matrix(self, name: str) -> Blocks:
+    def matrix(self, name: str, reader: TensorReader) -> Blocks:
         """Reads the weight of one of them.
 
         Raises:
@@ -424,21 +356,22 @@ class MatricesOnCards:
         """
         stored = blocks_of(self._found[f"{name}.weight"])
         assert stored is not None
-        assert self._reader is not None
-        assert isinstance(stored.source, TensorEntry)
-        return stored.in_memory([Files(()).bytes_of(stored.source, self._reader)])
+        return stored.in_memory([Files(()).bytes_of(stored.source, reader)])
 
-    def bind_embeddings(self, model: Any, place_of: Callable[[str], torch.device]) -> None:
-        """Lets embeddings look rows up in blocks, once the linear layers have theirs."""
+    def bind_embeddings(
+        self, model: Any, place_of: Callable[[str], torch.device], reader: TensorReader, besides: Collection[str]
+    ) -> None:
+        """Lets embeddings look rows up in blocks, once the linear layers have theirs; all `besides` these weights."""
         heads = {table: model.get_submodule(head.removesuffix(".weight")) for head, table in self._tied.items()}
         for name in self.embeddings:
+            if f"{name}.weight" in besides:
+                continue
             module, place = model.get_submodule(name), place_of(name)
-            head = heads.get(f"{name}.weight")
-            forward = getattr(head, "forward", None)
+            forward = getattr(heads.get(f"{name}.weight"), "forward", None)
             if isinstance(forward, CardLinear) and isinstance(forward.matrix, Blocks):
                 table = Blocks(forward.matrix.kind, forward.matrix.raw.to(place))
             else:
-                read = self.matrix(name)
+                read = self.matrix(name, reader)
                 table = Blocks(read.kind, read.in_order.to(place))
             kernels = kernels_of(place)
             assert kernels is not None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -30,7 +30,6 @@ from transformers.core_model_loading import (
 )
 from transformers.modeling_utils import LoadStateDictConfig
 
-from engine.checkpoint.expert_index import ExpertIndex, PartSources
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, Rows
 from engine.common.errors import EngineError, ErrorCode
@@ -48,20 +47,64 @@ _HARMLESS = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale",
 """Endings of tensors that some checkpoints carry beside the weights and that plain computation does not need."""
 
 
+@dataclass(slots=True)
+class PartSources:
+    """Sources of one part (`gate_up_proj`, say) of all experts of one layer.
+
+    Attributes:
+        target: name of the parameter that the library would make of them.
+        by_pattern: the source tensors, in the library's order, by the pattern that matched their names.
+        experts: number of experts.
+    """
+
+    target: str
+    experts: int
+    by_pattern: dict[str, list[TensorEntry]] = field(default_factory=dict)
+
+    @property
+    def is_per_expert(self) -> bool:
+        """Whether the checkpoint has one tensor per expert, in order."""
+        return all(len(entries) == self.experts for entries in self.by_pattern.values()) and not self.is_fused
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether every source tensor holds all experts, one per row of its first dimension."""
+        return all(
+            len(entries) == 1 and len(entries[0].shape) > 1 and entries[0].shape[0] == self.experts
+            for entries in self.by_pattern.values()
+        )
+
+    def of_expert(self, expert: int) -> dict[str, TensorEntry]:
+        """The sources of one expert, by pattern, rows of stacks as such; only if `is_per_expert` or `is_fused`."""
+        if self.is_fused:
+            return {pattern: entries[0].row(expert) for pattern, entries in self.by_pattern.items()}
+        return {pattern: entries[expert] for pattern, entries in self.by_pattern.items()}
+
+    def entries(self) -> Iterator[TensorEntry]:
+        """Every source tensor."""
+        for entries in self.by_pattern.values():
+            yield from entries
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to read for all experts."""
+        return sum(entry.nbytes for entry in self.entries())
+
+
 @dataclass
 class LoadingPlan:
     """Which tensors make experts, and which the rest.
 
     Attributes:
-        index: sources of the experts.
+        experts: module name (`model.layers.0.mlp.experts`) -> part name -> its sources.
         converters: first target name -> the library's converter that makes it (`None`: the tensor as it is).
         rest: tensors for the library's normal loading, by checkpoint name.
         renamed: those of `rest` that become parameters unchanged, by the parameters' names.
         surplus: biases of modules that have none: GPTQ's tools store them for every module, all of them zeros.
-        stacks: of experts modules, by name, once `engine.runtime.load.in_place` has looked where they lie.
+        stacks: of experts' parts, by target, once `engine.runtime.load.records` has looked where they lie.
     """
 
-    index: ExpertIndex
+    experts: dict[str, dict[str, PartSources]]
     converters: dict[str, Any | None]
     rest: dict[str, TensorEntry]
     quantizer: Any | None
@@ -72,14 +115,19 @@ class LoadingPlan:
     stacks: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of experts in the checkpoint."""
+        return sum(part.nbytes for parts in self.experts.values() for part in parts.values())
+
+    @property
     def nbytes(self) -> int:
         """Bytes to read."""
-        return self.index.nbytes + sum(entry.nbytes for entry in self.rest.values())
+        return self.expert_bytes + sum(entry.nbytes for entry in self.rest.values())
 
     @property
     def entries(self) -> list[TensorEntry]:
         """Every tensor that is read."""
-        parts = (part for module in self.index.modules.values() for part in module.values())
+        parts = (part for module in self.experts.values() for part in module.values())
         return [*self.rest.values(), *(entry for part in parts for entry in part.entries())]
 
 
@@ -113,7 +161,7 @@ def plan_loading(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
     owners = {target: site for site in sites for target in site.targets}
-    plan = LoadingPlan(ExpertIndex(), {}, {}, quantizer, adapter, dtype)
+    plan = LoadingPlan({}, {}, {}, quantizer, adapter, dtype)
     shards: dict[str, list[str]] = {}
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
@@ -129,7 +177,7 @@ def plan_loading(
             elif pattern is not None and name in state and _joins_shards(by_pattern[pattern]):
                 shards.setdefault(name, []).append(key)
             continue
-        parts = plan.index.modules.setdefault(site.name, {})
+        parts = plan.experts.setdefault(site.name, {})
         part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts))
         converter = plan.converters[name] = by_pattern[pattern] if pattern is not None else None
         entry = tensors[key]
@@ -172,7 +220,7 @@ def _divide(plan: LoadingPlan, target: str, converter: Any, owners: dict[str, Ex
     if len(converter.source_patterns) > 1:
         joined.append(Concatenate(dim=last.concat_dim))
     site = owners[target]
-    whole = plan.index.modules[site.name].pop(site.targets[target])
+    whole = plan.experts[site.name].pop(site.targets[target])
     prefix, _, suffix = target.partition(converter.target_patterns[0])
     shares = len(converter.target_patterns)
     for share, pattern in enumerate(converter.target_patterns):
@@ -181,7 +229,7 @@ def _divide(plan: LoadingPlan, target: str, converter: Any, owners: dict[str, Ex
         for source, entries in whole.by_pattern.items():
             each = -(-len(entries) // shares)
             part.by_pattern[source] = entries[share * each : (share + 1) * each]
-        plan.index.modules.setdefault(owners[own].name, {})[owners[own].targets[own]] = part
+        plan.experts.setdefault(owners[own].name, {})[owners[own].targets[own]] = part
         plan.converters[own] = converter.copy(list(converter.source_patterns), [pattern], operations=[*before, *joined])
 
 

@@ -26,29 +26,32 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.devices.mps import left_note, left_to_cpu
 from engine.devices.opening import open_automatic, open_devices
 from engine.experts.container import UnusableContainerError, reopen
-from engine.experts.sites import ExpertsSite, verify
+from engine.experts.sites import verify
 from engine.families.replies.thinking import may_think, template_text, thinking_choices
 from engine.formats import STORED, format_of
 from engine.hardware.cpu import compute_threads
 from engine.hardware.probe import usable_cpus
 from engine.kernels import card_note
+from engine.kernels.gpu.attention_proof import attention_of
 from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
+from engine.kernels.native.paged_attention import KvType
 from engine.planner.placement import Note, NoteCode
 from engine.runtime.decoder_layers import decoder_layers, move_between
 from engine.runtime.draft_head import draft_head_of
+from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
+from engine.runtime.kv.growing import GrowingLayer, GrowingWindowLayer
+from engine.runtime.kv.layers import new_cache
 from engine.runtime.kv.memory import measure_kv
 from engine.runtime.kv.reuse import exact_tokens
-from engine.runtime.load.binding import bind_dense, bind_experts
+from engine.runtime.load.binding import bind_dense, bind_experts, speed_up_on_cards
 from engine.runtime.load.checkpoint import OpenedCheckpoint, open_checkpoint
 from engine.runtime.load.conversion import made_again
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.foresight import Foresight
-from engine.runtime.load.kv_precision import narrow_token_bytes, narrow_type
+from engine.runtime.load.forms import stored_note
 from engine.runtime.load.library_models import first_line, quiet_library
-from engine.runtime.load.on_cards import speed_up_on_cards
 from engine.runtime.load.plan import Machine, Plan, resolve
-from engine.runtime.load.stored import stored_note
 from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
@@ -58,6 +61,7 @@ from engine.runtime.segments import SegmentedCapture
 _log = logging.getLogger(__name__)
 
 
+_KV_TYPES = {"int8": KvType.INT8, "fp16": KvType.FP16}
 _ATTEMPTS = 2
 """To read converted weights that turn out to be damaged."""
 
@@ -187,7 +191,7 @@ def build(
     speed_up_on_cards(model)
     waits_first = bool(plan.devices) or parts.disk_backed is not None
     if not waits_first:
-        bind_dense(plan, parts)  # while experts arrive
+        bind_dense(model, parts.kernels)  # while experts arrive
     prepared = parts.wait_for_weights(cancelled)
     waits = parts.stream.until(cancelled) if parts.stream is not None else contextlib.nullcontext()
     if parts.stream is not None:
@@ -200,7 +204,7 @@ def build(
             parts.devices.expect_kv(kv, file.profile.layers)
         bind_experts(plan, parts)
         time_resident(plan.sites, plan.devices)
-        bind_dense(plan, parts)
+        bind_dense(model, parts.kernels)
     verify(model, plan.sites)
     charge_model(model, plan.devices, plan.sites, plan.dense_sizes, parts.devices.experts.tokens)
     note = _joined(note, left_note(left))
@@ -255,7 +259,7 @@ def _hand_over(
     file, placement, devices = plan.file, plan.placement, parts.devices
     model, profile = file.model, file.profile
     kv_place = captures.torch_device if captures is not None and len(plan.devices) == 1 else None
-    kv_type, kv_note = narrow_type(model, plan.kv_precision, kv_place)
+    kv_type, kv_note = narrow_type(model, plan.config.kv_precision, kv_place)
     if kv_type is not None:
         kv_bytes = narrow_token_bytes(model, kv_bytes, kv_type)
     wanted = plan.context_tokens
@@ -278,8 +282,8 @@ def _hand_over(
         file.left_out,
         f"Switchyard gives this model text only, no {file.unread.replace(' and ', ' or ')}." if file.unread else "",
         kv_note,
-        stored_note(file.plan) if plan.precision == STORED and not plan.in_place else "",
-        head_note(model, wanted=plan.wants_head, on_card=bool(plan.devices)),
+        stored_note(file.plan) if plan.precision == STORED and not plan.forms.in_place else "",
+        head_note(model, wanted=plan.config.speculation == "heads", on_card=bool(plan.devices)),
     ]
     held = (parts.bank, parts.disk_backed)
     info = ModelInfo(
@@ -289,7 +293,7 @@ def _hand_over(
         device=", ".join(device.name for device in plan.devices) or str(plan.dense),
         precision=plan.precision,
         threads=torch.get_num_threads(),
-        parameters=plan.dense_parameters + sum(map(_parameters, plan.sites)),
+        parameters=file.weights,
         layers=profile.layers,
         experts=max((site.num_experts for site in plan.sites), default=0),
         experts_per_token=profile.experts_per_token,
@@ -325,27 +329,62 @@ def _hand_over(
         graph_device=captures,
         context_tokens=context,
         chunk_tokens=chunk,
-        ram_bytes=plan.ram_allowed,
-        speculates=plan.speculates,
+        ram_bytes=plan.config.ram_bytes,
+        speculates=plan.config.speculation != "off",
         prepared=prepared,
         kv_type=kv_type,
     )
 
 
-def _parameters(site: ExpertsSite) -> int:
-    return site.num_experts * sum(part.nbytes // part.dtype.itemsize for part in site.layout.unquantised.parts)
-
-
 def _graph_device(plan: Plan, parts: LoadingParts) -> Device | None:
     """Where decode steps are captured: on the card that has all of the model, or where it begins on several, without
     native kernels on the CPU or rows from disk beside, which no card could repeat."""
-    opened = parts.devices.devices
-    if not opened or plan.graphs == "off" or not all(device.new_capture is not None for device in opened):
+    opened, asked = parts.devices.devices, plan.config.graphs
+    if not opened or asked == "off" or not all(device.new_capture is not None for device in opened):
         return None
     on_host = opened[0].torch_device.type == "cpu" and parts.kernels is not None
-    if on_host or plan.tables or not (plan.graphs == "on" or all(device.compute_follows_caller for device in opened)):
+    if (
+        on_host
+        or plan.tables
+        or not (plan.config.graphs == "on" or all(device.compute_follows_caller for device in opened))
+    ):
         return None
     return opened[0] if len(opened) == 1 else replace(opened[0], new_capture=lambda: SegmentedCapture(opened))
+
+
+def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = None) -> tuple[KvType | None, str]:
+    """The type of keys and values that was asked for, if kernels read it in every layer of this model.
+
+    Args:
+        captures: where all of it is, if its steps are captured there: a card's kernel may read such keys then.
+
+    Returns:
+        `None` for the model's own type, and then a sentence if another one was asked for.
+    """
+    wanted = _KV_TYPES.get(kv_precision)
+    if wanted is None:
+        return None, ""
+    cache, layers = new_cache(model), decoder_layers(model)
+    whole = cache is not None and all(isinstance(held, GrowingLayer | GrowingWindowLayer) for held in cache.layers)
+    fast = (layer.__dict__.get("forward") for layer in layers)
+    if whole and layers and all(isinstance(path, SingleTokenLayer) and path.reads_narrow for path in fast):
+        return wanted, ""
+    if whole and captures is not None and attention_of(captures) is not None:
+        return wanted, ""
+    return None, f"Chats hold keys and values in the model's own type: its attention cannot read {kv_precision} here."
+
+
+def narrow_token_bytes(model: Any, per_token: int, kv_type: KvType) -> int:
+    """Bytes of a token where layers without a window hold it in this type; `per_token`: in the model's own."""
+    cache = new_cache(model)
+    config = model.config.get_text_config(decoder=True)
+    if cache is None:
+        return per_token
+    width: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    narrow = sum(isinstance(held, GrowingLayer) for held in cache.layers) / max(1, len(cache.layers))
+    scale = 4 if kv_type is KvType.INT8 else 0
+    ratio: float = (width * kv_type.dtype.itemsize + scale) / (width * model.dtype.itemsize)
+    return int(per_token * (1 - narrow + narrow * ratio))
 
 
 def head_note(model: Any, *, wanted: bool, on_card: bool) -> str:

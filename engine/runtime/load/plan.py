@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,37 +14,23 @@ import torch
 
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import precisions_of
-from engine.common.config import CacheSettings, EngineConfig, Graphs, KvPrecision
-from engine.common.footprint import PASSING_MATRICES, activation_token_bytes
+from engine.common.config import EngineConfig
+from engine.common.footprint import activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
-from engine.experts.disk_backed import can_be_disk_backed
 from engine.experts.early_reads import EARLY_READS
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.sites import ExpertsSite
-from engine.formats import AUTO, LADDER, STORED, as_stored, careful, format_of
-from engine.kernels.dense import is_held_quantised, quantised_sizes
+from engine.formats import AUTO, LADDER
 from engine.kernels.gpu.proof import reads_blocks
 from engine.planner import placement as placing
 from engine.planner.placement import Budgets, DeviceBudget, Experts, Made, Placement, Sizes, Tables, Weights
 from engine.runtime.decoder_layers import LayerDevices, LayerNames, layer_names
 from engine.runtime.load.checkpoint import OpenedCheckpoint
-from engine.runtime.load.conversion import Conversion, keeps_nothing, linears_in
-from engine.runtime.load.in_place import (
-    ALL_TYPES,
-    BLOCKS,
-    MatricesOnCards,
-    formats_on_cards,
-    lies_in_place,
-    matrices_in_place,
-    types_in_place,
-)
-from engine.runtime.load.library_conversion import parameter_dtypes
-from engine.runtime.load.library_models import tied_to
-from engine.runtime.load.records import lies_as_recorded, working_bytes
-from engine.runtime.load.stored import shape_of, sites_in, stored_linears
-from engine.runtime.load.tables import StoredTable, tables_in
-from engine.runtime.load.tensor_reader import torch_dtype
+from engine.runtime.load.conversion import Conversion, keeps_nothing
+from engine.runtime.load.forms import Forms, tensor_sizes
+from engine.runtime.load.in_place import ALL_TYPES, BLOCKS, formats_on_cards, lies_in_place
+from engine.runtime.load.records import working_bytes
+from engine.runtime.load.tables import StoredTable
 
 _CPU = torch.device("cpu")
 
@@ -78,51 +64,45 @@ class Plan:
     """How a model is going to be held.
 
     Attributes:
+        config: what is asked for.
         placement: what lies where, and in which precision.
         devices: that it runs on; none if that is the CPU alone.
         layers: what is on which of them.
-        sites: its experts modules in that precision.
-        dense_sizes: bytes of every tensor but experts, by name, as they will be held.
-        dense_parameters: how many numbers they are.
+        forms: how each weight is held in that precision.
         tables: embeddings that stay on disk, by the names of their weights.
         streamed: where the weights of decoder layers lie that come from disk for each pass.
-        in_place: types of the experts, linear layers and embeddings that are used as they lie in the model's files, on
-            an emulated device experts alone; none if that is not done.
-        linears_on_cards: the precision of linear layers on cards, if they are quantised there.
-        has_kernels: whether native kernels compute what is on the CPU.
         conversion: what a file of converted weights holds, if there is to be one.
-        cache: how experts are kept on devices.
-        context_tokens: the longest context that is asked for.
-        ram_allowed: bytes, if there is a budget.
-        graphs, kv_precision: see `EngineConfig`.
-        speculates: whether coming tokens may be guessed; wants_head: with the checkpoint's own layer for that.
     """
 
     file: OpenedCheckpoint
+    config: EngineConfig
     placement: Placement
     devices: tuple[Device, ...]
     layers: LayerDevices
-    sites: list[ExpertsSite]
-    dense_sizes: dict[str, int]
-    dense_parameters: int
+    forms: Forms
     tables: dict[str, StoredTable]
     streamed: dict[int, list[TensorEntry]]
-    in_place: frozenset[str]
-    linears_on_cards: str | None
-    has_kernels: bool
     conversion: Conversion | None
-    cache: CacheSettings
-    context_tokens: int
-    ram_allowed: int | None
-    graphs: Graphs
-    kv_precision: KvPrecision
-    speculates: bool
-    wants_head: bool
 
     @property
     def precision(self) -> str:
         """Of the weights."""
         return self.placement.precision
+
+    @property
+    def sites(self) -> list[ExpertsSite]:
+        """The model's experts modules in that precision."""
+        return self.forms.sites
+
+    @property
+    def dense_sizes(self) -> dict[str, int]:
+        """Bytes of every tensor but experts and tables on disk, by name, as they will be held."""
+        return {name: nbytes for name, nbytes in self.forms.sizes.items() if name not in self.tables}
+
+    @property
+    def context_tokens(self) -> int:
+        """The longest context that is asked for."""
+        return self.file.context_tokens(self.config.context_tokens)
 
     @property
     def dense(self) -> torch.device:
@@ -150,12 +130,12 @@ class Plan:
     @property
     def on_disk(self) -> list[ExpertsSite]:
         """Experts modules whose records come into slots in RAM from disk."""
-        return [site for site in self.sites if can_be_disk_backed(site)] if self.placement.on_disk else []
+        return [site for site in self.sites if site.is_on_demand] if self.placement.on_disk else []
 
     @property
     def resident(self) -> list[ExpertsSite]:
         """Experts modules all of whose records are held, in RAM or on the device."""
-        return [site for site in self.sites if not (self.placement.on_disk and can_be_disk_backed(site))]
+        return [site for site in self.sites if not (self.placement.on_disk and site.is_on_demand)]
 
     @property
     def activations(self) -> list[int]:
@@ -179,36 +159,20 @@ def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> P
     Raises:
         EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
     """
-    layers, devices = layer_names(file.model), machine.devices
-    types = usable_types(machine, file)
+    layers, types = layer_names(file.model), usable_types(machine, file)
     placement = placing.resolve(config, machine.memory, sizes_of(config, machine, file, types))
-    precision = placement.precision
-    in_place = types_in_place(file, precision, types)
-    used = tuple(devices) if placement.devices else ()
-    sites = sites_in(file, precision, in_place=in_place)
-    tables = tables_in(file) if placement.tables.on_disk else {}
-    dense_sizes = _dense_sizes(file, precision, used, in_place=in_place)
+    devices = tuple(machine.devices) if placement.devices else ()
+    forms = Forms(file, placement.precision, types, _places(devices), has_kernels=machine.has_kernels)
     return Plan(
         file=file,
+        config=config,
         placement=placement,
-        devices=used,
+        devices=devices,
         layers=layers.on(placement.of_layer),
-        sites=sites,
-        dense_sizes={name: nbytes for name, nbytes in dense_sizes.items() if name not in tables},
-        dense_parameters=_dense_parameters(file),
-        tables=tables,
-        streamed=_streamed(file, placement, layers, in_place=in_place),
-        in_place=in_place,
-        linears_on_cards=dense_on_cards(file, [device.torch_device for device in used], precision),
-        has_kernels=machine.has_kernels,
-        conversion=_conversion(machine, file, placement, sites, in_place=in_place),
-        cache=config.cache,
-        context_tokens=file.context_tokens(config.context_tokens),
-        ram_allowed=config.ram_bytes,
-        graphs=config.graphs,
-        kv_precision=config.kv_precision,
-        speculates=config.speculation != "off",
-        wants_head=config.speculation == "heads",
+        forms=forms,
+        tables=forms.tables if placement.tables.on_disk else {},
+        streamed=_streamed(forms, placement, layers),
+        conversion=_conversion(machine, forms, placement, types),
     )
 
 
@@ -224,16 +188,14 @@ def usable_types(machine: Machine, file: OpenedCheckpoint) -> frozenset[str]:
 
 def sizes_of(config: EngineConfig, machine: Machine, file: OpenedCheckpoint, types: frozenset[str]) -> Sizes:
     """What the model takes, counted tensor by tensor; `types` may be used as they lie in its files."""
-    layers = layer_names(file.model)
-    precisions = candidates(file) if config.precision == AUTO else (config.precision,)
-    of_layer, elsewhere = layers.sums(_tensor_sizes(file.model))
-    width = file.dtype.itemsize
+    layers, width = layer_names(file.model), file.dtype.itemsize
+    precisions: tuple[str, ...] = (config.precision,)
+    if config.precision == AUTO:
+        precisions = precisions_of(file.plan.entries, file.weights) if file.dtype == torch.bfloat16 else LADDER
+    of_layer, elsewhere = layers.sums(tensor_sizes(file.model))
     return Sizes(
         name=file.name,
-        weights=tuple(
-            _weights(machine, file, precision, layers, in_place=types_in_place(file, precision, types))
-            for precision in precisions
-        ),
+        weights=tuple(_weights(machine, file, precision, types, layers) for precision in precisions),
         layers=of_layer,
         elsewhere=elsewhere,
         kv_per_token=file.profile.kv_elements_per_token * width,
@@ -243,186 +205,64 @@ def sizes_of(config: EngineConfig, machine: Machine, file: OpenedCheckpoint, typ
     )
 
 
-def candidates(file: OpenedCheckpoint) -> tuple[str, ...]:
-    """The precisions that `auto` chooses from."""
-    return precisions_of(file.plan.entries, file.weights) if file.dtype == torch.bfloat16 else LADDER
+def _places(devices: Sequence[Device]) -> list[torch.device]:
+    return [device.torch_device for device in devices]
 
 
-def dense_on_cards(file: OpenedCheckpoint, places: Sequence[torch.device], precision: str) -> str | None:
-    """The precision of linear layers on these devices, if they are to be quantised there."""
-    if not format_of(precision).is_tiled or not places or not all(is_held_quantised(place) for place in places):
-        return None
-    if precision == STORED and not stored_linears(file):
-        return None  # a file of plain numbers
-    return careful(precision, file.weights)
-
-
-def _conversion(
-    machine: Machine,
-    file: OpenedCheckpoint,
-    placement: Placement,
-    sites: Sequence[ExpertsSite],
-    *,
-    in_place: frozenset[str],
-) -> Conversion | None:
+def _conversion(machine: Machine, forms: Forms, placement: Placement, types: frozenset[str]) -> Conversion | None:
     if not placement.converted:
         return None
     kinds = (Made.ONCE, Made.FOR_DISK) if placement.on_disk else (Made.ONCE,)
-    chosen = [site for site in sites if can_be_disk_backed(site) and _made(file, site, in_place=in_place) in kinds]
-    return Conversion(
-        file, placement.precision, chosen, _linears(machine, file, placement.precision, in_place=in_place)
-    )
-
-
-def _made(file: OpenedCheckpoint, site: ExpertsSite, *, in_place: frozenset[str]) -> Made:
-    if in_place:
-        return Made.NEVER
-    if isinstance(site.layout, QuantisedLayout):
-        return Made.ONCE
-    return Made.NEVER if lies_as_recorded(site, file.plan) else Made.FOR_DISK
-
-
-def _linears(
-    machine: Machine, file: OpenedCheckpoint, precision: str, *, in_place: frozenset[str]
-) -> dict[str, QuantisedLayout]:
-    """Layouts of the linear layers that are quantised, by name."""
-    places = [device.torch_device for device in machine.devices]
-    are_used = machine.has_kernels or dense_on_cards(file, places, precision) is not None
-    return linears_in(file, precision) if are_used and not in_place else {}
+    # For all devices: a model that does not fit them in the end finds what the CPU needs.
+    every = Forms(forms.file, forms.precision, types, _places(machine.devices), has_kernels=machine.has_kernels)
+    return Conversion(every, [site for site in forms.sites if site.is_on_demand and forms.made(site) in kinds])
 
 
 def _weights(
-    machine: Machine, file: OpenedCheckpoint, precision: str, layers: LayerNames, *, in_place: frozenset[str]
+    machine: Machine, file: OpenedCheckpoint, precision: str, types: frozenset[str], layers: LayerNames
 ) -> Weights:
-    devices = machine.devices
-    sites = sites_in(file, precision, in_place=in_place)
-    held, there = (_dense_sizes(file, precision, places, in_place=in_place) for places in ((), devices))
-    in_ram, (dense, elsewhere) = sum(held.values()), layers.sums(there)
+    held, there = (
+        Forms(file, precision, types, places, has_kernels=machine.has_kernels)
+        for places in ((), _places(machine.devices))
+    )
     layouts: dict[Any, int] = {}
-    is_quantised = dense_on_cards(file, [device.torch_device for device in devices], precision) is not None
-    tables, in_files = tables_in(file), _in_files(file, precision, in_place=in_place)
-    linears = _linears(machine, file, precision, in_place=in_place)
+    in_ram, tables = held.sizes, held.tables
+    conversion = Conversion(there, [])
     return Weights(
         precision,
-        dense,
-        elsewhere,
-        in_ram,
+        *layers.sums(there.sizes),
+        sum(in_ram.values()),
         tuple(
             Experts(
                 site.layout.nbytes,
                 site.num_experts,
                 layers.index_of(site.name),
                 layouts.setdefault(site.layout, len(layouts)),
-                can_be_disk_backed(site),
-                _made(file, site, in_place=in_place),
+                site.is_on_demand,
+                held.made(site),
             )
-            for site in sites
+            for site in held.sites
         ),
-        working_bytes(file.plan, sites),
-        _on_its_way(file, held, in_place=in_place) if is_quantised else 0,
-        sum(layout.nbytes for layout in linears.values()),
-        layers.sums({name: held[name] for name in in_files if name in held})[0],
-        _tables(
-            tables,
-            layers,
-            held,
-            there,
-            on_their_way=_on_its_way(file, held, in_place=in_place)
-            - _on_its_way(file, held, in_place=in_place, besides=tables)
-            if is_quantised
-            else 0,
+        working_bytes(file.plan, held.sites),
+        there.passing_bytes(in_ram),
+        conversion.nbytes,
+        layers.sums({name: in_ram[name] for name in held.in_files() if name in in_ram})[0],
+        Tables(
+            *layers.sums({name: there.sizes[name] for name in tables}),
+            in_ram=sum(in_ram[name] for name in tables),
+            on_disk=sum(table.nbytes for table in tables.values()),
+            kept=sum(table.kept for table in tables.values()),
+            rows=sum(table.per_token for table in tables.values()),
+            row_bytes=sum(table.per_token * table.row_bytes for table in tables.values()),
+            on_their_way=there.passing_bytes(in_ram) - there.passing_bytes(in_ram, tables),
         ),
     )
 
 
-def _on_its_way(
-    file: OpenedCheckpoint, held: Mapping[str, int], *, in_place: frozenset[str], besides: Collection[str] = ()
-) -> int:
-    """RAM for dense weights that are quantised there, on their way to cards, `besides` these; blocks pass through it a
-    few at a time."""
-    passing = MatricesOnCards(file, besides=besides).names if in_place else set()
-    largest = max((held[name] for name in passing if name in held), default=0)
-    rest = sum(nbytes for name, nbytes in held.items() if name not in passing and name not in besides)
-    return rest + PASSING_MATRICES * largest
-
-
-def _in_files(
-    file: OpenedCheckpoint, precision: str, *, in_place: frozenset[str]
-) -> dict[str, tuple[TensorEntry, ...]]:
-    """Where decoder layers' weights lie that the CPU uses as they do, by name, tables that may stay on disk apart."""
-    own, found = file.plan, dict[str, tuple[TensorEntry, ...]]()
-    if own.quantizer is not None or not (in_place or as_stored(precision).name == precision):
-        return found
-    dtype_of = parameter_dtypes(file.model, own.dtype)
-    dtypes = {name: dtype_of(name, parameter) for name, parameter in file.model.named_parameters()}
-    for name, entry in own.renamed.items():
-        if dtypes.get(name) == torch_dtype(entry) and entry.offset % dtypes[name].itemsize == 0 and entry.nbytes:
-            found[name] = (entry,)
-    for name, entry in matrices_in_place(file, in_place).items() if in_place else ():
-        found[name] = entry.stored
-    tables = tables_in(file)
-    return {name: entries for name, entries in found.items() if name not in tables}
-
-
-def _streamed(
-    file: OpenedCheckpoint, placement: Placement, layers: LayerNames, *, in_place: frozenset[str]
-) -> dict[int, list[TensorEntry]]:
+def _streamed(forms: Forms, placement: Placement, layers: LayerNames) -> dict[int, list[TensorEntry]]:
     found: dict[int, list[TensorEntry]] = {layer: [] for layer in placement.streamed.layers}
-    for name, entries in _in_files(file, placement.precision, in_place=in_place).items() if found else ():
+    for name, entries in forms.in_files().items() if found else ():
         layer = layers.index_of(name)
         if layer in found:
             found[layer] += entries
     return found
-
-
-def _tables(
-    found: Mapping[str, StoredTable],
-    layers: LayerNames,
-    in_ram: Mapping[str, int],
-    on_devices: Mapping[str, int],
-    *,
-    on_their_way: int,
-) -> Tables:
-    """What they take, given the bytes of all tensors in RAM and on devices."""
-    tables = found.values()
-    return Tables(
-        *layers.sums({name: on_devices[name] for name in found}),
-        in_ram=sum(in_ram[name] for name in found),
-        on_disk=sum(table.nbytes for table in tables),
-        kept=sum(table.kept for table in tables),
-        rows=sum(table.per_token for table in tables),
-        row_bytes=sum(table.per_token * table.row_bytes for table in tables),
-        on_their_way=on_their_way,
-    )
-
-
-def _dense_sizes(
-    file: OpenedCheckpoint, precision: str, devices: Sequence[Device], *, in_place: frozenset[str] = frozenset()
-) -> dict[str, int]:
-    """Bytes of every tensor but experts, as these devices will hold them, or RAM if there are none."""
-    experts = {target for site in file.sites for target in site.targets}
-    sizes = {name: nbytes for name, nbytes in _tensor_sizes(file.model).items() if name not in experts}
-    if in_place and not devices:
-        for name, entry in matrices_in_place(file, in_place).items():
-            if name in sizes:  # a tied one is counted once
-                sizes[name] = entry.nbytes
-        return sizes
-    on_cards = dense_on_cards(file, [device.torch_device for device in devices], precision)
-    if on_cards is None:
-        return sizes
-    if in_place:
-        return MatricesOnCards(file).sizes(file.model, sizes, together=len(devices) == 1)
-    stored = {name: shape_of(*each).format for name, each in stored_linears(file).items()}
-    return quantised_sizes(file.model, on_cards, sizes, stored if on_cards == STORED else None)
-
-
-def _dense_parameters(file: OpenedCheckpoint) -> int:
-    elsewhere = {target for site in file.sites for target in site.targets}.union(tied_to(file.model))
-    return sum(p.numel() for name, p in file.model.named_parameters() if name not in elsewhere)
-
-
-def _tensor_sizes(model: Any) -> dict[str, int]:
-    """Bytes of every tensor by name; tied weights are counted once, as they will be held."""
-    tied = tied_to(model)
-    sizes = {name: p.nbytes for name, p in model.named_parameters() if name not in tied}
-    return {**sizes, **{name: buffer.nbytes for name, buffer in model.named_buffers()}}

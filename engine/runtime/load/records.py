@@ -7,6 +7,7 @@ wherever the checkpoint's layout allows it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -14,23 +15,20 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.expert_index import ExpertSource, PartSources
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import format_of_codes, pieces_of, rows_of
 from engine.common import footprint
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.bank import BankLayer
-from engine.experts.direct_file import bytes_of
+from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.ranges import Part
 from engine.experts.record import PartSpec, RecordLayout, RecordMemory, allocate_records
 from engine.experts.sites import ExpertsSite
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import repack
-from engine.runtime.load.blocks import Stored, StoredCodes, stored_of
-from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, rows_in_order
-from engine.runtime.load.tensor_reader import Range, TensorReader, place_of, torch_dtype
+from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, PartSources, rows_in_order
+from engine.runtime.load.tensor_reader import DTYPES, Range, Stored, StoredCodes, TensorReader, stored_of
 
 _BATCH = footprint.REPACKED_BYTES
 
@@ -64,52 +62,78 @@ class PartRows:
         alternating = any(packing is not None and packing.alternating for packing in packings)
         return cls(part, order, turned.pop(), alternating) if len(turned) == 1 else None
 
-    def of_expert(self, expert: int) -> list[TensorEntry | ExpertSource]:
-        """The tensors of one expert, or rows of stacks of them."""
-        sources = {source.pattern: source for source in self.part.of_expert(expert)}
+    def of_expert(self, expert: int) -> list[TensorEntry]:
+        """The tensors of one expert."""
+        sources = self.part.of_expert(expert)
         return [piece for pattern in self.order for piece in pieces_of(sources[pattern])]
 
 
-def lies_as_recorded(site: ExpertsSite, plan: LoadingPlan) -> bool:
-    """Whether the records of an experts module are ranges of the checkpoint's own files."""
-    sources = plan.index.modules.get(site.name, {})
-    return site.layout is site.layout.unquantised and all(
-        _rows_as_recorded(spec, sources.get(spec.name), plan) is not None for spec in site.layout.parts
-    )
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One matrix or vector of every expert of a module, as files have it.
+
+    Attributes:
+        dtype, shape, nbytes: of one expert's.
+        places: where that of each expert begins.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    places: Sequence[Place]
+
+    @classmethod
+    def of(cls, entries: Sequence[TensorEntry], experts: int, *, is_fused: bool) -> Stack | None:
+        """That of a tensor [E, ...], or of one for each expert; `None` if they differ, or are made of others."""
+        first, places = entries[0], list[Place]()
+        for entry in entries:
+            if type(entry) is not TensorEntry or (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                return None
+            places.append((entry.file, entry.offset))
+        if not is_fused:
+            return cls(first.dtype, first.shape, first.nbytes, places)
+        each = first.nbytes // experts
+        places = [(first.file, first.offset + expert * each) for expert in range(experts)]
+        return cls(first.dtype, first.shape[1:], each, places)
 
 
-def ranges_of(site: ExpertsSite, plan: LoadingPlan) -> list[Part]:
-    """Where these records lie; only if `lies_as_recorded`."""
-    sources, found = plan.index.modules[site.name], list[Part]()
-    for spec in site.layout.parts:
-        rows = _rows_as_recorded(spec, sources[spec.name], plan)
-        assert rows is not None
-        found += _ranges_of_rows(spec, rows)
-    return found
+def stacks_of(rows: PartRows, plan: LoadingPlan) -> list[Stack] | None:
+    """What the rows of a part are, one below the other; `None` if that is not the same for all experts."""
+    part = rows.part
+    if part.target not in plan.stacks:
+        pieces = [zip(*map(pieces_of, part.by_pattern[pattern]), strict=True) for pattern in rows.order]
+        found = [Stack.of(each, part.experts, is_fused=part.is_fused) for pattern in pieces for each in pattern]
+        known = [stack for stack in found if stack is not None]
+        plan.stacks[part.target] = known if len(known) == len(found) else None
+    stacks: list[Stack] | None = plan.stacks[part.target]
+    return stacks
 
 
-def _rows_as_recorded(spec: PartSpec, part: PartSources | None, plan: LoadingPlan) -> PartRows | None:
-    """Those of a part whose bytes, one behind the other, are that of a record."""
-    rows, nbytes = PartRows.of(part, plan), 0
-    if rows is None or spec.transposed or rows.transposed or rows.alternating:
+def ranges_of(site: ExpertsSite, plan: LoadingPlan) -> list[Part] | None:
+    """Where the records of an experts module lie; `None` if they are no ranges of the checkpoint's own files."""
+    if site.layout is not site.layout.unquantised:
         return None
-    fused = rows.part.is_fused
-    for pattern in rows.order:
-        entries = rows.part.by_pattern[pattern]
-        first = entries[0].shape[1:] if fused else entries[0].shape
-        same = {entry.shape for entry in entries}
-        if len(same) > 1 or first[1:] != spec.shape[1:] or any(torch_dtype(each) != spec.dtype for each in entries):
+    sources, found = plan.experts.get(site.name, {}), list[Part]()
+    for spec in site.layout.parts:
+        parts = _ranges_of_part(spec, sources.get(spec.name), plan)
+        if parts is None:
             return None
-        nbytes += entries[0].nbytes // (rows.part.experts if fused else 1)
-    return rows if nbytes == spec.nbytes else None
-
-
-def _ranges_of_rows(spec: PartSpec, rows: PartRows) -> list[Part]:
-    found, at = list[Part](), spec.offset
-    for pieces in zip(*(rows.of_expert(expert) for expert in range(rows.part.experts)), strict=True):
-        found.append(Part(at, pieces[0].nbytes, [place_of(piece) for piece in pieces]))
-        at += pieces[0].nbytes
+        found += parts
     return found
+
+
+def _ranges_of_part(spec: PartSpec, part: PartSources | None, plan: LoadingPlan) -> list[Part] | None:
+    """Those of a part whose bytes, one behind the other, are that of a record."""
+    rows = PartRows.of(part, plan)
+    stacks = stacks_of(rows, plan) if rows is not None else None
+    if rows is None or stacks is None or spec.transposed or rows.transposed or rows.alternating:
+        return None
+    if any(DTYPES.get(each.dtype) != spec.dtype or each.shape[1:] != spec.shape[1:] for each in stacks):
+        return None
+    begins = list(itertools.accumulate((stack.nbytes for stack in stacks), initial=spec.offset))
+    if begins[-1] != spec.offset + spec.nbytes:
+        return None
+    return [Part(begin, stack.nbytes, stack.places) for begin, stack in zip(begins, stacks, strict=False)]
 
 
 def read_parts(parts: Sequence[Part], records: torch.Tensor, reader: TensorReader) -> None:
@@ -166,7 +190,7 @@ class RecordMaker:
                     stored = [each for piece in own.of_expert(expert) if (each := stored_of(piece)) is not None]
                     jobs.append((stored, layout.matrix(rows, name, expert)))
         made = {f"{site.name}.{name}" for name in tiled}
-        for name, part in self._plan.index.modules.get(site.name, {}).items():
+        for name, part in self._plan.experts.get(site.name, {}).items():
             if name not in tiled:
                 made |= self._fill_part(site, name, part, records)
         if missing := site.targets.keys() - made:
@@ -188,9 +212,9 @@ class RecordMaker:
     def _fill_part(self, site: ExpertsSite, name: str, part: PartSources, records: torch.Tensor) -> set[str]:
         """Fills a part, and whatever else the library makes of its sources; returns the names of these parameters."""
         specs = {spec.name: spec for spec in site.layout.parts}
-        rows = _rows_as_recorded(specs[name], part, self._plan) if name in specs else None
-        if rows is not None:  # the most common case, and by far the fastest
-            read_parts(_ranges_of_rows(specs[name], rows), records, self._reader)
+        ranges = _ranges_of_part(specs[name], part, self._plan) if name in specs else None
+        if ranges is not None:  # the most common case, and by far the fastest
+            read_parts(ranges, records, self._reader)
             return {part.target}
         plain = replace(site, layout=site.layout.unquantised)
         converter = PartConverter(self._model, {site.name: plain}, self._plan.converters[part.target])
@@ -199,7 +223,7 @@ class RecordMaker:
             if expert is None:
                 tensors = {key: [self._reader.read(entry) for entry in each] for key, each in part.by_pattern.items()}
             else:
-                tensors = {source.pattern: [self._reader.read(source)] for source in part.of_expert(expert)}
+                tensors = {key: [self._reader.read(entry)] for key, entry in part.of_expert(expert).items()}
             count = part.experts if expert is None else 1
             for target, value in converter.convert(part.target, count, tensors).items():
                 module, _, own = target.rpartition(".")
@@ -232,13 +256,13 @@ def working_bytes(plan: LoadingPlan, sites: Sequence[ExpertsSite]) -> int:
     quantised = [site for site in sites if isinstance(site.layout, QuantisedLayout)]
     converted = [site for site in quantised if _tiled_parts(site, plan) is None]
     room = max((site.num_experts * site.layout.unquantised.nbytes for site in converted), default=0)
-    blocks = 2 * min(_BATCH, plan.index.nbytes) if len(converted) < len(quantised) else 0
+    blocks = 2 * min(_BATCH, plan.expert_bytes) if len(converted) < len(quantised) else 0
     return room + max(_for_conversion(plan), blocks)
 
 
 def _for_conversion(plan: LoadingPlan) -> int:
     most = 0
-    for parts in plan.index.modules.values():
+    for parts in plan.experts.values():
         for part in parts.values():
             whole = not (part.is_fused or part.is_per_expert)
             nbytes = sum(max(entry.nbytes, 2 * entry.numel) for entry in part.entries())  # unpacked, if they are packed
@@ -252,7 +276,7 @@ def _tiled_parts(site: ExpertsSite, plan: LoadingPlan) -> dict[str, PartRows] | 
     assert isinstance(layout, QuantisedLayout)
     for name, target in layout.formats:
         spec = next(spec for spec in layout.plain.parts if spec.name == name)
-        rows = PartRows.of(plan.index.modules.get(site.name, {}).get(name), plan)
+        rows = PartRows.of(plan.experts.get(site.name, {}).get(name), plan)
         if rows is None or rows.transposed != spec.transposed:
             return None
         stored = [stored_of(piece) for piece in rows.of_expert(0)]
@@ -285,12 +309,12 @@ def repack_all(jobs: Sequence[Job], reader: TensorReader, kernels: NativeKernels
     rooms, under_way = [torch.empty(0, dtype=torch.uint8)] * 2, Future[None]()
     under_way.set_result(None)
     with ThreadPoolExecutor(1, "repack") as pool:
-        for batch, nbytes in _batches(sorted(jobs, key=lambda job: place_of(job[0][0].sources[0]))):
+        for batch, nbytes in _batches(sorted(jobs, key=lambda job: _place_of(job[0][0].sources[0]))):
             rooms.reverse()
             if len(rooms[0]) < nbytes:
                 rooms[0] = RecordMemory(1, max(nbytes, _BATCH)).records[0]
             used, matrices = 0, []
-            places: list[tuple[TensorEntry | ExpertSource, torch.Tensor]] = []
+            places: list[tuple[TensorEntry, torch.Tensor]] = []
             for sources, matrix in batch:
                 made = []
                 for stored in sources:
@@ -305,6 +329,10 @@ def repack_all(jobs: Sequence[Job], reader: TensorReader, kernels: NativeKernels
             under_way.result()
             under_way = pool.submit(_repack, matrices, kernels)
         under_way.result()
+
+
+def _place_of(entry: TensorEntry) -> Place:
+    return entry.file, entry.offset
 
 
 def _repack(

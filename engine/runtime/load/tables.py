@@ -23,8 +23,7 @@ from engine.checkpoint.packed import PackedEntry, is_blocks
 from engine.checkpoint.stored import rows_of
 from engine.common.errors import RequestCancelled
 from engine.common.footprint import KEPT_ROWS_BYTES, LARGE_TABLE_BYTES
-from engine.experts.direct_file import bytes_of
-from engine.experts.ranges import OpenFiles
+from engine.experts.direct_file import OpenFiles, bytes_of
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import BlockEmbedding
 from engine.kernels.repack import Blocks, unpack_into

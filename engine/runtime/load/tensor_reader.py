@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -16,16 +17,16 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from engine.checkpoint.expert_index import ExpertSource
+from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import PackedEntry, as_array, is_packed, unpacked
+from engine.checkpoint.packed import PackedEntry, as_array, is_blocks, is_packed, unpacked
+from engine.checkpoint.quantised.packings import ByRows, Codes
+from engine.checkpoint.stored import format_of_codes, in_rows, order_of
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.experts.direct_file import bytes_of
-from engine.experts.ranges import OpenFiles, Place
+from engine.experts.direct_file import OpenFiles, bytes_of
 from engine.experts.record import empty_in_huge_pages
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.repack import unpack_into
-from engine.runtime.load.blocks import blocks_of
+from engine.kernels.repack import Blocks, unpack_into
 
 _CHUNK = 4 * 2**20
 """Bytes of one request: the disk's full rate, and a copy of them stays in a core's cache."""
@@ -33,7 +34,7 @@ _CHUNK = 4 * 2**20
 _THREADS = 4
 """Requests in flight.  More copies than cores gain nothing, fewer requests leave the disk idle meanwhile."""
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool,
     "U8": torch.uint8,
     "I8": torch.int8,
@@ -59,16 +60,96 @@ Range = tuple[Path, int, memoryview]
 """A file, where in it something begins, and the memory for that."""
 
 
-def place_of(source: TensorEntry | ExpertSource) -> Place:
-    """Where the bytes of a stored tensor, or of a row of one, begin."""
-    if isinstance(source, TensorEntry):
-        return source.file, source.offset
-    return source.entry.file, source.entry.offset + (source.row or 0) * source.nbytes
-
-
 def torch_dtype(entry: TensorEntry) -> torch.dtype | None:
     """The type of a tensor that is stored number by number; `None` if torch has none for it, or it is packed."""
-    return None if is_packed(entry) else _DTYPES.get(entry.dtype)
+    return None if is_packed(entry) else DTYPES.get(entry.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlocks:
+    """A tensor in blocks, of which whole rows may come in another order.
+
+    Attributes:
+        source: what is read.
+        rows: how many it has; `order` says which of them come one after the other, if not all as they are.
+    """
+
+    kind: BlockType
+    source: TensorEntry
+    rows: int
+    order: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """Weights of a row."""
+        return self.source.nbytes // self.rows // self.kind.nbytes * self.kind.elements
+
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        """What is read, the parts of `StoredCodes` as well."""
+        return (self.source,)
+
+    def in_memory(self, raw: Sequence[torch.Tensor]) -> Blocks:
+        """The same once its sources have been read: uint8 [bytes] of each."""
+        return Blocks(self.kind, raw[0].view(self.rows, -1), self.order)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCodes:
+    """A matrix whose codes, scales and zeros are tensors of their own."""
+
+    source: PackedEntry
+    packing: ByRows
+
+    @property
+    def rows(self) -> int:
+        """How many it has."""
+        return self.source.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Weights of a row."""
+        return self.source.shape[1]
+
+    @property
+    def sources(self) -> tuple[TensorEntry, ...]:
+        """See `StoredBlocks`."""
+        return self.source.sources
+
+    def in_memory(self, raw: Sequence[torch.Tensor]) -> Codes:
+        """See `StoredBlocks`.
+
+        Raises:
+            EngineError: `CHECKPOINT_DAMAGED`.
+        """
+        entries = self.source.sources
+        arrays = [as_array(entry, each.numpy()) for entry, each in zip(entries, raw, strict=True)]
+        return self.packing.codes_of(entries, arrays, slice(0, self.rows))
+
+
+Stored = StoredBlocks | StoredCodes
+
+
+def stored_of(entry: TensorEntry) -> Stored | None:
+    """A matrix as a checkpoint stores it quantised; `None` if it does not, or no record keeps its codes."""
+    if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
+        return StoredCodes(entry, entry.packing) if format_of_codes(entry) is not None else None
+    found = blocks_of(entry)
+    return found if found is not None and is_blocks(found.kind.name) else None
+
+
+def blocks_of(entry: TensorEntry) -> StoredBlocks | None:
+    """The rows of a matrix, or of a row of a stack of them, in blocks or of plain numbers; `None` if it is stored
+    otherwise."""
+    stored, order = in_rows(entry), None
+    if stored is None or stored.shape[:-2] not in ((), (1,)) or len(stored.shape) < 2:
+        return None
+    if stored is not entry:
+        if len(stored.shape) > 2:
+            return None
+        assert isinstance(entry, PackedEntry)
+        order = torch.from_numpy(order_of(entry))
+    return StoredBlocks(BY_NAME[stored.dtype], stored, stored.shape[-2], order)
 
 
 class TensorReader:
@@ -111,61 +192,52 @@ class TensorReader:
         if kind is None:
             self._on_progress(self._total, self._total)
 
-    def read(
-        self, source: TensorEntry | ExpertSource, empty: Callable[..., torch.Tensor] = torch.empty
-    ) -> torch.Tensor:
-        """The tensor, or for a row of one the row with a leading dimension of 1; `empty` allocates it, like torch's,
-        if it is stored as numbers.
+    def read(self, entry: TensorEntry, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
+        """The tensor; `empty` allocates it, like torch's, if it is stored as numbers.
 
         Raises:
             EngineError: `CHECKPOINT_DAMAGED`, naming the file, or `MODEL_UNSUPPORTED` for an unknown number format.
             RequestCancelled: `cancelled()` was true.
         """
-        entry, row = (source, None) if isinstance(source, TensorEntry) else (source.entry, source.row)
         if is_packed(entry):
-            return self._unpacked(entry, row)
+            return self._unpacked(entry)
         dtype = torch_dtype(entry)
         if dtype is None:
             raise EngineError(
                 ErrorCode.MODEL_UNSUPPORTED,
                 f"{entry.file} stores {entry.key} in the number format {entry.dtype}, which Switchyard cannot read.",
             )
-        shape = entry.shape if row is None else (1, *entry.shape[1:])
-        tensor = empty(shape, dtype=dtype)
-        self.read_into([(source, tensor)])
+        tensor = empty(entry.shape, dtype=dtype)
+        self.read_into([(entry, tensor)])
         return tensor
 
-    def read_arrays(self, entry: TensorEntry, row: int | None = None) -> list[NDArray[Any]]:
-        """What a packed tensor is made of, as `as_array` gives it, all of it or a row of each source.
+    def read_arrays(self, entry: TensorEntry) -> list[NDArray[Any]]:
+        """What a packed tensor is made of, as `as_array` gives it.
 
         Raises:
             As `read`.
         """
         sources = entry.sources if isinstance(entry, PackedEntry) else (entry,)
-        parts = [source if row is None else ExpertSource(source, source.key, row) for source in sources]
-        raw = [torch.empty(part.nbytes, dtype=torch.uint8) for part in parts]
-        self.read_into(zip(parts, raw, strict=True))
-        rows = None if row is None else 1
-        return [as_array(source, each.numpy(), rows) for source, each in zip(sources, raw, strict=True)]
+        raw = [torch.empty(source.nbytes, dtype=torch.uint8) for source in sources]
+        self.read_into(zip(sources, raw, strict=True))
+        return [as_array(source, each.numpy()) for source, each in zip(sources, raw, strict=True)]
 
-    def _unpacked(self, entry: TensorEntry, row: int | None) -> torch.Tensor:
-        blocks = blocks_of(entry if row is None else ExpertSource(entry, entry.key, row))
+    def _unpacked(self, entry: TensorEntry) -> torch.Tensor:
+        blocks = blocks_of(entry)
         dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         if blocks is not None and self._kernels is not None:
             raw = [torch.empty(blocks.source.nbytes, dtype=torch.uint8)]
             self.read_into([(blocks.source, raw[0])])
             matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=dtype)
             unpack_into(blocks.in_memory(raw), matrix, self._kernels)
-            return matrix if row is None else matrix[None]
-        arrays = self.read_arrays(entry, row)
-        made = torch.empty(entry.shape if row is None else (1, *entry.shape[1:]), dtype=dtype)
-        at = 0
+            return matrix.view(entry.shape)
+        arrays, made, at = self.read_arrays(entry), torch.empty(entry.shape, dtype=dtype), 0
         for piece in unpacked(entry, arrays):
             made[at : at + len(piece)] = torch.from_numpy(piece)
             at += len(piece)
         return made
 
-    def read_into(self, places: Iterable[tuple[TensorEntry | ExpertSource, torch.Tensor]]) -> None:
+    def read_into(self, places: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
         """Fills contiguous CPU tensors, each with exactly the bytes of its source.
 
         Raises:
@@ -173,10 +245,9 @@ class TensorReader:
         """
         ranges: list[Range] = []
         for source, tensor in places:
-            file, offset = place_of(source)
             if tensor.nbytes != source.nbytes:
-                raise ValueError(f"{source.nbytes} bytes at {offset} of {file}, not {tensor.nbytes}")
-            ranges.append((file, offset, bytes_of(tensor.reshape(-1).view(torch.uint8))))
+                raise ValueError(f"{source.nbytes} bytes at {source.offset} of {source.file}, not {tensor.nbytes}")
+            ranges.append((source.file, source.offset, bytes_of(tensor.reshape(-1).view(torch.uint8))))
         self.read_ranges(ranges)
 
     def read_ranges(self, ranges: Sequence[Range]) -> None:

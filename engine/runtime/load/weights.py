@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +13,33 @@ from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.bank import ExpertBank
 from engine.experts.cache.tier import ADAPTIVE
-from engine.experts.disk_backed import DiskBackedBank, bind_disk_backed
+from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
+from engine.experts.dispatch import BANK_LAYER
+from engine.experts.executor import ExpertExecutor
 from engine.experts.layer_stream import LayerStream
 from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.ram_tier import RamPressure, RamTier
-from engine.experts.ranges import Part, RecordRanges, converted_part
-from engine.experts.record import HugePages, LayerSpec, RecordTable
+from engine.experts.record import HugePages
 from engine.experts.sites import ExpertsSite, bind, empty_modules
 from engine.formats import STORED
-from engine.formats.tiles import TiledMatrix
-from engine.kernels.dense import card_layers, quantise_on_cards
-from engine.kernels.native.linear import StoredMatrices, keep_linears, keepable
+from engine.formats.tiles import TiledMatrix, TiledShape
+from engine.kernels import choose_kernel
+from engine.kernels.dense import quantise_on_cards
+from engine.kernels.native.library import NativeKernels
+from engine.kernels.native.linear import hold_linears
 from engine.planner.placement import InRam, Streamed
-from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, matrix_in, removed
+from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, removed
 from engine.runtime.load.files import Files
 from engine.runtime.load.in_place import (
-    MatricesOnCards,
-    bind_experts_in_place,
     bind_matrices_in_place,
     files_in_place,
-    matrices_in_place,
+    layer_in_place,
     parts_in_place,
 )
 from engine.runtime.load.library_conversion import load_rest
 from engine.runtime.load.plan import Plan
-from engine.runtime.load.records import RecordMaker, lies_as_recorded, ranges_of, read_parts, repack_all
-from engine.runtime.load.stored import read_apart, shape_of, stored_linears
+from engine.runtime.load.records import RecordMaker, ranges_of, read_parts
 from engine.runtime.load.tables import TableReads, bind_tables
 from engine.runtime.load.tensor_reader import TensorReader, torch_dtype
 from engine.runtime.loaded_model import LoadingParts
@@ -85,7 +85,7 @@ def read_weights(plan: Plan, parts: LoadingParts, on_progress: OnProgress, cance
             bind(plan.resident, parts.bank, parts.kernels)
         if plan.on_disk:
             parts.disk_backed = _slots_over(source.disk_tier(), plan.placement.ram)
-            bind_disk_backed(plan.on_disk, parts.disk_backed, parts.kernels)
+            _bind_slots(plan.on_disk, parts.disk_backed, parts.kernels)
         parts.on_phase("reading")
         source.read_rest()
     return note
@@ -127,43 +127,32 @@ def _count_on_devices(plan: Plan, parts: LoadingParts) -> None:
 def _whole_files(plan: Plan, conversion: Conversion | None) -> list[Path]:
     """The checkpoint's files that are in memory as a whole, mapped where that is safe: those that are used in place, or
     whose tensors nearly all are used as they lie there."""
-    own = plan.file.plan
-    if not plan.in_whole_files or plan.in_place:
-        return files_in_place(plan.file, plan.in_place) if plan.in_whole_files else []
+    own, in_place = plan.file.plan, plan.forms.in_place
+    if not plan.in_whole_files or in_place:
+        return files_in_place(plan.file, in_place) if plan.in_whole_files else []
     there = {site.name for site in conversion.sites} if conversion is not None else set()
     if own.quantizer is not None or any(site.name not in there for site in plan.sites):
         return []
-    apart = {id(own.renamed[name]) for name in _apart(plan, conversion)}
+    apart = {id(own.renamed[name]) for name in plan.forms.apart(converted=conversion is not None)}
     used = {id(entry): entry for entry in own.renamed.values() if torch_dtype(entry) == own.dtype}
     files = {file for entry in own.rest.values() for file in entry.files}
     nbytes = sum(entry.nbytes for key, entry in used.items() if key not in apart)
     return sorted(files) if nbytes >= _MOSTLY * sum(file.stat().st_size for file in files) else []
 
 
-def _apart(plan: Plan, conversion: Conversion | None) -> set[str]:
-    """Parameters that nothing but converted linear layers is made of."""
-    uses = conversion is not None and (not plan.devices or plan.linears_on_cards is not None)
-    return read_apart(plan.file, conversion.linears) if conversion is not None and uses else set()
-
-
 def _bytes_read(plan: Plan, conversion: Conversion | None, whole: list[Path]) -> int:
     """What is read besides whole files, about."""
-    own, nbytes, read = plan.file.plan, 0, plan.resident
-    there = {site.name for site in conversion.sites} if conversion is not None else set()
-    if not whole or plan.in_place:
-        apart = _apart(plan, conversion) if plan.in_whole_files else set()
-        if plan.in_place and plan.in_whole_files:
-            apart = matrices_in_place(plan.file, plan.in_place).keys() & own.renamed.keys()
-            apart |= {name for name, entry in own.renamed.items() if torch_dtype(entry) == own.dtype}
-        apart |= plan.tables.keys()
-        nbytes = sum(entry.nbytes for entry in own.rest.values()) - sum(own.renamed[name].nbytes for name in apart)
-        nbytes -= plan.placement.streamed.nbytes
-    if plan.in_whole_files:
-        read = [] if plan.in_place else [site for site in read if site.name not in there]
-    for site in read:
-        stored = own.index.modules.get(site.name, {}).values()
-        nbytes += site.nbytes if site.name in there else sum(part.nbytes for part in stored)
-    return max(nbytes, 0)
+    own, there = plan.file.plan, {site.name for site in conversion.sites} if conversion is not None else set()
+    apart = plan.tables.keys() | (plan.forms.apart(converted=True) if conversion is not None else set())
+    others = {id(own.renamed[name]) for name in apart}
+    used = [entry for entry in own.rest.values() if id(entry) not in others]
+    nbytes = -plan.placement.streamed.nbytes
+    for site in plan.resident:
+        if site.name not in there:
+            used += [entry for part in own.experts.get(site.name, {}).values() for entry in part.entries()]
+        elif not plan.in_whole_files:
+            nbytes += site.nbytes
+    return max(nbytes + sum(entry.nbytes for entry in used if entry.file not in whole), 0)
 
 
 class _Source:
@@ -200,11 +189,10 @@ class _Source:
     def _ranges(self, site: ExpertsSite) -> list[Part] | None:
         """Where the records of an experts module lie; None if they have to be made."""
         if self.container is not None and site.name in self.entries:
-            return converted_part(self.container, _spec(site))
-        if self.plan.in_place:
+            return self.container.parts(site.name)
+        if self.plan.forms.in_place:
             return parts_in_place(self.plan.file, site, self.reader)
-        own = self.plan.file.plan
-        return ranges_of(site, own) if lies_as_recorded(site, own) else None
+        return ranges_of(site, self.plan.file.plan)
 
     def fill_bank(self) -> None:
         """Gives the bank the experts that are held.
@@ -214,8 +202,10 @@ class _Source:
         """
         plan, bank, resident = self.plan, self.parts.bank, self.plan.resident
         assert bank is not None
-        if plan.in_place and plan.in_whole_files:
-            bind_experts_in_place(plan.file, resident, self.files, self.reader, bank)
+        if plan.forms.in_place and plan.in_whole_files:
+            for site in resident:
+                parts = parts_in_place(plan.file, site, self.reader)
+                bank.layers[site.name] = layer_in_place(site, parts, self.files, self.reader)
             return
         makes = any(isinstance(site.layout, QuantisedLayout) and site.name not in self.entries for site in resident)
         self.parts.on_phase("converting" if makes else "reading")
@@ -241,15 +231,16 @@ class _Source:
         Raises:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
-        specs = tuple(map(_spec, self.plan.on_disk))
-        found = [self._ranges(site) for site in self.plan.on_disk]
+        sites, converted = self.plan.on_disk, self.converted
+        found = [self._ranges(site) for site in sites]
         parts = [each for each in found if each is not None]
         assert len(parts) == len(found)
-        ranges = RecordRanges(RecordTable(specs), parts, self.container, direct=True)
-        if self.converted is None:
-            return DiskTier(ranges)
-        record = self.converted.conversion.record
-        return DiskTier(ranges, repair=lambda layer, expert: record(specs[layer].name, expert))
+
+        def repair(layer: int, expert: int) -> torch.Tensor:
+            assert converted is not None
+            return converted.conversion.record(sites[layer].name, expert)
+
+        return DiskTier(sites, parts, self.container, repair=repair if converted is not None else None)
 
     def read_rest(self) -> None:
         """Everything but the experts; where cards hold it quantised, it comes by way of RAM.
@@ -257,58 +248,48 @@ class _Source:
         Raises:
             EngineError, RequestCancelled: as `TensorReader.read`.
         """
-        plan, file, kernels = self.plan, self.plan.file, self.parts.kernels
-        model, renamed, on_cards = file.model, file.plan.renamed.keys(), plan.linears_on_cards
-        blocks = MatricesOnCards(file, self.reader, plan.tables) if plan.in_place and on_cards is not None else None
-        linears, apart = self._linears(), set[str]()
-        if blocks is not None:
-            linears, apart = StoredMatrices(blocks.formats, blocks.matrix), blocks.names & renamed
-        elif plan.in_place and not plan.devices:
-            apart = matrices_in_place(file, plan.in_place).keys() & renamed
-        elif linears is not None:
-            of_cards = card_layers(model, STORED, linears.formats) if plan.devices else keepable(model, linears.formats)
-            apart = read_apart(file, (self.converted and self.converted.conversion.linears) or of_cards)
-        by_way_of_ram = on_cards is not None
-        places = {"": torch.device("cpu")} if by_way_of_ram else plan.layers.device_map(plan.places)
-        places |= {name.removesuffix(".weight"): torch.device("cpu") for name in plan.tables}
-        apart |= plan.tables.keys()
-        load_rest(model, file.plan, self.reader, places, apart, self.files.numbers)
+        plan, file, forms, kernels = self.plan, self.plan.file, self.plan.forms, self.parts.kernels
+        cpu, linears = torch.device("cpu"), forms.linears  # of the model as it is without weights
+        places = {"": cpu} if forms.on_cards else plan.layers.device_map(plan.places)
+        places |= {name.removesuffix(".weight"): cpu for name in plan.tables}
+        apart = forms.apart(converted=self.converted is not None).union(plan.tables)
+        load_rest(file.model, file.plan, self.reader, places, apart, self.files.numbers)
         if plan.tables:
             reads = self.parts.tables = TableReads()
-            used = matrices_in_place(file, plan.in_place) if plan.in_place and not plan.devices else ()
-            bind_tables(file, plan.tables, reads, kernels, self._place, in_place=used)
-        if on_cards is not None:
-            quantise_on_cards(model, on_cards, lambda name: self._place(name), kernels, linears)
-            if blocks is not None:
-                blocks.bind_embeddings(model, lambda name: self._place(f"{name}."))
+            bind_tables(file, plan.tables, reads, kernels, self._place, in_place=forms.matrices)
+        if forms.on_cards:
+            if (blocks := forms.blocks) is not None:
+                quantise_on_cards(
+                    file.model, blocks.formats, lambda name: blocks.matrix(name, self.reader), self._place
+                )
+                blocks.bind_embeddings(file.model, lambda name: self._place(f"{name}."), self.reader, plan.tables)
+            else:
+                quantise_on_cards(file.model, linears, self._tiled(), self._place)
             self._move_rest()
-        elif plan.in_place and not plan.devices and kernels is not None:
-            bind_matrices_in_place(file, plan.in_place, self.files, kernels, self.reader, besides=plan.tables)
-        elif linears is not None and kernels is not None:
-            keep_linears(model, linears, kernels)
+        elif kernels is not None and forms.matrices:
+            bind_matrices_in_place(file, forms.matrices, self.files, kernels, self.reader, besides=plan.tables)
+        elif kernels is not None and linears:
+            hold_linears(file.model, linears, self._tiled(), kernels)
 
-    def _linears(self) -> StoredMatrices | None:
-        """The linear layers that were converted, or that are made of what the checkpoint stores."""
-        plan, converted, kernels = self.plan, self.converted, self.parts.kernels
-        if plan.in_place or (plan.devices and plan.linears_on_cards is None):
-            return None
-        if converted is not None and converted.conversion.linears:
-            layouts = converted.conversion.linears
+    def _tiled(self) -> Callable[[str], TiledMatrix]:
+        """Gives the weights of linear layers that were converted, or that are made of what the checkpoint stores, or of
+        their numbers."""
+        forms, linears, converted, pages = self.plan.forms, self.plan.forms.linears, self.converted, HugePages()
 
-            def read(name: str) -> TiledMatrix:
-                return matrix_in(layouts[name], self.files.bytes_of(self.entries[name], self.reader)[None])
+        def read(name: str) -> TiledMatrix:
+            assert converted is not None
+            return converted.conversion.matrix(name, self.files.bytes_of(self.entries[name], self.reader)[None])
 
-            return StoredMatrices(converted.conversion.formats, read)
-        if plan.precision != STORED or (kernels is None and not plan.devices):
-            return None
-        stored, pages = stored_linears(plan.file), HugePages()
-
-        def make(name: str) -> TiledMatrix:
-            matrix = TiledMatrix.empty(shape_of(*stored[name]), empty=pages.empty)
-            repack_all([([stored[name][0]], matrix)], self.reader, kernels)
+        def made(name: str) -> TiledMatrix:
+            weight = self.plan.file.model.get_submodule(name).weight
+            rows, columns = weight.shape
+            matrix = TiledMatrix.empty(TiledShape(rows, columns, linears[name]), empty=pages.empty)
+            forms.fill(name, matrix, lambda: weight, self.reader, self.parts.kernels)
             return matrix
 
-        return StoredMatrices({name: target for name, (_, target) in stored.items()}, make)
+        if converted is None and forms.precision != STORED:
+            self.parts.on_phase("converting")
+        return made if converted is None else read
 
     def _place(self, name: str) -> torch.device:
         return self.plan.places[self.plan.layers.of(name)]
@@ -323,10 +304,6 @@ class _Source:
                         _move(own, key, place)
 
 
-def _spec(site: ExpertsSite) -> LayerSpec:
-    return LayerSpec(site.name, site.num_experts, site.layout)
-
-
 def _move(own: Any, key: str, place: torch.device) -> None:
     """A parameter stays the one that it is, for others may share it."""
     if isinstance(own[key], torch.nn.Parameter):
@@ -335,12 +312,19 @@ def _move(own: Any, key: str, place: torch.device) -> None:
         own[key] = own[key].to(place)
 
 
-def _slots_over(disk: DiskTier, placed: InRam) -> DiskBackedBank:
+def _bind_slots(sites: Sequence[ExpertsSite], ram: RamTier, kernels: NativeKernels | None) -> None:
+    """Lets the kernels compute experts modules from their slots."""
+    for layer, site in enumerate(sites):
+        slots = ram.slots(layer)
+        kernel = choose_kernel(site.module, slots, kernels)
+        assert kernel is not None
+        setattr(site.module, BANK_LAYER, (slots, ExpertExecutor(ram.source(layer, kernel), layer, ahead=ram)))
+
+
+def _slots_over(disk: DiskTier, placed: InRam) -> RamTier:
     try:
         budget = min(placed.slots, disk.table.nbytes)
-        pressure = RamPressure(budget)
-        ram = RamTier(disk, budget, at_least=placed.at_least, policy=_POLICY, pressure=pressure)
-        return DiskBackedBank(disk, ram)
+        return RamTier(disk, budget, at_least=placed.at_least, policy=_POLICY, pressure=RamPressure(budget))
     except BaseException:
         disk.close()
         raise
@@ -359,11 +343,10 @@ def layers_note(streamed: Streamed) -> str:
     )
 
 
-def disk_note(bank: DiskBackedBank) -> str:
+def disk_note(ram: RamTier) -> str:
     """One sentence for the user, with the figures."""
-    total = bank.disk.table.nbytes
     note = (
-        f"Experts are read from disk as they are needed, which is slower: there is RAM for {rounded_down(bank.nbytes)} "
-        f"of their {rounded_up(total)}."
+        f"Experts are read from disk as they are needed, which is slower: there is RAM for {rounded_down(ram.nbytes)} "
+        f"of their {rounded_up(ram.disk.table.nbytes)}."
     )
-    return " ".join([note, *bank.notes])
+    return f"{note} {ram.note}".rstrip()

@@ -19,9 +19,10 @@ import torch
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.jobs.rows import BatchOutcome, Check
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.lane import Lane, RowSource
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Preparation, PreparedRow
+from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Preparation, PreparedRow
 
 _Result = TypeVar("_Result")
 _IDLE_S = 0.005
@@ -265,7 +266,7 @@ class _Run:
         except BaseException as error:
             self.error = error
 
-    def answered(self, answer: BatchAnswer) -> None:
+    def answered(self, answer: GenerationResult) -> None:
         """Tells the job of an answer; what breaks there breaks this job alone."""
         try:
             if self.error is None:

@@ -7,10 +7,14 @@ sequence were alone, bit by bit; tokens that are guessed are further rows of the
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
+from uuid import uuid4
 
 import torch
 
@@ -26,10 +30,11 @@ from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
 from engine.runtime.decode.speculation import Speculation, StepPrices
+from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import from_pages
 from engine.runtime.kept.prefixes import KeptPrefixes
-from engine.runtime.kv.pages import PagePool, Prefix, pages_for
+from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for
 from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
 from engine.runtime.schedule.row import PagedRow
@@ -59,7 +64,7 @@ class ContinuousBatch(Lane):
         kept: where the beginnings of prompts are found.
         keeps: whether what rows leave is kept there too.
         exact: whether sequences are to be computed as if each were alone, where that is possible.
-        above: rows with priority over these, whose pages they share; the models must do so, too.
+        above: rows with priority over these, whose pages they share, even if they store something else in them.
     """
 
     def __init__(
@@ -79,7 +84,8 @@ class ContinuousBatch(Lane):
         self._keeps = keeps
         self._model, self._policy, self._above = model, policy, above
         self.below: list[ContinuousBatch] = []
-        self._exact: PagedSteps | None = None
+        self.exact: PagedSteps | None = None
+        """What computes single sequences here as well as over a cache of their own."""
         self._prices = StepPrices()
         if above is None:
             # Any one request has room; memory is only taken as tokens come.
@@ -88,15 +94,17 @@ class ContinuousBatch(Lane):
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             pages = min(pages, most_pages or pages)
             model.allocate(pages, by_head=exact)
-            self._exact = model.exact_steps() if exact else None
-            self.pool = PagePool(pages, model.pages_beside)
+            self.exact = model.exact_steps() if exact else None
+            self.pool, self._kind = PagePool(pages, model.pages_beside), PageKind(discard=model.discard)
         else:
-            self.pool = above.pool
+            self.pool, self._kind = above.pool, above._kind
             above.below.append(self)
+            if model is not above.model:
+                weight = -(-model.page_bytes // above.model.page_bytes)
+                self._kind = PageKind(uuid4().bytes, weight, model.discard)
+                model.allocate(self.pool.capacity)
         self.make_room: Check = never
         """Called when there is none left: gives up other memory for context, if there is any."""
-        self.on_free: Callable[[], None] = _nothing
-        """Called once when its pages are freed."""
         self.is_short: Check = model.are_others_in_the_way
         """Asked when the smallest sweep finds no memory: whether others hold it, so that its caller goes elsewhere, or
         a job ends and can be resumed."""
@@ -104,6 +112,8 @@ class ContinuousBatch(Lane):
         """As many as there has been memory for."""
         self.rows: list[PagedRow] = []
         self._source_of: dict[PagedRow, RowSource] = {}
+        self._new: deque[PreparedRow] = deque()
+        self._arrived = _arriving(self._new)
         self._aside: deque[PagedRow] = deque()
         """Rows that gave up their pages for older ones, the oldest first."""
         self._sweep: Generator[None, None, torch.Tensor] | None = None
@@ -126,28 +136,30 @@ class ContinuousBatch(Lane):
         """What sweeps have taken lately for each of their tokens."""
         self._sweep_s = 0.0
 
-    def sweep(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback, until: Check = always) -> None:
+    def submit(self, new: PreparedRow, on_row: AnswerCallback, begun: AnswerSequence | None = None) -> None:
+        """Takes a request, which is answered in `sweep`.
+
+        Args:
+            begun: its answer, if some of it is there: what was read for it is read again.
+        """
+        self._asks(self._arrived, on_row)
+        if begun is None:
+            self._new.append(new)
+            return
+        row = self._row_of(new, begun)
+        row.step_aside()
+        self._own.rows.append(row)
+        self._source_of[row] = self._own
+        self._aside.append(row)
+
+    def sweep(self, until: Check = always) -> None:
         """Admits rows and takes them through the layers until `until()` comes true, which is asked after each sweep."""
-        self._asks(prepared, on_row)
         with self._recorded(), self._model.threads():
             while self._is_sweeping():
                 while self._continue():
                     pass
                 if until():
                     break
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether single sequences are computed here as well as over a cache of their own."""
-        return self._exact is not None
-
-    def resume(self, new: PreparedRow, begun: AnswerSequence) -> None:
-        """Goes on with an answer that has begun elsewhere: what was read for it is read again."""
-        row = self._row_of(new, begun)
-        row.step_aside()
-        self._own.rows.append(row)
-        self._source_of[row] = self._own
-        self._aside.append(row)
 
     @property
     def kv_tokens(self) -> int:
@@ -177,6 +189,8 @@ class ContinuousBatch(Lane):
         if source in self.sources:
             self.sources.remove(source)
         source.next = None
+        if source is self._own:
+            self._new.clear()
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -284,11 +298,11 @@ class ContinuousBatch(Lane):
         """As `close`, and also releases the device memory: no further run is possible."""
         self.close()
         self.give_up_offers()
-        self._model.close()
+        if self._above is None or self._model is not self._above.model:
+            self._model.close()
+            self.pool.leave(self._kind)
         if self._above is not None and self in self._above.below:
             self._above.below.remove(self)
-        on_free, self.on_free = self.on_free, _nothing
-        on_free()
 
     def _continue(self) -> bool:
         """Goes on with the current sweep by a layer; whether it goes on after that."""
@@ -298,7 +312,8 @@ class ContinuousBatch(Lane):
             next(self._sweep)
         except StopIteration as end:
             self._sweep = None
-            self._took(self._sweep_s + clock.now() - begun_s)
+            each_s = (self._sweep_s + clock.now() - begun_s) / sum(each.tokens for each in self._work)
+            self._token_s += (_NEWEST if self._token_s else 1.0) * (each_s - self._token_s)
             self._take(end.value)
             return False
         except (RequestCancelled, SequenceError) as error:  # told while a single prompt is read
@@ -319,10 +334,6 @@ class ContinuousBatch(Lane):
         self._sweep_s += clock.now() - begun_s
         return True
 
-    def _took(self, seconds: float) -> None:
-        each_s = seconds / sum(each.tokens for each in self._work)
-        self._token_s += (_NEWEST if self._token_s else 1.0) * (each_s - self._token_s)
-
     def _lighten(self) -> bool:
         """After a sweep for which there was not enough memory: makes the next one smaller, in parts or beside fewer
         experts, with fewer rows or less of a prompt; one that is too much by itself ends, unless others hold the
@@ -342,7 +353,7 @@ class ContinuousBatch(Lane):
             return False
         elif work:
             row = work[0].row
-            self._leave(row).on_row(row.answer("failed", _no_memory(row)))
+            self._leave(row).on_row(row.answer(error=_no_memory(row)))
         return bool(work)
 
     def _end_sweep(self) -> None:
@@ -350,12 +361,6 @@ class ContinuousBatch(Lane):
         sweep, self._sweep, self._work = self._sweep, None, []
         if sweep is not None:
             sweep.close()
-
-    def _begin(self, row: PagedRow, source: RowSource) -> None:
-        self.rows.append(row)
-        source.rows.append(row)
-        self._source_of[row] = source
-        self.most_rows = max(self.most_rows, len(self.rows))
 
     def _leave(self, row: PagedRow) -> RowSource:
         """A row is over, wherever it stands: returns its pages, and who asked."""
@@ -370,7 +375,7 @@ class ContinuousBatch(Lane):
     def _drop_cancelled(self) -> None:
         for row in [*self.rows, *self._aside]:
             with self._work_for(row):
-                if row.request.cancelled():
+                if row.beams is None and row.request.cancelled():
                     row.sequence.end("cancelled")
                     row.over = "cancelled"
             if row.over is not None and row.error is None:
@@ -403,26 +408,33 @@ class ContinuousBatch(Lane):
             with of_one():
                 is_cancelled, sequence = new.request.cancelled(), new.begin()
         except SequenceError as error:
-            source.on_row(new.ended("failed", error))
+            source.on_row(new.ended(error))
             return True
         if is_cancelled:
-            source.on_row(new.ended("cancelled"))
+            source.on_row(new.ended())
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
-        if self.pool.needs(needs) > self.pool.capacity:
-            source.on_row(new.ended("failed", _too_long(new, self.pool.capacity)))
+        if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:
+            source.on_row(new.ended(_too_long(new, self.pool.capacity)))
             return True
         row = self._row_of(new, sequence)
         if not self._reserve(row):
             source.next = new
             return False
-        self._begin(row, source)
+        self.rows.append(row)
+        source.rows.append(row)
+        self._source_of[row] = source
+        self.most_rows = max(self.most_rows, len(self.rows))
         return True
 
     def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
         most_tokens = new.limits.max_tokens
-        row = PagedRow(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s)
-        if self._exact is not None and self._exact.guesses:
+        row = PagedRow(
+            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind)
+        )
+        if new.request.sampling.beams > 1:
+            row.search = partial(new.search, prefix=new.prompt)
+        elif self.exact is not None and self.exact.guesses:
             row.speculation = Speculation(self._prices, new.prompt, most_tokens)
         return row
 
@@ -440,9 +452,9 @@ class ContinuousBatch(Lane):
 
     def _has_outgrown(self, row: PagedRow) -> bool:
         """Ends a row that no other keeps from having pages, unless some are only lent; whether it has ended."""
-        if self.pool.held or self.pool.elsewhere or self.pool.others():
+        if self.pool.held or self.pool.elsewhere():
             return False
-        self._leave(row).on_row(row.answer("failed", _no_memory(row)))
+        self._leave(row).on_row(row.answer(error=_no_memory(row)))
         return True
 
     def _make_room(self) -> None:
@@ -452,19 +464,16 @@ class ContinuousBatch(Lane):
                 self.give_way()
 
     def _next(self) -> list[Work]:
-        self._admit()
-        return self._next_work()
-
-    def _next_work(self) -> list[Work]:
         """One token of every decoding row, and prompt tokens of the other rows up to the limit of a sweep; of a round
         of sweeps one, where some of them are computed as if alone."""
+        self._admit()
         self._make_room()
-        if self._exact is None:
+        if self.exact is None:
             return self._packed([row for row in self.rows if not self._source_of[row].rests])
         for _ in range(2):  # rows may have gone since the round began
             if (work := next(self._round, None)) is not None:
                 return work
-            self._round = self._sweeps(self._exact)
+            self._round = self._sweeps(self.exact)
         return next(self._round, [])
 
     def _sweeps(self, exact: PagedSteps) -> Iterator[list[Work]]:
@@ -479,17 +488,18 @@ class ContinuousBatch(Lane):
             yield [Work(only, tokens, is_exact=True)]
         shared = [row for row in reading if row is not only and not row.request.repeats]
         if shared or len(writing) > most:
-            shared += [row for row in writing if not row.request.repeats]
-            writing = [row for row in writing if row.request.repeats]
+            shared += [row for row in writing if not (row.request.repeats or row.beams)]
+            writing = [row for row in writing if row.request.repeats or row.beams]
         if work := self._packed([row for row in shared if row in self.rows]):
             yield work
-        for first in range(0, len(writing), most):
-            if rows := [row for row in writing[first : first + most] if row in self.rows]:
-                yield self._with_guesses(rows, most)
+        while writing := [row for row in writing if row in self.rows]:
+            count = max(1, bisect_right(list(accumulate(row.width for row in writing)), most))
+            rows, writing = writing[:count], writing[count:]
+            yield self._with_guesses(rows, most)
 
     def _with_guesses(self, rows: list[PagedRow], most: int) -> list[Work]:
         """The next tokens of answers, and what may come after them."""
-        work, tokens = list[Work](), len(rows)
+        work, tokens = list[Work](), sum(row.width for row in rows)
         for row in rows:
             guess = None
             if tokens < most:
@@ -497,9 +507,9 @@ class ContinuousBatch(Lane):
                     guess = row.guess(1 + most - tokens, len(rows), tokens)
                 if row.error is not None:
                     continue
-            count = 1 + len(guess.ids) if guess is not None else 1
-            tokens += count - 1
-            work.append(Work(row, count, is_exact=True, guess=guess))
+            tried = len(guess.ids) if guess is not None else 0
+            tokens += tried
+            work.append(Work(row, row.width + tried, is_exact=True, guess=guess))
         return work
 
     def _packed(self, rows: Sequence[PagedRow]) -> list[Work]:
@@ -523,13 +533,13 @@ class ContinuousBatch(Lane):
 
     def _finds_more(self, row: PagedRow) -> bool:
         """Takes over what is there of a prompt; false if anything went wrong."""
-        exact, begins = self._exact, not row.held
+        exact, begins = self.exact, not row.held
         with self._work_for(row):
             if exact is not None and row.request.repeats:
                 row.share_steady_pages(exact.chunk_tokens)
             else:
                 row.share_pages()
-                if self._kept is not None and (layers := self._model.layer_pages()):
+                if self._kept is not None and (layers := self._model.layer_pages):
                     row.bring_kept(self._kept, layers)
                 if exact is not None:
                     row.copy_part(exact.copy_page)
@@ -549,8 +559,8 @@ class ContinuousBatch(Lane):
             with self._work_for(each.row):
                 if each.row.is_reading and not each.row.sequence.ids:
                     each.row.request.on_progress(each.row.held + each.tokens, len(each.row.prompt))
-                if each.is_exact and self._exact is not None:
-                    each.row.has_read_exactly(each.tokens, self._exact.chunk_tokens)
+                if each.is_exact and self.exact is not None:
+                    each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
                 else:
                     each.row.has_read(each.tokens)
         if RECORDER.on and is_single:
@@ -569,13 +579,14 @@ class ContinuousBatch(Lane):
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
-        self._prices.took(tokens, self._sweep_s)
+        if tokens <= MOST_ROWS:  # else they were several steps
+            self._prices.took(tokens, self._sweep_s)
         for each in work:
             row, guess, of_row = each.row, each.guess, logits[at : at + each.tokens]
             at += each.tokens
             taken = self._goes_on(row, of_row, guess)
             chosen += taken
-            if row.error is not None:
+            if row.error is not None or row.search is not None:
                 continue
             row.has_read(taken)
             if guess is not None and row.speculation is not None:
@@ -589,13 +600,17 @@ class ContinuousBatch(Lane):
 
     def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
+        if row.search is not None and self.exact is not None:
+            with self._work_for(row):
+                row.search_on(logits, self.exact.copy_page)
+            return 1
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
             with self._work_for(row):
                 token = _choose(row, logits[place])
                 text, row.over = row.sequence.take(token)
                 row.request.on_text(text, len(row.sequence.ids))
-                if row.over is None and self._exact is not None and row.request.cancelled():
+                if row.over is None and self.exact is not None and row.request.cancelled():
                     text, row.over = row.sequence.end("cancelled")
                     row.request.on_text(text, len(row.sequence.ids))
             if row.over is not None or row.error is not None or place == len(tried) or tried[place] != token:
@@ -619,7 +634,7 @@ class ContinuousBatch(Lane):
                 self._leaves(row)
             if row.error is None and self._model.mixers is not None:
                 self._model.mixers.ends(row)
-            answer = row.answer("failed" if row.error is not None else row.over or "cancelled", row.error)
+            answer = row.answer(row.over or "cancelled", row.error)
             self._leave(row).on_row(answer)
         elif self._above is not None:
             self._above._ended(row)
@@ -636,7 +651,7 @@ class ContinuousBatch(Lane):
             self._left_by[row.request.chat] = self.pool.prefixes(pages.tolist())
             offer = _Offer(pages)
             self._offers.append(offer)
-            layers = self._model.layer_pages()
+            layers = self._model.layer_pages
             layout = BlockLayout.of_pages(layers)
             if layout is not None:
                 kept.offer(offer, row.read, layout, from_pages(layers, pages, layout), row.request.chat)
@@ -644,7 +659,7 @@ class ContinuousBatch(Lane):
         most = max(len(row.pages), kept.ram_budget // self._model.page_bytes if kept is not None else 0)
         too_many = len(self.pool.touched) - self.pool.held - most
         if too_many > 0:
-            self._discard(self.pool.give_back(too_many))
+            self.pool.give_back(too_many)
 
     def _drop_written(self) -> None:
         """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
@@ -655,12 +670,7 @@ class ContinuousBatch(Lane):
             kept.forget(offer)
             self._drop(offer)
         for chat in [each for each in self._left_by if not kept.keeps(each)]:
-            self._discard(self.pool.forget(self._left_by.pop(chat)))
-
-    def _discard(self, pages: list[int]) -> None:
-        """Nobody can share these any more: returns their memory."""
-        self.pool.touched -= set(pages)
-        self._model.discard(pages)
+            self.pool.discard(self.pool.forget(self._left_by.pop(chat)))
 
     def give_up_offers(self) -> bool:
         """Copies what the disk is to have of pages that are needed now; whether there was any."""
@@ -693,8 +703,9 @@ class _Offer:
     pages: torch.Tensor
 
 
-def _nothing() -> None:
-    pass
+def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:
+    while True:
+        yield new.popleft() if new else None
 
 
 def _nobody() -> Sequence[PagedRow]:

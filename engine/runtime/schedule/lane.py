@@ -22,7 +22,7 @@ class RowSource:
         is_dry: whether it had no more when it was last asked.
     """
 
-    prepared: Iterator[PreparedRow]
+    prepared: Iterator[PreparedRow | None]
     on_row: AnswerCallback
     rests: bool = False
     rows: list[PagedRow] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Lane(ABC):
             self.close()
         return outcome
 
-    def _asks(self, prepared: Iterator[PreparedRow], on_row: AnswerCallback) -> None:
+    def _asks(self, prepared: Iterator[PreparedRow | None], on_row: AnswerCallback) -> None:
         self._own.prepared, self._own.on_row = prepared, on_row
         if self._own not in self.sources:
             self.sources.append(self._own)

@@ -12,11 +12,11 @@ from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.falls import passed_over
 from engine.runtime.batch.policy import policy_for
-from engine.runtime.decode.generation import TokenConstraint
+from engine.runtime.decode.generation import GenerationResult, TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError
 from engine.runtime.decode.token_bytes import token_bytes
-from engine.runtime.schedule.request import AnswerCallback, BatchAnswer, BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.request import AnswerCallback, BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -207,11 +207,11 @@ class LiveRows:
         self._scheduler.submit(replace(request, cancelled=lambda: self._is_closing or request.cancelled()), ended)
 
 
-def _answer(request: BatchRequest, outcome: Outcome) -> BatchAnswer | None:
+def _answer(request: BatchRequest, outcome: Outcome) -> GenerationResult | None:
     """What became of a request; None if no other can be answered either."""
     if isinstance(outcome, BaseException):
         is_of_one = isinstance(outcome, SequenceError)
         if not isinstance(outcome, EngineError) or not (is_of_one or outcome.code in _OF_ONE):
             return None
-        return BatchAnswer(request.row, "", "failed", len(request.ids), error=outcome)
-    return BatchAnswer.of(request.row, outcome)
+        return GenerationResult(row=request.row, prompt_tokens=len(request.ids), error=outcome)
+    return replace(outcome, row=request.row)

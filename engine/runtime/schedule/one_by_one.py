@@ -10,7 +10,7 @@ from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.lane import Lane, RowSource
-from engine.runtime.schedule.request import BatchAnswer, PreparedRow
+from engine.runtime.schedule.request import PreparedRow
 from engine.runtime.schedule.single_stream import SingleStream
 
 
@@ -70,7 +70,7 @@ class OneByOne(Lane):
                 begins_again = is_left and not asked.request.cancelled()
             except EngineError as error:
                 self._now = None
-                source.on_row(asked.ended("failed", error))
+                source.on_row(asked.ended(error))
                 continue
             if begins_again:
                 self._begin(source, asked)
@@ -128,4 +128,4 @@ class OneByOne(Lane):
     def _ended(self, result: GenerationResult) -> None:
         assert self._now is not None
         (source, asked), self._now = self._now, None
-        source.on_row(BatchAnswer.of(asked.request.row, result))
+        source.on_row(replace(result, row=asked.request.row))

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from engine.batch_files.rows import Constraint
 from engine.common import clock
-from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool, ToolChoice
+from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.runtime.decode.beam_search import Beams, decode_beams
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.generation import (
     ChanceLog,
+    Decoded,
     GenerationResult,
     ProgressCallback,
     ReusedCallback,
@@ -79,53 +81,7 @@ class BatchRequest:
         return self.sampling.seed is not None
 
 
-@dataclass(frozen=True, slots=True)
-class BatchAnswer:
-    """The outcome of one row.
-
-    Attributes:
-        text: the answer, without stop string and special tokens; for a failed row, its text so far.
-        finish_reason: why it ended.
-        prompt_tokens, generated_tokens: lengths; `token_ids` are the generated ones, including an end token.
-        shared_tokens: prompt tokens that did not have to be read: `from_ram` and `from_disk` of them had been kept
-            there, the others were reused from rows with the same prefix.
-        error: why the row could not be answered; `None` if it was.
-        stopped_by: the stop string that ended it; empty if none did.
-        guessed_tokens, accepted_tokens: see `GenerationResult`.
-    """
-
-    row: int
-    text: str
-    finish_reason: FinishReason | Literal["failed"]
-    prompt_tokens: int = 0
-    generated_tokens: int = 0
-    token_ids: tuple[int, ...] = ()
-    shared_tokens: int = 0
-    error: EngineError | None = None
-    stopped_by: str = ""
-    from_ram: int = 0
-    from_disk: int = 0
-    guessed_tokens: int = 0
-    accepted_tokens: int = 0
-
-    @classmethod
-    def of(cls, row: int, result: GenerationResult) -> BatchAnswer:
-        """An answer as that of a row."""
-        return cls(
-            row,
-            result.text,
-            result.finish_reason,
-            result.prompt_tokens,
-            result.generated_tokens,
-            result.token_ids,
-            result.reused_tokens,
-            stopped_by=result.stopped_by,
-            from_ram=result.from_ram,
-            from_disk=result.from_disk,
-        )
-
-
-AnswerCallback = Callable[[BatchAnswer], None]
+AnswerCallback = Callable[[GenerationResult], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,9 +120,17 @@ class PreparedRow:
             shown=request.shown,
         )
 
-    def ended(self, reason: Literal["failed", "cancelled"], error: EngineError | None = None) -> BatchAnswer:
+    def search(self, logits: torch.Tensor, prefix: Sequence[int]) -> Beams[Decoded]:
+        """Its answer, searched for with beams from logits [1, V] after the prompt."""
+        request = self.request
+        return decode_beams(
+            *(logits, request.sampling, self.limits, prefix, self.tokenizer, request.on_text, request.cancelled),
+            earlier=self.earlier,
+        )
+
+    def ended(self, error: EngineError | None = None) -> GenerationResult:
         """Its outcome if it never begins."""
-        return BatchAnswer(self.request.row, "", reason, len(self.prompt), error=error)
+        return GenerationResult(row=self.request.row, prompt_tokens=len(self.prompt), error=error)
 
 
 class Preparation:
@@ -336,7 +300,7 @@ class PreparedRows:
             try:
                 return self._prepare(request)
             except EngineError as error:
-                self._on_row(BatchAnswer(request.row, "", "failed", error=error))
+                self._on_row(GenerationResult(row=request.row, error=error))
 
 
 Outcome = GenerationResult | BaseException
@@ -354,7 +318,6 @@ class Asked:
     begun_s: float
     on_token: Callable[[], None] = lambda: None
     prepared: PreparedRow | None = None
-    has_moved: bool = False
     begun: AnswerSequence | None = None
     """Its answer so far, after the model has moved to another device."""
     tokens: int = 0
@@ -368,25 +331,6 @@ class Asked:
             self.tokens = tokens
             self.on_token()
         self.request.on_text(text, tokens)
-
-    def result(self, answer: BatchAnswer) -> GenerationResult:
-        reason: FinishReason = "cancelled" if answer.finish_reason == "failed" else answer.finish_reason
-        result = GenerationResult(
-            answer.text,
-            reason,
-            answer.prompt_tokens,
-            answer.shared_tokens,
-            answer.generated_tokens,
-            0.0,
-            0.0,
-            answer.token_ids,
-            guessed_tokens=answer.guessed_tokens,
-            accepted_tokens=answer.accepted_tokens,
-            stopped_by=answer.stopped_by,
-            from_ram=answer.from_ram,
-            from_disk=answer.from_disk,
-        )
-        return self.timed(result)
 
     def timed(self, result: GenerationResult) -> GenerationResult:
         """With the times of all its tokens, wherever they came from."""

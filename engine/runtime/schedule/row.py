@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -11,27 +12,19 @@ from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
 from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece
+from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.generation import Decoded, GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
-from engine.runtime.kv.pages import NO_PREFIX, PagePool, pages_for, prefix_after
-from engine.runtime.schedule.request import BatchAnswer, BatchRequest
+from engine.runtime.kv.pages import PageKind, PagePool, pages_for, prefix_after
+from engine.runtime.schedule.request import BatchRequest
 
-
-class RowOwn(Protocol):
-    """What a row has beside its pages: a cache of its own, which holds so many tokens."""
-
-    cache: Any
-    tokens: int
-
-    def close(self) -> None:
-        """Frees it."""
-
-    def make_room(self, tokens: int) -> None:
-        """Before so many more tokens are read."""
+if TYPE_CHECKING:
+    from engine.runtime.batch.row_mixers import RowCache
 
 
 class PagedRow:
@@ -55,22 +48,28 @@ class PagedRow:
         pool: PagePool,
         ahead: int | None = None,
         begun_s: float = 0.0,
+        kind: PageKind = PageKind(),  # noqa: B008 - it cannot be changed
     ) -> None:
         self.begun_s = begun_s
         self.request, self.prompt, self.sequence = request, prompt, sequence
         self._prompt_tokens = len(prompt)
-        self._pool = pool
+        self._pool, self._kind = pool, kind
+        self.is_of_job = ahead is None  # these have room for all of their answers
         self._ahead = most_tokens if ahead is None else min(ahead, most_tokens)
         # The last token of an answer is never fed back.
         self._table = torch.zeros(pages_for(len(prompt) + most_tokens), dtype=torch.int32)
         self._pages: list[int] = []
         self._reserved = 0
+        self.search: Callable[[torch.Tensor], Beams[Decoded]] | None = None
+        """Begins the search for its answer, from logits after the prompt, if it has beams."""
+        self.beams: _RowBeams | None = None
+        self._least_of_beams = 0
         self.over: FinishReason | None = None
         """Why its answer has ended, once it has."""
         self.error: EngineError | None = None
         """What was wrong with it; it has ended then."""
         self.held = 0
-        self.own: RowOwn | None = None
+        self.own: RowCache | None = None
         """What it has beside its pages, if layers keep something for each row by itself."""
         self.shared = 0
         self.kept = Reused()
@@ -78,7 +77,7 @@ class PagedRow:
         self._was_looked_for = self._has_copied = False
         self._once_read = 0
         """Tokens that had been read when it stepped aside: `shared` counts what it never had to read."""
-        self._prefix = NO_PREFIX
+        self._prefix = kind.root
         self._published = 0
         """Tokens at the beginning that lie in pages offered to others; `_prefix` identifies them."""
         self.steady = 0
@@ -90,6 +89,8 @@ class PagedRow:
         """Number of its recorded request, while nobody shares its sweeps."""
         self.following: bytes | None = None
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
+        # Kept pages that take several could be told from others no more.
+        self._shares = pool.shares and kind.weight == 1
         self._look_ahead()
 
     @property
@@ -107,17 +108,25 @@ class PagedRow:
 
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
-        if len(self._pages) + self._pool.beside < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
+        if self.beams is not None:
+            return self._reserve_pages(len(self._pages) + self.beams.taken + self.beams.needs)
+        taken = len(self._pages) * self._kind.weight + self._pool.beside
+        if taken < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
             return True
         return self._reserve_up_to(self.held + self._ahead) or self._reserve_up_to(self.held + 1)
 
     def step_aside(self) -> None:
-        """Returns its pages; once it has reserved some again, it reads its prompt and its answer so far."""
+        """Returns its pages; once it has reserved some again, it reads its prompt and its answer so far.
+
+        A search begins again then, with as many pages as it had.
+        """
+        if self.beams is not None:
+            self._least_of_beams = len(self.beams.own) + self.beams.needs
         self.close()
         self._once_read = max(self._once_read, self.held)
         self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
         self.held = self._published = self.steady = 0
-        self._prefix, self._has_copied = NO_PREFIX, False
+        self._prefix, self._has_copied = self._kind.root, False
         self._look_ahead()
 
     @property
@@ -167,7 +176,7 @@ class PagedRow:
         self._has_copied = True
         page, tokens = self._pool.longest(self._prefix, self.prompt[self.held : len(self.prompt) - 1][:PAGE_TOKENS])
         if tokens:
-            own = self._pool.take()
+            own = self._pool.take(self._kind)
             if own != page:
                 copy_page(page, own)
             self._add(own)
@@ -204,11 +213,44 @@ class PagedRow:
     def piece(self, tokens: int) -> Piece:
         """Its next tokens, with pages for them."""
         while len(self._pages) < pages_for(self.held + tokens):
-            self._add(self._pool.take())
+            self._add(self._pool.take(self._kind))
         return Piece(self._table, self.held, tokens)
+
+    @property
+    def width(self) -> int:
+        """Tokens that it has in a step at least."""
+        return 1 if self.beams is None else len(self.beams.tokens)
+
+    def pieces(self, tokens: int) -> list[Piece]:
+        """The same as several sequences if it has beams."""
+        return [self.piece(tokens)] if self.beams is None else self.beams.pieces()
+
+    def search_on(self, logits: torch.Tensor, copy_page: Callable[[int, int], None]) -> None:
+        """Beams choose their next tokens, from logits [B, V], or [1, V] after the prompt.
+
+        Args:
+            copy_page: from one page to another one.
+        """
+        try:
+            if self.beams is None:
+                assert self.search is not None
+                begun = self.search(logits)
+                step = next(begun)
+                self.beams = _RowBeams(begun, self._pool, self._kind, self._pages, self.held, copy_page)
+            else:
+                step = self.beams.search.send(logits)
+                self.beams.held += 1
+        except StopIteration as end:
+            found: Decoded = end.value
+            self.sequence.become(found.ids, found.text)
+            self.over = found.reason
+        else:
+            self.beams.follow(step)
 
     def next_ids(self, tokens: int) -> list[int]:
         """The ids of its next tokens."""
+        if self.beams is not None:
+            return self.beams.tokens
         return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1:]
 
     def has_read(self, tokens: int) -> None:
@@ -218,7 +260,8 @@ class PagedRow:
             begin, end = self._published, self._published + PAGE_TOKENS
             prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
             page = self._pages[begin // PAGE_TOKENS]
-            self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=end <= self.steady)
+            if self._shares:
+                self._pool.publish(page, prefix, self._prefix, self._tokens(begin, end), steady=end <= self.steady)
             self._published, self._prefix = end, prefix
             self._look_ahead()
 
@@ -231,7 +274,7 @@ class PagedRow:
     def leave_part(self) -> None:
         """It has ended: offers its last page, too, although that is not full."""
         rest = self._tokens(self._published, self.held)
-        if rest and len(self._pages) * PAGE_TOKENS > self._published:
+        if rest and self._shares and len(self._pages) * PAGE_TOKENS > self._published:
             prefix = prefix_after(self._prefix, rest)
             self._pool.publish(self._pages[self._published // PAGE_TOKENS], prefix, self._prefix, rest)
 
@@ -253,28 +296,33 @@ class PagedRow:
         most = min(most, self.room)
         return self.speculation.guess(lambda count: count <= most, rows=rows, tokens=tokens)
 
-    def answer(self, reason: FinishReason | Literal["failed"], error: EngineError | None = None) -> BatchAnswer:
+    def answer(self, reason: FinishReason = "cancelled", error: EngineError | None = None) -> GenerationResult:
         """The row's outcome."""
-        ids = self.sequence.ids
-        return BatchAnswer(
-            self.request.row,
-            self.sequence.text,
+        sequence, speculation = self.sequence, self.speculation
+        return GenerationResult(
+            sequence.text,
             reason,
             self._prompt_tokens,
-            len(ids),
-            tuple(ids),
             self.shared,
-            error,
-            self.sequence.stopped_by,
-            self.kept.ram,
-            self.kept.disk,
-            self.speculation.guessed if self.speculation is not None else 0,
-            self.speculation.accepted if self.speculation is not None else 0,
+            len(sequence.ids),
+            token_ids=tuple(sequence.ids),
+            guessed_tokens=speculation.guessed if speculation is not None else 0,
+            accepted_tokens=speculation.accepted if speculation is not None else 0,
+            stopped_by=sequence.stopped_by,
+            from_ram=self.kept.ram,
+            from_disk=self.kept.disk,
+            row=self.request.row,
+            error=error,
         )
 
     def close(self) -> None:
         """Returns its pages."""
-        self._pool.give_back_reservation(self._reserved - len(self._pages))
+        taken = len(self._pages)
+        if self.beams is not None:
+            taken += self.beams.taken
+            self.beams.close()
+            self.beams = None
+        self._pool.give_back_reservation(self._reserved - taken)
         for page in self._pages:
             self._pool.release(page)
         self._pages = []
@@ -284,7 +332,10 @@ class PagedRow:
             self.own = None
 
     def _reserve_up_to(self, tokens: int) -> bool:
-        pages = min(pages_for(tokens), len(self._table)) + self._pool.beside
+        pages = min(pages_for(tokens), len(self._table)) * self._kind.weight + self._pool.beside
+        return self._reserve_pages(pages + self._least_of_beams)
+
+    def _reserve_pages(self, pages: int) -> bool:
         if not self._pool.reserve(pages - self._reserved):
             return False
         self._reserved = pages
@@ -306,5 +357,72 @@ class PagedRow:
     def _look_ahead(self) -> None:
         begin, end = self._published, self._published + PAGE_TOKENS
         # The prompt's last token is always computed, because its logits are needed.
-        follows = end < len(self.prompt) and self._pool.shares
+        follows = end < len(self.prompt) and self._shares
         self.following = prefix_after(self._prefix, self.prompt[begin:end]) if follows else None
+
+
+class _RowBeams:
+    """Sequences that go on from a row's pages: forks of these, each with its own token in every step.
+
+    Attributes:
+        held: tokens of each.
+        tokens: the next one of each.
+        own: pages that the row's prompt does not have.
+        taken: pages so far, out of the row's reservation.
+    """
+
+    def __init__(
+        self,
+        search: Beams[Decoded],
+        pool: PagePool,
+        kind: PageKind,
+        prompt: Sequence[int],
+        held: int,
+        copy_page: Callable[[int, int], None],
+    ) -> None:
+        self.search, self.held = search, held
+        self.tokens: list[int] = []
+        self.own = set[int]()
+        self.taken = 0
+        self._pool, self._kind, self._copy_page = pool, kind, copy_page
+        self._tables: list[list[int]] = []
+        self._prompt = list(prompt)
+
+    def follow(self, step: BeamStep) -> None:
+        """The next tokens, and which beam each goes on from."""
+        before, self.tokens = self._tables, step.tokens
+        self._tables = [list(before[source] if before else self._prompt) for source in step.sources]
+        for page in itertools.chain(*self._tables):
+            self._pool.fork(page)
+        self._release(before)
+
+    @property
+    def needs(self) -> int:
+        """Pages that the next tokens take."""
+        place = self.held // PAGE_TOKENS
+        return sum(place == len(table) or self._pool.is_forked(table[place]) for table in self._tables)
+
+    def pieces(self) -> list[Piece]:
+        """The next tokens, each in a page that nobody else holds."""
+        place = self.held // PAGE_TOKENS
+        for table in self._tables:
+            if place < len(table) and not self._pool.is_forked(table[place]):
+                continue
+            own = self._pool.take(self._kind)
+            self.taken += 1
+            if place < len(table):
+                self._copy_page(table[place], own)
+                self._release([table[place:]])
+            table[place:] = [own]
+            self.own.add(own)
+        return [Piece(torch.tensor(table, dtype=torch.int32), self.held, 1) for table in self._tables]
+
+    def close(self) -> None:
+        """Returns their pages."""
+        self._release(self._tables)
+
+    def _release(self, tables: Sequence[Sequence[int]]) -> None:
+        for page in itertools.chain(*tables):
+            if not self._pool.is_forked(page):
+                self.own.discard(page)
+            self._pool.release(page)

@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from time import monotonic
 from typing import Protocol
 
@@ -30,6 +29,7 @@ from engine.runtime.batch.policy import BatchPolicy, policy_for, why_not_packed
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
+from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
@@ -38,15 +38,12 @@ from engine.runtime.schedule.executor import lane_for
 from engine.runtime.schedule.lane import Lane
 from engine.runtime.schedule.request import (
     Asked,
-    BatchAnswer,
     BatchRequest,
     OnEnd,
     Outcome,
     Preparation,
-    PreparedRow,
 )
 from engine.runtime.schedule.row import PagedRow
-from engine.runtime.schedule.shared_budget import SharedBudget
 from engine.runtime.schedule.single_stream import NOTHING_CAME, SingleStream
 from engine.runtime.schedule.times import Times
 
@@ -95,7 +92,6 @@ class Scheduler:
         self._waiting: deque[Asked] = deque()
         self._single: Asked | None = None
         """Who is answered over a cache of its own."""
-        self._joined: deque[Asked] = deque()
         self._sharing: dict[int, Asked] = {}
         self._numbers = 0
         self._rests = True
@@ -112,9 +108,9 @@ class Scheduler:
         self._kept = loaded.kept
         self._stream = SingleStream(loaded, kept=self._kept)
         self._together: ContinuousBatch | None = None
-        self._budget: SharedBudget | None = None
-        """Of the pages of those who share sweeps, and of jobs that keep keys and values in another way."""
         self._are_exact = PagedSteps.are_likely(loaded)
+        self._drafts = loaded.speculates and draft_head_of(loaded.model) is not None
+        """Whether a draft head guesses for who is answered alone."""
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
         if self._are_exact:
@@ -237,7 +233,6 @@ class Scheduler:
         for lane in self._beside():
             lane.send_guests_away()
         self._waiting.clear()
-        self._joined.clear()
         self._sharing.clear()
         self._single = None
         together = self._together
@@ -245,7 +240,7 @@ class Scheduler:
             if together is not None and together.below:
                 together.close()  # jobs go on in the same pages
             elif together is not None:
-                self._together = self._budget = None
+                self._together = None
                 together.free()
         self._forget()
         self._rest(True)
@@ -272,9 +267,14 @@ class Scheduler:
             self._advance(until)
         except BaseException as error:
             if not self._has_lost_card(error):
-                self._fail(error)
+                asked = self._asked()
+                self.forget()
+                for each in asked:
+                    each.end(error)
                 raise
-            self._move(self._without_card)
+            places = self._places
+            assert places is not None
+            self._move(lambda: places.without_card(is_lost=self._is_lost))
 
     def _has_news(self) -> bool:
         """Whether other programs have taken memory of the devices, or left it."""
@@ -293,7 +293,6 @@ class Scheduler:
     @torch.inference_mode()  # all of it: what is made in this mode may be written to only in this mode
     def _advance(self, until: Check) -> None:
         self._heed()
-        self._count_alone()
         for lane in self._beside():
             lane.send_guests_away()
         self._admit()
@@ -301,7 +300,6 @@ class Scheduler:
             shares = bool(self._sharing)
             self._take_turn(self._single, lambda: shares or bool(self._waiting) or self._has_news() or until())
         if self._sharing:
-            self._count_alone()
             takes_turns = self._single is not None
             self._sweep(lambda: takes_turns or bool(self._waiting) or self._has_news() or until())
 
@@ -337,10 +335,6 @@ class Scheduler:
         if self._places.may_return():
             self._move(self._places.with_card)
 
-    def _without_card(self) -> LoadedModel:
-        assert self._places is not None
-        return self._places.without_card(is_lost=self._is_lost)
-
     def _move(self, load: Callable[[], LoadedModel]) -> None:
         """Goes on with the model as `load` loads it."""
         carried = self._carried()
@@ -360,21 +354,14 @@ class Scheduler:
 
     def _carried(self) -> list[Asked]:
         """Requests that are under way, each with its answer so far."""
-        answers = {row.request.row: row.sequence for row in self._rows() if row.sequence.ids}
+        rows = self._together.rows if self._together is not None else []
+        answers = {row.request.row: row.sequence for row in rows if row.sequence.ids}
         if self._single is not None and (begun := self._stream.begun) is not None:
             answers[self._single.request.row] = begun
         carried = self._asked()
         for asked in carried:
             asked.begun = answers.get(asked.request.row, asked.begun)
-            asked.has_moved = asked.has_moved or asked.begun is not None
         return carried
-
-    def _fail(self, error: BaseException) -> None:
-        """Nobody who asked gets an answer."""
-        asked = self._asked()
-        self.forget()
-        for each in asked:
-            each.end(error)
 
     def _admit(self) -> None:
         """Finds a place for those who wait, as far as there is one."""
@@ -405,11 +392,18 @@ class Scheduler:
             asked.prepared = replace(prepared, begun_s=asked.begun_s)
         if asked.prepared.request.cancelled():
             raise RequestCancelled
-        is_wanted = request.sampling.beams == 1 and (self._are_exact or self._single is not None)
-        together = self._shared() if is_wanted else None
+        has_beams = request.sampling.beams > 1
+        # On a card no answer can be the same another time.
+        is_read_alone = request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
+        is_wanted = self._are_exact and (has_beams or not self._drafts)
+        together = self._shared() if is_wanted or not (has_beams or self._single is None) else None
         shares = together is not None and together.has_room_for(asked.prepared)
-        if together is not None and shares and together.is_exact:
-            self._share_steps(together, asked, asked.prepared)
+        if together is not None and shares and together.exact is not None:
+            if not self._sharing:
+                with of_one():
+                    asked.on_begin()
+            self._sharing[request.row] = asked
+            together.submit(asked.prepared, self._answered, asked.begun)
             return True
         if self._single is None:
             if asked.begun is None:
@@ -417,27 +411,12 @@ class Scheduler:
                     asked.on_begin()
             self._single = asked
             self._stream.begin(asked.prepared, asked.begun)
-        elif shares and asked.begun is None and not self._is_read_alone(request):
+        elif together is not None and shares and not (has_beams or asked.begun is not None or is_read_alone):
             self._sharing[request.row] = asked
-            self._joined.append(asked)
+            together.submit(asked.prepared, self._answered)
         else:
             return False
         return True
-
-    def _share_steps(self, together: ContinuousBatch, asked: Asked, prepared: PreparedRow) -> None:
-        if not self._sharing:
-            with of_one():
-                asked.on_begin()
-        self._sharing[asked.request.row] = asked
-        if asked.begun is not None:
-            together.resume(prepared, asked.begun)
-        else:
-            self._joined.append(asked)
-
-    def _is_read_alone(self, request: BatchRequest) -> bool:
-        """Whether a request shares no sweep, as its answer has to be the same another time; on a card, where that
-        cannot be, it does."""
-        return request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
 
     def _shared(self) -> ContinuousBatch | None:
         """Where requests share sweeps; None if they cannot."""
@@ -449,36 +428,29 @@ class Scheduler:
             except LookupError as error:
                 self._apart = str(error)
         if self._together is not None:
+            self._together.pool.elsewhere = lambda: pages_for(self._stream.kv_tokens)
             self._together.make_room = self._forget_what_is_over
             self._together.is_short = self._are_short
         return self._together
 
     def _job_lane(self, policy: BatchPolicy) -> tuple[Lane, str]:
-        """Where jobs are answered: over the pages of requests, if these keep keys and values in the same way.
+        """Where jobs are answered: over the pages of requests.
 
         On a card each has its own: sweeps of both would be under way in the same memory at once.
         """
         together = self._shared() if self.loaded.devices is None else None
         if together is None:
             return lane_for(self.loaded, policy)
-        if policy.window or policy.kv_type is not self.loaded.kv_type:
-            budget = self._budget = self._budget or _budget_of(together)
-            lane, why = lane_for(self.loaded, replace(policy, kv_bytes=budget.nbytes))
-            if isinstance(lane, ContinuousBatch):
-                budget.join(lane.pool, lane.model.page_bytes, lane.model.discard)
-                together.below.append(lane)
-                lane.on_free = partial(_leave, budget, together, lane)
-            return lane, why
-        lane = ContinuousBatch(
-            PackedModel(self.loaded, policy, together.model), policy, above=together, kept=self._kept
-        )
-        lane.guests = self._guests
+        is_alike = not policy.window and policy.kv_type is self.loaded.kv_type
+        model = together.model if is_alike else PackedModel(self.loaded, policy)
+        lane = ContinuousBatch(model, policy, above=together, kept=self._kept)
+        if is_alike:
+            lane.guests = self._guests
         return lane, ""
 
     def _beside(self) -> list[ContinuousBatch]:
         """Where jobs are answered in the pages of requests."""
-        together = self._together
-        return [lane for lane in together.below if lane.pool is together.pool] if together is not None else []
+        return self._together.below if self._together is not None else []
 
     def _guests(self) -> list[PagedRow]:
         """Rows of those who are writing, for a sweep of jobs."""
@@ -489,17 +461,11 @@ class Scheduler:
     def _wrote(self) -> None:
         self._times.wrote(1 / max(1, len(self._sharing) + (self._single is not None)))
 
-    def _count_alone(self) -> None:
-        """The context of who is answered alone takes memory that pages would have."""
-        if self._together is not None:
-            self._together.pool.elsewhere = pages_for(self._stream.kv_tokens)
-
     def _forget_what_is_over(self) -> bool:
         """Gives up what is only held in case that somebody goes on with it; whether there was anything."""
         if self._single is not None or not self._stream.kv_tokens:
             return False
         self._stream.clear()
-        self._count_alone()
         return True
 
     def _take_turn(self, asked: Asked, until: Check) -> None:
@@ -516,7 +482,7 @@ class Scheduler:
         self._single = None
         if isinstance(result, BaseException):
             self._forget()
-        elif asked.has_moved:
+        else:
             result = asked.timed(result)
         self._stream.keep()
         asked.end(result)
@@ -524,31 +490,21 @@ class Scheduler:
     def _sweep(self, until: Check) -> None:
         assert self._together is not None
         try:
-            self._together.sweep(self._prepared(), self._answered, until)
+            self._together.sweep(until)
         except Exception as error:
             if self._has_lost_card(error):
                 raise
             sharing, self._sharing = self._sharing, {}
-            self._joined.clear()
             self._together.close()
             for asked in sharing.values():
                 asked.end(error)
             return
 
-    def _prepared(self) -> Iterator[PreparedRow]:
-        while self._joined:
-            prepared = self._joined.popleft().prepared
-            assert prepared is not None
-            yield prepared
-
-    def _answered(self, answer: BatchAnswer) -> None:
+    def _answered(self, answer: GenerationResult) -> None:
         asked = self._sharing.pop(answer.row)
         if self.loaded.foresight is not None:
             self.loaded.foresight.learn_while_idle()
-        asked.end(asked.result(answer) if answer.error is None else answer.error)
-
-    def _rows(self) -> list[PagedRow]:
-        return self._together.rows if self._together is not None else []
+        asked.end(asked.timed(answer) if answer.error is None else answer.error)
 
 
 def _told(on_end: OnEnd) -> OnEnd:
@@ -562,14 +518,3 @@ def _told(on_end: OnEnd) -> OnEnd:
             _log.warning("the end of a request could not be told: %s", error.code)
 
     return told
-
-
-def _budget_of(together: ContinuousBatch) -> SharedBudget:
-    """That of all pages of those who share sweeps."""
-    return SharedBudget(together.pool, together.model.page_bytes, together.model.discard)
-
-
-def _leave(budget: SharedBudget, together: ContinuousBatch, lane: ContinuousBatch) -> None:
-    """The pages of a job are gone."""
-    budget.leave(lane.pool)
-    together.below.remove(lane)

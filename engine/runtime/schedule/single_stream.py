@@ -12,12 +12,11 @@ from typing import Any
 
 import torch
 
-from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.devices.failures import is_out_of_memory
 from engine.jobs.rows import Check
-from engine.runtime.decode.beam_search import decode_beams
+from engine.runtime.decode.beam_search import over
 from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import (
     Decoded,
@@ -35,7 +34,7 @@ from engine.runtime.schedule.request import PreparedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
 
-NOTHING_CAME = GenerationResult("", "cancelled", 0, 0, 0, 0.0, 0.0)
+NOTHING_CAME = GenerationResult()
 """The outcome of what was cancelled before anything was read."""
 
 
@@ -164,9 +163,7 @@ class SingleStream:
                 break
             if until():
                 return None
-        width, session = self._asked.request.sampling.beams, self._session
-        is_native = width == 1 or (isinstance(session, KvSession) and session.forks(width))
-        with self._loaded.token_by_token() if is_native else nullcontext():
+        with self._loaded.token_by_token() if self._asked.request.sampling.beams == 1 else nullcontext():
             while True:
                 try:
                     next(self._writing)
@@ -182,17 +179,7 @@ class SingleStream:
         asked, session, answer = self._asked, self._session, self._answer
         request, prefix = asked.request, session.answer_prefix(asked.prompt)
         if logits is not None and request.sampling.beams > 1:
-            return decode_beams(
-                logits,
-                session,
-                request.sampling,
-                asked.limits,
-                prefix,
-                asked.tokenizer,
-                request.on_text,
-                request.cancelled,
-                earlier=asked.earlier,
-            )
+            return over(session.beams(request.sampling.beams), asked.search(logits, prefix), logits.device)
         steps: Any = session
         with of_one():
             if self._guesses is not None:
@@ -229,15 +216,13 @@ class SingleStream:
     def _result(self, done: Decoded) -> GenerationResult:
         if self._loaded.foresight is not None:
             self._loaded.foresight.learn_while_idle()
-        decoding, guesses = done.last_s - done.first_s, self._guesses.speculation if self._guesses is not None else None
+        guesses = self._guesses.speculation if self._guesses is not None else None
         return GenerationResult(
             text=done.text,
             finish_reason=done.reason,
             prompt_tokens=len(self._asked.prompt),
             reused_tokens=self._reused.tokens,
             generated_tokens=len(done.ids),
-            ttft_s=done.first_s - self._asked.begun_s,
-            tokens_per_s=(done.timed_tokens - 1) / decoding if done.timed_tokens > 1 and decoding > 0 else 0.0,
             token_ids=tuple(done.ids),
             stopped_by=done.stopped_by,
             from_ram=self._reused.ram,
@@ -262,28 +247,24 @@ def decode(
     Raises:
         SequenceError: what went wrong was not the model's step.
     """
-    first_s = last_s = 0.0
     reason: FinishReason | None = None
     if logits is None:
         if cancelled():  # before it came here
             with of_one():
                 text, reason = answer.end("cancelled")
                 on_text(text, len(answer.ids))
-            return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
+            return Decoded(answer.ids, answer.text, reason, answer.stopped_by)
         logits = session.step(torch.tensor([answer.ids[-1:]]), answer.ids[-1])
     of_step = 0
     while True:
         with of_one():
             token = answer.choose(logits)
             token_id = int(token)
-        last_s = clock.now()
         of_step += 1
         # A step lasts until a token is chosen that was not tried with it.
         if RECORDER.on and not session.foresaw(token_id):
-            RECORDER.phase(lanes.DECODE if len(answer.ids) >= of_step else lanes.SAMPLE, of_step, seconds_ns(last_s))
+            RECORDER.phase(lanes.DECODE if len(answer.ids) >= of_step else lanes.SAMPLE, of_step)
             of_step = 0
-        if not answer.ids:
-            first_s = last_s
         with of_one():
             text, reason = answer.take(token_id)
             on_text(text, len(answer.ids))
@@ -295,5 +276,5 @@ def decode(
         yield
         logits = session.step(token, token_id)
     if RECORDER.on and of_step:
-        RECORDER.phase(lanes.DECODE, of_step, seconds_ns(last_s))
-    return Decoded(answer.ids, answer.text, reason, first_s, last_s, len(answer.ids), answer.stopped_by)
+        RECORDER.phase(lanes.DECODE, of_step)
+    return Decoded(answer.ids, answer.text, reason, answer.stopped_by)

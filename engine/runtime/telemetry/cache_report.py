@@ -118,16 +118,16 @@ class CacheReporter:
         )
 
     def _ram(self, tokens: Records) -> TierReport | None:
-        disk_backed = self._loaded.disk_backed
-        if disk_backed is None:
+        ram = self._loaded.disk_backed
+        if ram is None:
             return None
-        ram, counters = disk_backed.ram, disk_backed.ram.counters
+        counters = ram.counters
         snapshots = ram.snapshots()
         hits, others = int(tokens["ram_hits"].sum()), int((tokens["ram_late"] + tokens["ram_misses"]).sum())
         return TierReport(
             tier="ram",
             slots=sum(snapshot.slots for snapshot in snapshots),
-            most_slots=sum(layer.num_experts for layer in disk_backed.disk.table.layers),
+            most_slots=sum(layer.num_experts for layer in ram.disk.table.layers),
             record_bytes=self.ram_record_bytes,
             hits=counters.hits,
             lookups=counters.hits + counters.late + counters.misses,
@@ -137,7 +137,7 @@ class CacheReporter:
             prefetched=counters.prefetched,
             prefetches_used=counters.prefetches_used,
             prefetches_wasted=counters.prefetches_wasted,
-            note=" ".join(disk_backed.notes),
+            note=ram.note,
             miss_s=self._read_s,
         )
 
@@ -205,7 +205,7 @@ def memory_parts(loaded: LoadedModel, kv_bytes: int) -> tuple[MemoryPart, ...]:
     if loaded.bank is not None:
         held["experts"] += sum(layer.nbytes for layer in loaded.bank.layers.values() if _in_ram(layer.device))
     if loaded.disk_backed is not None:
-        held["experts"] += loaded.disk_backed.ram.filled_nbytes
+        held["experts"] += loaded.disk_backed.filled_nbytes
     if not devices and loaded.device.type == "cpu":
         held["weights"], held["kv"] = loaded.info.weights_bytes, kv_bytes
     resident = _PROCESS.memory_info().rss

@@ -220,7 +220,7 @@ def _places(
                 places[row, : spec.num_experts] |= ON_DISK
                 nbytes[row] = spec.layout.nbytes
         stride = max((spec.num_experts for spec in table.layers), default=1)
-        for snapshot in disk_backed.ram.snapshots():
+        for snapshot in disk_backed.snapshots():
             _mark(places, snapshot.residents, stride, rows, IN_RAM)
             _mark(places, snapshot.arriving, stride, rows, ARRIVING)
     for cache in loaded.caches:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine.devices.device import CopyRecord, Device
-from engine.experts.disk_backed import DiskBackedBank
+from engine.experts.ram_tier import RamTier
 from engine.experts.vram_cache import VramCache
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.telemetry.cache_report import CacheReporter
@@ -65,9 +65,7 @@ class LinkBytes:
             counts[1] += copy.nbytes
 
 
-def counted(
-    caches: list[VramCache], disk_backed: DiskBackedBank | None, link: LinkBytes, streamed: int
-) -> tuple[int, ...]:
+def counted(caches: list[VramCache], disk_backed: RamTier | None, link: LinkBytes, streamed: int) -> tuple[int, ...]:
     """In the order of `engine.telemetry.records.COUNTERS`."""
     vram = [0] * 14
     vram[3], vram[13] = RECORDER.on_cpu, RECORDER.many_on_cpu
@@ -90,7 +88,7 @@ def counted(
         vram[13] += c.prefill_on_cpu
     if disk_backed is None:
         return (*vram, 0, 0, 0, 0, 0, 0, 0, *link.total(), streamed)
-    r = disk_backed.ram.counters
+    r = disk_backed.counters
     ram = (r.hits, r.late, r.misses, r.evictions, r.prefetched, r.prefetches_used, r.prefetches_wasted)
     return (*vram, *ram, *link.total(), disk_backed.disk.bytes_read + streamed)
 
@@ -151,8 +149,7 @@ class ModelTelemetry:
         if tier == "vram" and self._loaded.devices is not None:
             self._loaded.devices.experts.resize(slots)
         elif tier == "ram" and self._loaded.disk_backed is not None:
-            ram = self._loaded.disk_backed.ram
-            ram.resize(slots * self._reporter.ram_record_bytes)
+            self._loaded.disk_backed.resize(slots * self._reporter.ram_record_bytes)
 
     def _queued(self) -> QueuedDense | None:
         """Where the caller's thread only queues; None if it computes itself, or there is no device clock."""
