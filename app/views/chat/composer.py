@@ -91,7 +91,7 @@ class Composer(QFrame):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)  # beside the box, which then gets it
         self._conversation: Conversation | None = None
         self._answering = False
-        self._is_fitting = self._must_fit = False
+        self._is_fitting = self._must_fit = self._shows_tools_in_menu = False
         self.box = GrowingEdit(self)
         self.box.setPlaceholderText(self.tr("Message Switchyard…"))
         self.box.setAccessibleName(self.tr("Message"))
@@ -286,9 +286,8 @@ class Composer(QFrame):
         all_tools = sum(_width(tool) + TOOL_SPACING_PX for tool in self._tools)
         extra = self._tools[-2] if len(self._tools) > 3 else None
         fewer_tools = all_tools - (_width(extra) + TOOL_SPACING_PX if extra is not None else 0)
-        fewest = fewer_tools  # the switch for tools is in a menu, too
-        if not self.tools_button.isChecked():
-            fewest -= _width(self.tools_button) + TOOL_SPACING_PX
+        # The switch for tools is in the menu of the button before it, too, which then shows whether it is on.
+        fewest = fewer_tools - _width(self.tools_button) - TOOL_SPACING_PX
         left, is_short, tools = 0, False, all_tools
         for is_short, tools in ((False, all_tools), (True, all_tools), (True, fewer_tools), (True, fewest)):
             name = metrics.horizontalAdvance(self._system_name(is_short=is_short))
@@ -297,7 +296,11 @@ class Composer(QFrame):
                 break
         if extra is not None:
             extra.setVisible(tools == all_tools)
-        self.tools_button.setVisible(self.tools_button.isChecked() or tools >= fewer_tools)
+        self.tools_button.setVisible(tools >= fewer_tools)
+        offers = self.tools_button.isChecked() and tools < fewer_tools
+        if offers != self._shows_tools_in_menu:
+            self._shows_tools_in_menu = offers
+            self.attach_button.setIcon(icon("attach", "accent" if offers else "muted"))
         if self.system_button.text() != self._system_name(is_short=is_short):
             self._name_system(is_short=is_short)
         self.meter.fit(left)

@@ -13,7 +13,6 @@ from PySide6.QtWidgets import (
     QDialogButtonBox,
     QFormLayout,
     QHBoxLayout,
-    QLabel,
     QLineEdit,
     QPushButton,
     QVBoxLayout,
@@ -27,6 +26,7 @@ from app.services.tools.service import Outcome, Tools
 from app.theme import scaled, set_look
 from app.views.settings.card import SettingsCard
 from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.flow_layout import Flow
 from app.widgets.text_box import TextBox
 from app.widgets.wrapped_label import WrappedLabel
 
@@ -106,9 +106,7 @@ class ToolsCard(SettingsCard):
 
     def _row(self, server: ToolServer) -> QWidget:
         row = QWidget(self.rows)
-        name = QLabel(server.name, row)
-        name.setTextFormat(Qt.TextFormat.PlainText)
-        name.setWordWrap(True)
+        name = WrappedLabel(server.name, row)
         words = WrappedLabel(server.place, row)
         words.setProperty("role", "secondary")
         told = WrappedLabel(self._told(server), row)
@@ -117,6 +115,7 @@ class ToolsCard(SettingsCard):
         left.setSpacing(2)
         for label in (name, words, told):
             left.addWidget(label)
+        left.addSpacing(4)
         is_on = QCheckBox(row)
         is_on.setChecked(server.is_on)
         is_on.setAccessibleName(self.tr("Offer the tools of {0}").format(server.name))
@@ -128,12 +127,12 @@ class ToolsCard(SettingsCard):
         remove = QPushButton(self.tr("Remove"), row)
         remove.setAccessibleName(self.tr("Remove {0}").format(server.name))
         remove.clicked.connect(lambda: self._tools.remove(server.name))
+        left.addWidget(Flow(edit, remove, parent=row))
         line = QHBoxLayout(row)
         line.setContentsMargins(0, 0, 0, 0)
         line.setSpacing(8)
         line.addLayout(left, 1)
-        for control in (edit, remove, is_on):
-            line.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
+        line.addWidget(is_on, 0, Qt.AlignmentFlag.AlignTop)
         return row
 
     def _told(self, server: ToolServer) -> str:
@@ -164,7 +163,7 @@ class ToolServerDialog(QDialog):
         self.setWindowTitle(self.tr("Add a server with tools") if server is None else server.name)
         self.setMinimumWidth(scaled(WIDTH_PX))
         self.name = self._line(self.tr("Name"), self.tr("for example files"))
-        self.command = self._line(self.tr("Command"), "npx -y @modelcontextprotocol/server-filesystem /home/me/notes")
+        self.command = self._line(self.tr("Command"), "npx -y some-server")
         self.address = self._line(self.tr("or address"), "https://example.org/mcp")
         self.variables = self._box(self.tr("Variables or headers"), self.tr("NAME=value, one on each line"))
         self.pasted = self._box(
