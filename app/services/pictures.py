@@ -17,8 +17,8 @@ from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
 from app.services.background import TaskQueue
 from engine.common.chat import Picture
 from engine.common.foreign import reason
+from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES
 from engine.common.sizes import about
-from engine.remote.chat_form import MOST_ALL_BYTES, MOST_PICTURES
 
 MOST_SIDE_PX = 2048
 """A larger picture is scaled down; models see no more of it."""

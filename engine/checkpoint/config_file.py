@@ -73,8 +73,12 @@ def read_config(directory: Path) -> dict[str, Any]:
     if gguf is not None:
         from engine.checkpoint.gguf.checkpoint import gguf_config  # imports numpy, which others do not need
         from engine.checkpoint.gguf.file import read_gguf
+        from engine.checkpoint.gguf.projector import projector_of
 
-        config = gguf_config(read_gguf(gguf))
+        model = read_gguf(gguf)
+        config, projector = gguf_config(model), projector_of(model)
+        if projector is not None:
+            config = projector.whole_config(config)
         check_numbers(gguf, config)
         return config
     if not directory.exists():
@@ -192,9 +196,9 @@ def text_part(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def unread_inputs(config: dict[str, Any]) -> str:
-    """Inputs other than text that the model accepts, as display text (`images and sound`); empty if none."""
-    found = [_INPUTS[key] for key in _INPUTS if isinstance(config.get(key), dict)]
+def unread_inputs(config: dict[str, Any], *, sees: bool = False) -> str:
+    """Inputs of the model that it is not given, as display text (`images and sound`); empty if there are none."""
+    found = [_INPUTS[key] for key in _INPUTS if isinstance(config.get(key), dict) and not (sees and "vision" in key)]
     nested = config.get("thinker_config")
     if isinstance(nested, dict):
         return unread_inputs(nested)

@@ -32,7 +32,7 @@ from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
 
-_VERSION = 3
+_VERSION = 4
 """Of the file with descriptions; another is not read."""
 _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
@@ -42,7 +42,7 @@ _SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32", "fp8": "fp8"
 _CONVERTED = re.compile(r"-(?P<place>[0-9a-f]{12})\.gguf")
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")
 _MORE_BESIDE = (
-    MANIFEST_NAME, "tiktoken.model", "sentencepiece.bpe.model", "preprocessor_config.json", "processor_config.json",
+    MANIFEST_NAME, "tiktoken.model", "sentencepiece.bpe.model",
 )  # fmt: skip
 """Files of models that are not downloaded."""
 _ABOUT = re.compile(r"(?:readme|licen[cs]e|notice|use_policy|copying)(?:\.md|\.txt)?|\.gitattributes", re.IGNORECASE)
@@ -128,6 +128,7 @@ class LibraryEntry:
         measured_tokens_per_s: the median decode speed of its last answers on this machine.
         precision_words: how the weights are stored, for people: `Q4_K`, `GPTQ`, `bf16`.
         embeds: whether it is made for embeddings, and does not chat.
+        sees: whether it is given pictures, too.
         content: what its weights are, for `listed_once`.
         also: other places where the same model lies: whose each is, as `origin`, and its path. Only in a list.
     """
@@ -149,6 +150,7 @@ class LibraryEntry:
     measured_tokens_per_s: float | None = None
     precision_words: str = ""
     embeds: bool = False
+    sees: bool = False
     content: tuple[str, ...] = ()
     also: tuple[tuple[str, Path], ...] = ()
 
@@ -292,6 +294,7 @@ def _read(path: Path) -> LibraryEntry:
         context_tokens=profile.context_tokens,
         precision_words=_precision_words(path, profile),
         embeds=embeds,
+        sees=profile.sees,
         content=content_keys(_weights_of(path), path if path.is_dir() else path.parent, manifest),
     )
 
@@ -370,14 +373,14 @@ _NUMBERS = ("parameters", "bytes_on_disk", "experts", "experts_per_token", "cont
 
 
 def _fields(entry: LibraryEntry) -> dict[str, str | int]:
-    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS)} | {"content": "\n".join(entry.content)}
+    return {name: getattr(entry, name) for name in (*_TEXTS, *_NUMBERS, "sees")} | {"content": "\n".join(entry.content)}
 
 
 def _kept_entry(path: Path, kept: dict[str, Any]) -> LibraryEntry:
     texts = {name: str(kept[name]) for name in _TEXTS}
     numbers = {name: int(kept[name]) for name in _NUMBERS}
     content = tuple(str(kept["content"]).split("\n")) if kept["content"] else ()
-    return LibraryEntry("", path, **texts, **numbers, content=content)  # type: ignore[arg-type]
+    return LibraryEntry("", path, **texts, **numbers, sees=bool(kept["sees"]), content=content)  # type: ignore[arg-type]
 
 
 def _state(path: Path) -> str:

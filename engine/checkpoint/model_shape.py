@@ -75,6 +75,8 @@ class ModelShape:
         left_out_weights: the part of `parameters` that is never run here: for images or sound, or for multi-token
             prediction.
         stored: what a checkpoint that is quantised already becomes if it runs as it is stored.
+        sees: whether it is given pictures, too.
+        tower_weights: parameters of what sees, which is read with the first picture.
     """
 
     name: str
@@ -104,6 +106,8 @@ class ModelShape:
     table_rows: int = 0
     table_columns: int = 0
     stored: StoredWeights | None = None
+    sees: bool = False
+    tower_weights: int = 0
 
     @property
     def moe_layers(self) -> int:
@@ -233,6 +237,7 @@ _WITH_DEFAULT = {
     "table_weights": 0,
     "table_rows": 0,
     "table_columns": 0,
+    "tower_weights": 0,
 }
 
 

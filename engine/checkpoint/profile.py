@@ -11,6 +11,7 @@ from typing import Any
 
 from engine.checkpoint.config_file import EXPERTS, PER_TOKEN, read_config, text_part
 from engine.checkpoint.headers import DTYPE_BITS, TensorEntry
+from engine.checkpoint.pictures import why_blind
 from engine.checkpoint.quantised.declared import quantisation_of
 from engine.checkpoint.shards import read_tensors
 from engine.families import family_of
@@ -139,6 +140,7 @@ class ModelProfile:
         kv_elements_per_token: cache elements per token of context.
         dtype: from config.json, e.g. `bfloat16`; empty if unknown.
         quantization: `fp8`, `gptq`, ...; empty for plain weights; of a GGUF file the type of most of them (`q4_k`).
+        sees: whether it is given pictures, too.
     """
 
     family: str
@@ -155,6 +157,7 @@ class ModelProfile:
     kv_elements_per_token: int
     dtype: str
     quantization: str
+    sees: bool = False
 
 
 def read_profile(directory: Path) -> ModelProfile:
@@ -191,6 +194,7 @@ def profile_of(config: dict[str, Any], tensors: Iterable[TensorEntry]) -> ModelP
             text.get("dtype") or text.get("torch_dtype") or config.get("dtype") or config.get("torch_dtype") or ""
         ),
         quantization=_blocks(tensors) or str(quantisation_of(config).get("quant_method", "")),
+        sees=not why_blind(config, (entry.key for entry in tensors)),
     )
 
 

@@ -27,7 +27,8 @@ SINGLE_NAME = "model.safetensors"
 _BESIDE_WEIGHTS = (
     CONFIG_NAME, INDEX_NAME, "generation_config.json", "tokenizer.json", "tokenizer.model", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "spiece.model",
-    "tekken.json", "chat_template.jinja", "chat_template.json", *BESIDE,
+    "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json", "processor_config.json",
+    *BESIDE,
 )  # fmt: skip
 MAX_INDEX_BYTES = 64 * 2**20
 MOST_FILES = 2000
@@ -63,8 +64,12 @@ def read_tensors(
     if gguf is not None:
         from engine.checkpoint.gguf.checkpoint import gguf_tensors  # imports numpy, which others do not need
         from engine.checkpoint.gguf.file import read_gguf
+        from engine.checkpoint.gguf.projector import projector_of
 
-        return gguf_tensors(read_gguf(gguf), guesses=guesses)
+        model = read_gguf(gguf)
+        projector = projector_of(model)
+        tensors = gguf_tensors(model, guesses=guesses)
+        return projector.whole_tensors(tensors) if projector is not None else tensors
     index, file = directory / INDEX_NAME, directory / CONFIG_NAME
     if index.exists():
         tensors = _from_index(directory, index, open_file)

@@ -74,16 +74,6 @@ class Picture:
         return f"data:{self.media};base64,{self.data}"
 
 
-def media_of(data: bytes) -> str:
-    """The type of a picture's file by its first bytes; empty if it is none that servers read."""
-    if data[:4] == b"RIFF" and data[8:12] == b"WEBP":
-        return "image/webp"
-    for begins, media in ((b"\x89PNG\r\n\x1a\n", "png"), (b"\xff\xd8\xff", "jpeg"), (b"GIF8", "gif")):
-        if data.startswith(begins):
-            return f"image/{media}"
-    return ""
-
-
 def parts_with(text: str, pictures: Iterable[Picture]) -> str:
     """`ChatMessage.parts` of a text about pictures, which come first; empty without any."""
     parts: list[dict[str, object]] = [{"type": "image_url", "image_url": {"url": each.url}} for each in pictures]

@@ -24,6 +24,7 @@ class ModelInfo:
         needs_restart: whether a card has failed for the engine's process: only another one may use it again.
         card_is_back: whether that card has been seen to compute for another process.
         is_hampered: whether `device_note` says that it runs slower, or elsewhere, than this machine would allow.
+        sees: whether it is given pictures, too.
         template_note: set when the tokenizer has no chat template, and says what is used instead.
     """
 
@@ -45,6 +46,7 @@ class ModelInfo:
     template_note: str = ""
     thinking: tuple[Thinking, ...] = ()
     thinks: bool = False
+    sees: bool = False
     needs_restart: bool = False
     card_is_back: bool = False
     is_hampered: bool = False

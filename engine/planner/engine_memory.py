@@ -201,6 +201,7 @@ def sizes_of(costs: Costs, limits: Limits, precisions: Sequence[str]) -> Sizes:
         activations_per_token=activation_token_bytes(model, precisions[0]),
         context_tokens=context_tokens(model, limits),
         experts_per_token=model.experts_per_token,
+        tower=plain.width * model.tower_weights,
     )
 
 

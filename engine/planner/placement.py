@@ -13,6 +13,7 @@ layers, one after the other for each pass: those that have no room, since what i
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import pairwise
@@ -163,6 +164,7 @@ class Sizes:
         activations_per_token: bytes per prompt token while it is processed.
         context_tokens: the longest context requested.
         experts_per_token: experts that a token uses in one layer.
+        tower: of what sees, which is read with the first picture: RAM that is left free for it, where there is as much.
     """
 
     name: str
@@ -173,6 +175,7 @@ class Sizes:
     activations_per_token: int
     context_tokens: int
     experts_per_token: int
+    tower: int = 0
 
 
 # Available memory
@@ -210,6 +213,11 @@ class Budgets:
     ram_allowed: int | None = None
     devices: tuple[DeviceBudget, ...] = ()
     keeps: bool = True
+
+    def without(self, nbytes: int) -> Budgets:
+        """The same with less RAM."""
+        allowed = None if self.ram_allowed is None else max(0, self.ram_allowed - nbytes)
+        return replace(self, ram_free=max(0, self.ram_free - nbytes), ram_allowed=allowed)
 
     @property
     def ram_usable(self) -> int:
@@ -422,6 +430,9 @@ def resolve(config: EngineConfig, machine: Budgets, file: Sizes) -> Placement:
     Raises:
         NotEnoughRamError: no precision fits; the message is about the one that needs least, the coarsest of several.
     """
+    if file.tower:
+        with suppress(NotEnoughRamError):
+            return resolve(config, machine.without(file.tower), replace(file, tower=0))
     roomy = file.context_tokens if config.context_tokens else min(file.context_tokens, footprint.ROOMY_KV_TOKENS)
     sizes, budgets = file, machine
     found, refused = _in_each_precision(sizes, budgets, config.cache, roomy)

@@ -30,6 +30,7 @@ from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.files import Files
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.tables import TableReads
+from engine.runtime.pictures import Blind, Sight
 
 
 @dataclass(kw_only=True)
@@ -104,6 +105,7 @@ class LoadedModel(ModelParts):
         speculates: whether coming tokens of an answer may be guessed and tried together.
         kv_type: of keys and values, if not the model's own.
         kept: what is kept of prompts and answers that were read or written; None keeps nothing.
+        sight: what it has to read pictures; `blind` says why it has none.
     """
 
     info: ModelInfo
@@ -118,9 +120,14 @@ class LoadedModel(ModelParts):
     speculates: bool = False
     kv_type: KvType | None = None
     kept: KeptPrefixes | None = None
+    sight: Sight | None = None
+    blind: Blind | None = None
 
     def close(self) -> None:
         """See `ModelParts.close`."""
+        if self.sight is not None:
+            self.sight.close()
+            self.sight = None
         if self.kept is not None:
             self.kept.close()  # first: what it is writing may be in the model's own cache
             self.kept = None

@@ -46,6 +46,7 @@ NAMES = (
     "kept on disk",
     "waiting elsewhere",  # a request to another server, until the first piece of its answer
     "written elsewhere",  # `count` tokens of its answer, or pieces where the server does not count
+    "picture",  # phase: `count` tokens are made of a picture
 )
 """Names of spans.  Append new ones: recorded sessions contain the list they were written with."""
 
@@ -80,6 +81,7 @@ NAMES = (
     KEPT_DISK,
     ELSEWHERE,
     WRITTEN_ELSEWHERE,
+    PICTURE,
 ) = range(len(NAMES))
 
 FOR_LATER = frozenset((POST_FETCH, PREFETCH, READ_AHEAD))

@@ -17,6 +17,7 @@ from engine.common.config import THINKINGS, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
+from engine.common.pictures import pictures_in_files
 from engine.remote.endpoint import is_remote
 from engine.verbs.models.progress import ProgressLine
 from engine.verbs.options import add_engine_options, breaker, engine_config, positive_int, seed, stop_string
@@ -219,11 +220,11 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--prompt", metavar="T", help="the prompt; piped input is then ignored")
     parser.add_argument("--system", metavar="S", help="system prompt")
     parser.add_argument(
-        "--picture",
+        *("--picture", "--image"),
         type=Path,
         action="append",
         metavar="FILE",
-        help="a PNG, JPEG, WebP or GIF file to send with the prompt to another server's model; may be repeated",
+        help="a PNG, JPEG, WebP or GIF file to send with the prompt to a model that sees; may be repeated",
     )
     parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
     add_sampling_options(parser)
@@ -248,9 +249,6 @@ def run(args: argparse.Namespace) -> int:
         raise EngineError(ErrorCode.INVALID_REQUEST, "--picture needs a prompt: give --prompt or pipe text in.")
     if is_remote(args.model):
         return _elsewhere(args, given, None if converses else _question(args))
-    if args.picture:
-        what = "--picture needs a model of another server (endpoint:NAME/MODEL): those of this PC read text only."
-        raise EngineError(ErrorCode.INVALID_REQUEST, what)
     if converses:
         engine, info = load_engine(args)
         try:
@@ -267,10 +265,9 @@ def _heading(info: ModelInfo) -> str:
 
 def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None) -> int:
     """Has a server elsewhere answer the question, or converses with it."""
-    from engine.remote.chat_form import read_pictures
     from engine.verbs import remote_chat
 
-    parts = parts_with(question or "", read_pictures(args.picture or ()))
+    parts = parts_with(question or "", pictures_in_files(args.picture or ()))
 
     def use(talk: remote_chat.RemoteTalk, heading: str, sampling: SamplingParams) -> int:
         if question is None:
@@ -379,10 +376,11 @@ def _whole_answer(
 
 
 def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str) -> int:
+    parts = parts_with(question, pictures_in_files(args.picture or ()))
     engine, info = load_engine(args)
     try:
         with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
-            result = _whole_answer(engine, args, replace(engine.default_sampling(), **given), question)
+            result = _whole_answer(engine, args, replace(engine.default_sampling(), **given), question, parts)
     finally:
         engine.unload()
     document = {

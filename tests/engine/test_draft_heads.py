@@ -18,11 +18,13 @@ from engine.common.errors import RequestCancelled
 from engine.kernels.native.build import library_path
 from engine.planner.placement import NotEnoughRamError
 from engine.runtime.decode.drafter import Guess
-from engine.runtime.decode.generation import drained
+from engine.runtime.decode.generation import GenerationResult, drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.request import BatchRequest
+from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.draft_head_cases import BESIDE, LAYERED, checkpoint_with_head, library_guesses, without_head
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.single_streams import Alone
@@ -172,6 +174,41 @@ def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, 
                 assert session.tokens == len(ids)
         assert compared > 5
     finally:
+        loaded.close()
+
+
+@pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_who_comes_while_a_head_guesses_shares_pages_and_beams_do(family: str, tmp_path: Path) -> None:
+    loaded = loaded_from(checkpoint_with_head(family, tmp_path / "model")[0], "bf16")
+    scheduler, ends = Scheduler(loaded), list[tuple[SamplingParams, Any]]()
+    coming = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=20), SamplingParams(max_tokens=12, beams=3)]
+
+    def ids(sampling: SamplingParams) -> tuple[int, ...]:
+        return tuple(random_prompt(20, seed=sampling.max_tokens))
+
+    def arrive() -> bool:
+        if coming:
+            sampling = coming.pop(0)
+            request = BatchRequest(0, ids=ids(sampling), sampling=sampling, end_ids=NO_END)
+            scheduler.submit(request, lambda outcome: ends.append((sampling, outcome)))
+        return False
+
+    try:
+        arrive()
+        scheduler.serve(arrive)
+        assert len(ends) == 3
+        assert scheduler._together is not None
+        assert scheduler._together.most_rows == 2
+        for sampling, found in ends:
+            assert isinstance(found, GenerationResult)
+            if sampling.beams == 1:
+                alone = Alone(loaded, speculates=False).generate_from_ids(ids(sampling), sampling, end_ids=NO_END)
+            else:
+                alone = Scheduler(loaded).answer(BatchRequest(0, ids=ids(sampling), sampling=sampling, end_ids=NO_END))
+            assert found.token_ids == alone.token_ids
+    finally:
+        scheduler.close()
         loaded.close()
 
 

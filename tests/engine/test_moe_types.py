@@ -90,10 +90,10 @@ def test_the_text_part_of_qwen3_omni_is_found_in_the_whole_model(tmp_path: Path)
         assert "images or sound" in ours.info.device_note
 
 
-@pytest.mark.parametrize(("family", "sees"), [("qwen3_vl_moe", True), ("qwen3_moe", False)])
-def test_a_model_that_could_see_says_that_it_does_not(family: str, sees: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "could"), [("minimax_m3_vl", True), ("qwen3_vl_moe", False), ("qwen3_moe", False)])
+def test_a_model_that_could_see_says_that_it_does_not(family: str, could: bool, tmp_path: Path) -> None:
     with loaded(tiny_checkpoint(family, tmp_path), "fp32") as ours:
-        assert ("images" in ours.info.device_note) == sees
+        assert ("images" in ours.info.device_note) == could
 
 
 def test_minimax_m2_as_published_rotates_a_part_of_each_head(tmp_path: Path) -> None:

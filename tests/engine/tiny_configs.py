@@ -352,6 +352,24 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
 
 FAMILIES: dict[str, dict[str, Any]] = {**DENSE, **MOE, **MULTIMODAL}
 
+_ATTENDS_EVERYWHERE = {**_THREE_AXES, "sliding_window": None}
+SEEING: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": DENSE["gemma3_text"],
+        "mm_tokens_per_image": 4,
+    },
+    "glm46v": {"text_config": _THREE_AXES},
+    "mistral3": {"text_config": {"model_type": "mistral", "sliding_window": None}},
+    "qwen2_5_vl": {
+        "text_config": _ATTENDS_EVERYWHERE,
+        "vision_config": {"window_size": 16, "fullatt_block_indexes": [0]},
+    },
+    "qwen2_vl": {"text_config": _ATTENDS_EVERYWHERE},
+    "qwen3_5": {"text_config": _DELTA},
+    "qwen3_vl": {"text_config": _THREE_AXES},
+}
+"""Dense models whose whole is tested with pictures."""
+
 _SEE_AND_READ: dict[str, Any] = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
 
 ADAPTED: dict[str, dict[str, Any]] = {

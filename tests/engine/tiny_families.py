@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto as auto
 
 import engine.runtime.adapters.llama4  # noqa: F401 - mends the library's Llama 4, which does not run as it is
 from engine.runtime.own import make_known
-from tests.engine.tiny_configs import ADAPTED, COMMON, FAMILIES, TOWER
+from tests.engine.tiny_configs import ADAPTED, COMMON, FAMILIES, SEEING, TOWER
 from tests.engine.tiny_tokenizer import save_tiny_tokenizer
 
 transformers.utils.logging.disable_progress_bar()
@@ -60,7 +60,7 @@ def _config_of(family: str, drawn: Mapping[str, Any], overrides: dict[str, Any])
     make_known(family)
     library_default = transformers.AutoConfig.for_model(family)
     top = type(library_default)
-    values = {**(ADAPTED.get(family) or FAMILIES[family]), **overrides}
+    values = {**{**SEEING, **FAMILIES, **ADAPTED}[family], **overrides}
     if "text_config" not in top.sub_configs:
         for part, of in top.sub_configs.items():  # Dbrx keeps its attention and its experts in parts of their own
             values[part] = {**values[part], **_known_values(of, drawn)}

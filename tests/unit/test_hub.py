@@ -221,6 +221,13 @@ def test_the_plainest_of_a_label_has_it(hub: HubServer) -> None:
     assert {one.label for one in candidates(read_repository("org/more"))} == {"Q4_K_M", "m-Q4_K_M-for-phones"}
 
 
+def test_what_sees_with_its_mmproj_is_fetched_with_it(hub: HubServer) -> None:
+    for name, sees in (("org/Qwen3.6-35B-A3B-GGUF", True), ("org/of-text-GGUF", False)):
+        hub.add(name, {"m-Q4_K_M.gguf": b"", "mmproj-F32.gguf": b"", "mmproj-F16.gguf": b""})
+        (found,) = candidates(read_repository(name))
+        assert [file.path for file in found.files] == ["m-Q4_K_M.gguf", *["mmproj-F16.gguf"] * sees]
+
+
 def test_a_makers_mark_before_labels_may_be_left_out(hub: HubServer) -> None:
     hub.add("org/marked", {"m-UD-Q4_K_M.gguf": b"", "m-Q8_0.gguf": b""})
     assert find_candidate("org/marked:Q4_K_M").label == find_candidate("org/marked").label == "UD-Q4_K_M"

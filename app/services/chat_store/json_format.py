@@ -28,7 +28,8 @@ from app.services.chat_store.records import (
     steps_from_list,
 )
 from app.services.chat_store.tree import sound
-from engine.common.chat import Picture, media_of
+from engine.common.chat import Picture
+from engine.common.pictures import media_of
 
 FORMAT = "switchyard-chats"
 VERSION = 1

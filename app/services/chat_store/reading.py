@@ -30,9 +30,10 @@ from app.services.chat_store.other_programs import (
     is_from_lm_studio,
 )
 from app.services.chat_store.records import Folder
-from engine.common.chat import Picture, media_of
+from engine.common.chat import Picture
 from engine.common.errors import CancelCheck
 from engine.common.foreign import open_foreign, parse_json, read_foreign, reason
+from engine.common.pictures import media_of
 
 LARGEST_CHAT = 256 * 2**20
 """Bytes of one chat as JSON, or of a document that cannot be read piece by piece; more is not what people wrote."""

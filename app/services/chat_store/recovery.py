@@ -41,8 +41,9 @@ from app.services.chat_store.records import (
 )
 from app.services.chat_store.schema import check_contents, check_header, connect, damaged, is_damage, migrate
 from app.services.chat_store.tree import sound
-from engine.common.chat import Picture, media_of
+from engine.common.chat import Picture
 from engine.common.files import is_no_file, private_file, private_folder, restrict_files
+from engine.common.pictures import media_of
 
 RECOVERED_TITLE = "Recovered chat"
 CUT_OFF = "The rest of this message was on a damaged part of the chat file."

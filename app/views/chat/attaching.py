@@ -17,7 +17,7 @@ from app.views.chat.composer import Composer
 from app.views.chat.file_dialogs import ask_attachments
 from app.views.chat.phrases import no_documents_text, text_only_text
 from app.views.chat.presenter import ChatPresenter
-from engine.remote.chat_form import MOST_PICTURES
+from engine.common.pictures import MOST_PICTURES
 from engine.remote.endpoint import called
 
 MOST_DOCUMENTS = 50

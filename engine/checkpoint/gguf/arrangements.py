@@ -254,6 +254,10 @@ ARRANGEMENTS: dict[str, Arrangement] = {
     "first_half": _half(0),
     "second_half": _half(1),
     "joined": _joined(),
+    "joined_numbers": _joined(axis=-1),
+    "frames": lambda sources, config: _joined(axis=-3)(
+        [replace(each, shape=(*each.shape[:-2], 1, *each.shape[-2:])) for each in sources], config
+    ),
     "joined_transposed": _joined(transposed=True),
     "alternating_transposed": _joined(transposed=True, alternating=True),
     "alternating_numbers": _joined(axis=-1, alternating=True),

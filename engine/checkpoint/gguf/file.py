@@ -152,6 +152,18 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     return _read(path, tuple(map(_state, all_parts(path))))
 
 
+def read_projector(path: Path) -> GgufFile:
+    """The header of a `mmproj` file, the part of a model that sees.
+
+    Raises:
+        EngineError: as `read_gguf`, also for a file that holds something else.
+    """
+    header = _Header(path, open_foreign, dict(_TYPES))
+    if header.metadata.get("general.architecture") != "clip":
+        raise _damaged(path, "is named mmproj, but is not the part of a model that sees")
+    return GgufFile(path, (path,), header.metadata, header.tensors, header.digest, open_foreign, header.arrays)
+
+
 _TYPES = {**BLOCK_TYPES, WHOLE.id: WHOLE}
 _ARRAYS = {"int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "I64"}
 

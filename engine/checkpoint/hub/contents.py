@@ -68,6 +68,8 @@ _USUAL = ("Q4_K_M", "UD-Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "
 """Of quality `good`, the most usual first."""
 _ASIDE = re.compile(r"(^|[-_.])(mmproj|projector|clip|imatrix|lora|adapter|draft|vocab)([-_.]|$)", re.IGNORECASE)
 """GGUF files that are no model."""
+SEES = re.compile(r"qwen[-_.]?3[-_.]?[56]|qwen[-_.]?(2[-_.]?5|3)[-_.]?vl|gemma[-_.]?3(?![-_.]?n)", re.IGNORECASE)
+"""Names of models whose `mmproj` file is read: see `engine.checkpoint.gguf.projector`."""
 _UNREAD = re.compile(r".*_\d_\d$")
 """Labels of GGUF files whose blocks nobody reads any more."""
 _AHEAD_OF_GGUF, _AHEAD_OF_SAFETENSORS, _BUFFER = 2**18, 2**17, 2**16
@@ -168,10 +170,28 @@ def _in_gguf(repository: Repository) -> Iterator[Candidate]:
         yield Candidate(
             repository,
             label if _is_plainest(stem, label, stems) else PurePosixPath(stem).name,
-            tuple(files),
+            (*files, *_projector_for(repository, files[0])),
             quality_of(label, repository.id),
             problem,
         )
+
+
+def _projector_for(repository: Repository, model: RepoFile) -> list[RepoFile]:
+    """The `mmproj` file that is fetched with a model which sees with it: of several, that in 16 bits."""
+    if not SEES.search(f"{repository.id}/{model.path}"):
+        return []
+    folder = PurePosixPath(model.path).parent
+    found = [
+        file
+        for file in repository.files
+        if file.path.lower().endswith(SUFFIX)
+        and "mmproj" in PurePosixPath(file.path).name.lower()
+        and PurePosixPath(file.path).parent == folder
+    ]
+    ranks = ("bf16", "f16", "f32")
+    return sorted(found, key=lambda file: next((at for at, kind in enumerate(ranks) if kind in file.path.lower()), 9))[
+        :1
+    ]
 
 
 def _label_of(stem: str) -> str:
@@ -336,7 +356,7 @@ def _read_gguf(candidate: Candidate, place: Place, cancelled: CancelCheck) -> tu
 
     repository, key = candidate.repository, (candidate.repository.id, candidate.repository.commit)
     files = {Path(file.path): file for file in candidate.files}
-    first = min(files)
+    first = min(file for file in files if not _ASIDE.search(file.stem))
     head = _GgufHead(place, file_url(repository, files[first]), files[first].size, _heads_read.get(key, b""))
     open_file = _opener(repository, place, files, {first: head})
 

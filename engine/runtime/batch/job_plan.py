@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -15,6 +15,7 @@ from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
 from engine.common.errors import EngineError
+from engine.common.pictures import pictures_of
 from engine.hardware.measured import load_measurements, machine_profile
 from engine.hardware.probe import Probe, probe
 from engine.hardware.profiles import EMULATED, with_emulated
@@ -146,14 +147,26 @@ def plan_asked(
     Args:
         asked: its first rows, as `PreparedJob.asked` gives them.
     """
-    rows = job_rows(asked, loaded, generated_tokens)
+    pictured = list[bool]()
+
+    def looked_at() -> Iterator[tuple[float, RowRequest | Answer]]:
+        for share, row in asked:
+            pictured.append(not isinstance(row, Answer) and any(map(pictures_of, row.messages)))
+            yield share, row
+
+    rows = job_rows(looked_at() if loaded.sight is not None else asked, loaded, generated_tokens)
     try:
         plan = plan_rows(rows, loaded, find_shape(loaded.info.path))
     except EngineError:  # the job runs without a prediction
         plan = JobPlan(policy_for(loaded), rows, None)
     kv_type = loaded.kv_type if job.kv_precision == "auto" else KvType[job.kv_precision.upper()]
     kept = _SINKS if job.attention_window else 0
-    return replace(plan, policy=replace(plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept))
+    return replace(
+        plan,
+        policy=replace(
+            plan.policy, kv_type=kv_type, window=job.attention_window, kept=kept, reads_pictures=any(pictured)
+        ),
+    )
 
 
 def predicted_after(
@@ -243,7 +256,7 @@ def job_rows(
         if isinstance(asked, Answer) or not asked.messages:
             continue
         try:
-            lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages)))
+            lengths.append(len(chat_prompt(loaded.tokenizer, asked.messages, sight=loaded.sight)))
         except EngineError:  # the row itself will report it
             continue
         limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))

@@ -10,23 +10,19 @@ import copy
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from engine.runtime.kv.memory import cache_bytes
 from engine.runtime.kv.reuse import KEEPS_EVERY_TOKEN
 
+if TYPE_CHECKING:
+    from engine.runtime.schedule.row import PagedRow
+
 _FEWEST = 32
 """Tokens that it is worth to copy a cache for."""
 _MOST = 64
 """Prompts whose beginnings are compared with a new one."""
-
-
-class Reader(Protocol):
-    """A row, as far as it counts here."""
-
-    prompt: list[int]
-    held: int
 
 
 class LeftCaches:
@@ -42,7 +38,7 @@ class LeftCaches:
         self._nbytes = 0
         self._recent: OrderedDict[bytes, None] = OrderedDict()
         """Prompts that were begun lately."""
-        self._stops: WeakKeyDictionary[Reader, int] = WeakKeyDictionary()
+        self._stops: WeakKeyDictionary[PagedRow, int] = WeakKeyDictionary()
         """Where rows leave copies on their way."""
 
     def forget(self) -> None:
@@ -69,7 +65,7 @@ class LeftCaches:
                 layer.crop(-more)
         return found, tokens
 
-    def waits(self, row: Reader, others: Sequence[Reader]) -> bool:
+    def waits(self, row: PagedRow, others: Sequence[PagedRow]) -> bool:
         """Whether a row that has not begun is to wait until one of others, which are reading, has read what both begin
         with."""
         mine = _bytes(row.prompt[:-1])
@@ -86,12 +82,12 @@ class LeftCaches:
             self._recent.popitem(last=False)
         return False
 
-    def up_to(self, row: Reader, tokens: int) -> int:
+    def up_to(self, row: PagedRow, tokens: int) -> int:
         """How many of the next tokens it reads before it leaves a copy."""
         stop = self._stops.get(row, 0)
         return min(tokens, stop - row.held) if stop > row.held else tokens
 
-    def passed(self, row: Reader, cache: Any, tokens: int) -> None:
+    def passed(self, row: PagedRow, cache: Any, tokens: int) -> None:
         """A row's cache holds so many tokens now."""
         if self._stops.get(row) == tokens:
             del self._stops[row]

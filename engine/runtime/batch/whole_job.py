@@ -7,7 +7,7 @@ from contextlib import closing
 from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import PreparedJob
@@ -26,21 +26,6 @@ from engine.runtime.schedule.executor import BatchExecutor
 _Result = TypeVar("_Result")
 
 
-class JobHost(Protocol):
-    """Where a job's rows are answered."""
-
-    loaded: LoadedModel
-
-    def call(self, work: Callable[[], _Result]) -> _Result:
-        """What `work` returns, on the thread that may use the model."""
-
-    def executor(self, policy: BatchPolicy) -> BatchExecutor | JobRows:
-        """Answers the rows; called on that thread."""
-
-    def seconds(self) -> float:
-        """A clock of the time that jobs have had."""
-
-
 class OwnHost:
     """The calling thread has the model for this job alone."""
 
@@ -48,15 +33,15 @@ class OwnHost:
         self.loaded = loaded
 
     def call(self, work: Callable[[], _Result]) -> _Result:
-        """Does it."""
+        """What `work` returns."""
         return work()
 
     def executor(self, policy: BatchPolicy) -> BatchExecutor:
-        """See `JobHost`."""
+        """Answers a job's rows; called where the model may be used."""
         return BatchExecutor(self.loaded, policy)
 
     def seconds(self) -> float:
-        """See `JobHost`."""
+        """A clock of the time that jobs have had."""
         return monotonic()
 
 
@@ -75,14 +60,14 @@ class SharedHost:
         return self._background.join(policy)
 
     def seconds(self) -> float:
-        """See `JobHost`."""
+        """As of `OwnHost`."""
         return self._background.seconds
 
 
 class HostedModel:
     """A loaded model that answers a job's rows, all of them or some."""
 
-    def __init__(self, host: JobHost) -> None:
+    def __init__(self, host: OwnHost | SharedHost) -> None:
         self._host, self.loaded = host, host.loaded
 
     @cached_property
@@ -99,7 +84,7 @@ class HostedModel:
         return rows, plan.policy.rows
 
 
-def run_whole_job(prepared: PreparedJob, host: JobHost, watcher: JobWatcher) -> JobEnding:
+def run_whole_job(prepared: PreparedJob, host: OwnHost | SharedHost, watcher: JobWatcher) -> JobEnding:
     """Answers the rows of a job and writes its result.
 
     Raises:

@@ -70,11 +70,11 @@ class EncoderDecoderSession:
         self._source = self._mask = self._cache = None
         self._tokens = 0
 
-    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - of the protocol
+    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - as of `KvSession`
         """Nothing is tried ahead."""
         return False
 
-    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:  # noqa: ARG002 - of the protocol
+    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:  # noqa: ARG002 - as of `KvSession`
         """The decoder's start token."""
         return [self._start]
 
@@ -83,9 +83,9 @@ class EncoderDecoderSession:
         prompt: Sequence[int],
         on_progress: ProgressCallback,
         cancelled: CancelCheck,
-        on_reused: ReusedCallback = ignore_reused,  # noqa: ARG002 - of the protocol
+        on_reused: ReusedCallback = ignore_reused,  # noqa: ARG002 - as of `KvSession`
         *,
-        repeats: bool = False,  # noqa: ARG002 - of the protocol
+        repeats: bool = False,  # noqa: ARG002 - as of `KvSession`
     ) -> Reading:
         """Encodes the prompt, in one go; logits [1, V] of the first token, and nothing reused."""
         self.clear()
@@ -110,7 +110,7 @@ class EncoderDecoderSession:
             logits = forced
         return logits, Reused()
 
-    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:  # noqa: ARG002 - of the protocol
+    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:  # noqa: ARG002 - as of `KvSession`
         """Appends one token [1, 1] to the answer; logits [1, V] after it."""
         assert self._mask is not None
         logits = decode_step(self._model, token, self._source, self._mask, self._cache)

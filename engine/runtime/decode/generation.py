@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.common.chat import FinishReason
-from engine.common.errors import CancelCheck, EngineError
+from engine.common.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -87,51 +87,6 @@ class BeamModel(Protocol):
 
     def reorder(self, sources: torch.Tensor) -> None:
         """Sequence i continues what sequence `sources[i]` was; [B] int64."""
-
-
-class Session(Protocol):
-    """A model with its caches, whatever its architecture, that reads a prompt and then takes one token at a time."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens held in the KV cache."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes held by the KV cache."""
-
-    def clear(self) -> None:
-        """Frees the KV cache."""
-
-    def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
-        """Tokens that the answer continues: what a repetition penalty counts before the first token."""
-
-    def read(
-        self,
-        prompt: Sequence[int],
-        on_progress: ProgressCallback,
-        cancelled: CancelCheck,
-        on_reused: ReusedCallback = ignore_reused,
-        *,
-        repeats: bool = False,
-    ) -> Reading:
-        """Reads the prompt, with a pause after each part of it.
-
-        Args:
-            repeats: whether its logits have to be those of another time, bit by bit, whatever was read before.
-
-        Returns:
-            logits [1, V] after it, and how many of its tokens did not have to be read.
-        """
-
-    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
-        """Appends one token [1, 1] int64, whose id is `token_id`; logits [1, V] after it."""
-
-    def foresaw(self, token_id: int) -> bool:
-        """Whether the logits after this token are there already, so that no step is to be computed."""
-
-    def beams(self, width: int) -> BeamModel:
-        """`width` sequences that all hold what this session holds; it takes no further `step` for this prompt."""
 
 
 @dataclass(frozen=True, slots=True)

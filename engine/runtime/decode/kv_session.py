@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from engine.common import clock
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.common.falls import FALLS
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.kernels.native.paged_attention import PAGE_TOKENS
@@ -41,6 +42,7 @@ from engine.runtime.kv.reuse import (
 )
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import Layout
 from engine.telemetry.lanes import PREFILL
 from engine.telemetry.recorder import RECORDER
 
@@ -48,6 +50,8 @@ SNAPSHOT_TOKENS = 16
 """How far before the end of a prompt a snapshot is taken, for caches that cannot be cropped: behind the common
 prefix of a prompt asked again, or followed by another turn, lie but a few tokens that the chat template added."""
 
+_CAPTURED, _DRAFTS = "A captured step", "The layer that drafts"
+"""What gives way where pictures are read."""
 _FEWEST_APART = 8 * BLOCK_TOKENS
 """Between two snapshots in the middle of a prompt."""
 _MOST_SNAPSHOTS = 8
@@ -92,6 +96,9 @@ class KvSession:
         self._pieces = PromptPieces(loaded)
         self._long_rope = long_rope_boundary(loaded.model)
         self._exact = exact_tokens(loaded.model)
+        self._sight = loaded.sight
+        self._layout: Layout | None = None
+        """Where pictures lie in the prompt."""
         self._kept = kept
         self._form = CacheForm.of(new_cache(loaded.model)) if self._kept is not None else None
         self._cache: Cache | None = None
@@ -153,7 +160,7 @@ class KvSession:
 
     def answer_prefix(self, prompt: Sequence[int]) -> list[int]:
         """The answer continues the prompt."""
-        return list(prompt)
+        return self._sight.text(prompt) if self._layout is not None and self._sight is not None else list(prompt)
 
     def read(
         self,
@@ -167,7 +174,8 @@ class KvSession:
         """Makes the cache hold `prompt`, at least its last token freshly computed; pauses after each chunk.
 
         Args:
-            repeats: see `Session.read`; on a card, where experts are computed now here and now there, it cannot be.
+            repeats: whether its logits have to be those of another time, bit by bit, whatever was read before; on a
+                card, where experts are computed now here and now there, they cannot be.
 
         Returns:
             logits [1, V] after the prompt, and how many of its tokens were reused.
@@ -178,6 +186,8 @@ class KvSession:
         self._beam_room.release()
         self._leave_graphs()
         restart_angles(self._model)
+        self._layout = self._sight.layout(prompt) if self._sight is not None else None
+        self._say_falls()
         begun_s = clock.now()
         found = self._reuse(prompt, repeats=repeats and self._devices is None)
         on_reused(found.ram, found.disk, clock.now() - begun_s)
@@ -218,13 +228,32 @@ class KvSession:
             return self._forward(torch.tensor([ids], device=self._device), ids)
         return self._forward(token, (token_id,))
 
-    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - of the protocol
+    def foresaw(self, token_id: int) -> bool:  # noqa: ARG002 - as of `GuessedSteps`
         """Not by itself."""
         return False
 
     def drafters(self) -> list[Drafter]:
         """What guesses its next tokens besides their text."""
-        return [self._drafter] if self._drafter is not None else []
+        return list(self._heads)
+
+    def _say_falls(self) -> None:
+        """What cannot be done behind pictures gives way, and says so."""
+        drafter = self._drafter
+        for what, is_there, instead in (
+            (_CAPTURED, self.graphs is not None and bool(self._shift), "single launches"),
+            (_DRAFTS, drafter is not None and self._layout is not None, "tokens one by one"),
+        ):
+            if is_there:
+                FALLS.say(what, instead, "it knows no positions behind pictures")
+            else:
+                FALLS.is_over(what)
+        if drafter is not None and self._layout is not None:
+            drafter.clear()
+
+    @property
+    def _heads(self) -> list[HeadDrafter]:
+        """A layer that drafts knows no positions of pictures."""
+        return [self._drafter] if self._drafter is not None and self._layout is None else []
 
     def takes(self, tokens: int) -> bool:
         """Whether `several` computes so many tokens now, and `take_back` forgets them exactly.
@@ -252,7 +281,7 @@ class KvSession:
         self._room.make(cache, held + len(ids))
         compute = self._step.several if in_steps else self._step.sweep
         with self._listening():
-            logits = compute(torch.tensor([list(ids)], device=self._device), cache, held)
+            logits = compute(torch.tensor([list(ids)], device=self._device), cache, self._position(held))
         self._room.count(cache)
         self._computed(ids)
         return logits
@@ -265,8 +294,8 @@ class KvSession:
         if before is None:
             self._cache.crop(-tokens)
             del self._ids[-tokens:]
-            if self._drafter is not None:
-                self._drafter.take_back(tokens)
+            for drafter in self._heads:
+                drafter.take_back(tokens)
             return
         # States that have taken the tokens in do not let go of them: those that stay are computed again.
         kept = self._ids[before.length : -tokens]
@@ -276,26 +305,20 @@ class KvSession:
 
     def _sweeps(self, tokens: int) -> bool:
         """Whether the library computes so many tokens at once."""
-        return (
-            self._drafter is not None
-            and 0 < tokens <= MOST_ROWS
-            and type(self._cache) is DynamicCache
-            and bool(self._ids)
-        )
+        return bool(self._heads) and 0 < tokens <= MOST_ROWS and type(self._cache) is DynamicCache and bool(self._ids)
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """During a forward."""
         if RECORDER.on:
             RECORDER.forward()
-        if self._drafter is None:
-            yield
-            return
-        self._drafter.listen()
+        for drafter in self._heads:
+            drafter.listen()
         try:
             yield
         except BaseException:
-            self._drafter.stop_listening()
+            for drafter in self._heads:
+                drafter.stop_listening()
             raise
 
     def _computed(self, ids: Sequence[int]) -> None:
@@ -303,8 +326,8 @@ class KvSession:
         held = len(self._ids)
         self._ids.extend(ids)
         self._whole = True
-        if self._drafter is not None:
-            self._drafter.heard(held, ids)
+        for drafter in self._heads:
+            drafter.heard(held, ids)
         if RECORDER.on:
             RECORDER.head()
 
@@ -313,7 +336,8 @@ class KvSession:
         assert self._cache is not None
         assert self._whole
         self._leave_graphs()
-        return BeamCache(self._step, self._cache, len(self._ids), width, self._device, self._beam_room)
+        room = self._beam_room
+        return BeamCache(self._step, self._cache, len(self._ids), width, self._device, room, self._shift)
 
     def _forward(self, tokens: torch.Tensor, ids: Sequence[int]) -> torch.Tensor:
         self._whole = False
@@ -321,12 +345,14 @@ class KvSession:
         self._room.make(self._cache, held + len(ids))
         try:
             with self._listening():
-                captured = self.graphs if len(ids) == 1 else None
+                captured = self.graphs if len(ids) == 1 and not self._shift else None
                 again = captured.step(tokens, self._cache, held) if captured is not None else None
                 if again is not None:
                     logits = again
                 else:
-                    logits, self._cache = self._step(tokens, self._cache, held)
+                    layout = self._layout
+                    given = layout.given(held, held + len(ids), self._model) if layout is not None else None
+                    logits, self._cache = self._step(tokens, self._cache, self._position(held), given)
         except (EngineError, torch.OutOfMemoryError) as error:
             if isinstance(error, EngineError) and error.code != ErrorCode.NOT_ENOUGH_MEMORY:
                 raise
@@ -338,6 +364,14 @@ class KvSession:
             return logits
         # Not in the handler, which keeps the tensors of the forward alive.
         return self._compute_again([*self._ids, *ids])
+
+    @property
+    def _shift(self) -> int:
+        """Of the answer's positions, behind pictures."""
+        return self._layout.shift if self._layout is not None else 0
+
+    def _position(self, held: int) -> int:
+        return self._layout.position(held) if self._layout is not None else held
 
     def _reads_less(self, tokens: int) -> bool:
         """After a piece of a prompt for which there was no memory: from now on they are shorter, if they can be."""
@@ -375,6 +409,8 @@ class KvSession:
             end = min(begin + min(piece, self._fitting_tokens), total)
             if begin < last < end and self._forgets():
                 end = last
+            if self._layout is not None:
+                end = self._layout.whole(begin, end)
             yield begin, end
             begin = end
 
@@ -522,9 +558,16 @@ class BeamCache:
     """The KV caches of several sequences with one common prompt."""
 
     def __init__(
-        self, step: StepModel, prompt: Cache, length: int, width: int, device: torch.device, room: KvRoom
+        self,
+        step: StepModel,
+        prompt: Cache,
+        length: int,
+        width: int,
+        device: torch.device,
+        room: KvRoom,
+        shift: int = 0,
     ) -> None:
-        self._step = step
+        self._step, self._shift = step, shift
         self._room = room
         room.make(None, length + 1, width)
         self._cache: Cache = copy.deepcopy(prompt)
@@ -536,7 +579,7 @@ class BeamCache:
         self._room.make(self._cache, self._length + 1, tokens.shape[0])
         if RECORDER.on:
             RECORDER.forward()
-        logits, self._cache = self._step(tokens, self._cache, self._length)
+        logits, self._cache = self._step(tokens, self._cache, self._length + self._shift)
         self._room.count(self._cache)
         self._length += 1
         if RECORDER.on:

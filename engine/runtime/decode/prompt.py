@@ -13,11 +13,13 @@ from tokenizers import Tokenizer
 from engine.common.chat import ChatMessage, PromptEnd, Tool
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.common.pictures import pictures_of
 from engine.families.replies.thinking import takes_tools, template_text, thinking_values
 from engine.foreign_text.process import FOREIGN_TEXT, ForeignTextError, Rendered, TooManyTokensError
 from engine.foreign_text.provenance import Spans, is_control, own_bytes
 from engine.foreign_text.templates import TemplateRefusedError
 from engine.runtime.load.tokenizer import knows_chatml
+from engine.runtime.pictures import Sight
 
 _CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
@@ -41,6 +43,7 @@ def chat_prompt(
     thinking: Thinking = "auto",
     end: PromptEnd = "answer",
     most_tokens: int | None = None,
+    sight: Sight | None = None,
 ) -> list[int]:
     """Token ids of the conversation, ready for the assistant's answer unless `end` says otherwise.
 
@@ -49,6 +52,9 @@ def chat_prompt(
     The checkpoint's own template and tokenizer run in a process that can be stopped.  A system message that the
     template refuses or leaves out becomes the beginning of the first user message.  Control tokens are those that the
     template itself wrote; all that others wrote is text, wherever it stands.
+
+    Args:
+        sight: reads the pictures in messages; without it there may be none.
 
     Raises:
         EngineError: `INVALID_REQUEST` if there is no message; `MODEL_UNSUPPORTED` if the template cannot be rendered,
@@ -64,9 +70,12 @@ def chat_prompt(
             "This model's chat template has no place for tools, so that it would never see them: ask without tools, or "
             "use a model that can call them.",
         )
+    pictures = [sight.see(each) for message in messages for each in pictures_of(message)] if sight is not None else []
     messages = [replace(message, content=encodable(message.content)) for message in messages]
     if tokenizer.chat_template is None and not knows_chatml(tokenizer):
         text = _plain(messages, end)
+        if sight is not None and pictures:
+            raise sight.no_place()
         ids = encode(tokenizer, text, special=True, written=(), cancelled=cancelled, most_tokens=most_tokens)
         return _without_final_eos(tokenizer, ids)
 
@@ -91,8 +100,26 @@ def chat_prompt(
             prompt = render(folded)
     except TemplateRefusedError as error:
         raise _template_at_fault(f"cannot write this conversation ({str(error).rstrip('.')})") from error
+    if sight is not None and pictures:
+        prompt = _with_pictures(prompt, sight.mark, list(map(sight.text_of, pictures)))
     text, written = prompt.text, prompt.written
-    return encode(tokenizer, text, special=False, written=written, cancelled=cancelled, most_tokens=most_tokens)
+    ids = encode(tokenizer, text, special=False, written=written, cancelled=cancelled, most_tokens=most_tokens)
+    return sight.with_ids(ids, pictures) if sight is not None and pictures else ids
+
+
+def _with_pictures(prompt: Rendered, mark: str, texts: Sequence[str]) -> Rendered:
+    """With what stands for each picture in place of its mark, where the template itself wrote that."""
+    pieces, written, at, left, grown = list[str](), list[tuple[int, int]](), 0, list(texts), 0
+    for begin, end in prompt.written:
+        since = begin
+        span = begin + grown
+        while left and (found := prompt.text.find(mark, since, end)) >= 0:
+            text = left.pop(0)
+            pieces += [prompt.text[at:found], text]
+            grown += len(text) - len(mark)
+            at = since = found + len(mark)
+        written.append((span, end + grown))
+    return Rendered("".join([*pieces, prompt.text[at:]]), written)
 
 
 def encode(
@@ -152,7 +179,7 @@ def _too_long(tokens: str, context_tokens: int, by: str) -> EngineError:
 
 def _turn(message: ChatMessage) -> dict[str, Any]:
     """A message as templates expect it."""
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    turn: dict[str, Any] = {"role": message.role, "content": _content(message)}
     if message.reasoning:
         turn["reasoning_content"] = message.reasoning
         if not (message.tool_calls and message.content):
@@ -169,6 +196,18 @@ def _turn(message: ChatMessage) -> dict[str, Any]:
     if message.role == "tool":
         turn["tool_call_id"] = message.answers
     return turn
+
+
+def _content(message: ChatMessage) -> str | list[dict[str, str]]:
+    """As templates expect it: text, or parts where there are pictures."""
+    parts = json.loads(message.parts) if message.parts else []
+    if not any(part.get("type") == "image_url" for part in parts):
+        return message.content
+    return [
+        {"type": "image"} if part["type"] == "image_url" else {"type": "text", "text": encodable(str(part["text"]))}
+        for part in parts
+        if part.get("type") in ("image_url", "text")
+    ]
 
 
 def _render(
@@ -277,7 +316,10 @@ def _fold_system(turns: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     first = next((turn for turn in rest if turn["role"] == "user"), None)
     if first is None:
         return [{"role": "user", "content": system}, *rest]
-    first["content"] = f"{system}\n\n{first['content']}"
+    if isinstance(said := first["content"], str):
+        first["content"] = f"{system}\n\n{said}"
+    else:
+        first["content"] = [{"type": "text", "text": f"{system}\n\n"}, *said]
     return rest
 
 

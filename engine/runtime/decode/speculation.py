@@ -14,7 +14,7 @@ as well.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -24,6 +24,9 @@ from engine.runtime.decode.drafter import Drafter, Guess
 from engine.runtime.decode.prompt_lookup import PromptLookup
 from engine.runtime.decode.sequence import of_one
 from engine.runtime.decode.step_model import MOST_ROWS
+
+if TYPE_CHECKING:
+    from engine.runtime.decode.kv_session import KvSession
 
 _PRIOR_PRICE = 0.4
 """What each further token of a step is taken to cost, in single steps, before it was measured: on the high side."""
@@ -39,25 +42,6 @@ _PROBABLE = 0.5
 """A guess that is this likely is tried now and then although it does not seem to pay: prices may have changed."""
 _NEAREST_PROBE, _FARTHEST_PROBE = 16, 1024
 """Tokens from one such try to the next: twice as many after each that lost."""
-
-
-class SeveralSteps(Protocol):
-    """A session whose cache takes several tokens at once, and lets go of them again."""
-
-    def drafters(self) -> Sequence[Drafter]:
-        """What guesses its next tokens besides their text."""
-
-    def step(self, token: torch.Tensor, token_id: int) -> torch.Tensor:
-        """Appends one token [1, 1]; logits [1, V] after it."""
-
-    def takes(self, tokens: int) -> bool:
-        """Whether `several` computes so many tokens now, each as `step` would."""
-
-    def several(self, ids: Sequence[int]) -> torch.Tensor:
-        """Appends tokens; logits [q, V] after each of them."""
-
-    def take_back(self, tokens: int) -> None:
-        """Forgets the last tokens."""
 
 
 class StepPrices:
@@ -212,7 +196,7 @@ class GuessedSteps:
         session: holds what the answer continues: the answer's first logits are there.
     """
 
-    def __init__(self, session: SeveralSteps, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
+    def __init__(self, session: KvSession, prices: StepPrices, prefix: Sequence[int], most_tokens: int) -> None:
         self._session, self._prices = session, prices
         self.speculation = Speculation(prices, prefix, most_tokens, session.drafters())
         self._guess: Guess | None = None

@@ -12,6 +12,7 @@ from engine.runtime.decode.after_thought import AfterThought
 from engine.runtime.decode.generation import TextCallback, TokenConstraint, ignore_text
 from engine.runtime.decode.prompt import encode
 from engine.runtime.load.tokenizer import token_id
+from engine.runtime.pictures import FIRST
 
 _TAIL_TOKENS = 12
 """Enough for every mark with what may follow it in a prompt."""
@@ -36,7 +37,7 @@ class Replies:
 
     def thinks(self, prompt: Sequence[int]) -> bool:
         """Whether a prompt ends by opening the model's reasoning."""
-        tail = str(self._tokenizer.decode(list(prompt[-_TAIL_TOKENS:]))).rstrip()
+        tail = str(self._tokenizer.decode([token for token in prompt[-_TAIL_TOKENS:] if token < FIRST])).rstrip()
         return any(tail.endswith(opens.rstrip()) for opens, _closes in self.form.thoughts)
 
     def shown(self, *, calls: bool) -> tuple[int, ...]:

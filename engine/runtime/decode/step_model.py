@@ -8,7 +8,7 @@ tenth of the layers, so a step of one token through layers that all have a fast 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -147,13 +147,20 @@ class StepModel:
     def _lay_out(self, tokens: int) -> torch.Tensor:
         return torch.arange(tokens, device=self._device).unsqueeze(0)
 
-    def __call__(self, tokens: torch.Tensor, cache: Cache | None, start: int) -> tuple[torch.Tensor, Cache]:
+    def __call__(
+        self, tokens: torch.Tensor, cache: Cache | None, start: int, given: Mapping[str, Any] | None = None
+    ) -> tuple[torch.Tensor, Cache]:
         """Runs `tokens` [B, q] int64 at positions `start`, ..., `start + q - 1` and appends them to the cache.
+
+        Args:
+            given: what the library's model gets in their place, where pictures are among them.
 
         Returns:
             logits [B, V] of the last position in the model's precision, and the cache (the model's own, if `cache` was
             `None`).
         """
+        if given is not None:
+            return self._of_library(given, cache)
         end = start + tokens.shape[1]
         if end > self._positions.shape[1]:
             self._positions = self._lay_out(2 * end)
@@ -173,9 +180,13 @@ class StepModel:
 
     def at(self, positions: torch.Tensor, tokens: torch.Tensor, cache: Cache | None) -> tuple[torch.Tensor, Cache]:
         """The same at positions [B, q] that are in a tensor."""
-        extra = {**self._last_only, "position_ids": positions} if self._wants_positions else self._last_only
+        return self._of_library(
+            {"input_ids": tokens, "position_ids": positions} if self._wants_positions else {"input_ids": tokens}, cache
+        )
+
+    def _of_library(self, given: Mapping[str, Any], cache: Cache | None) -> tuple[torch.Tensor, Cache]:
         with self._last_row_only():
-            output = self._model(input_ids=tokens, cache=cache, use_cache=True, return_dict=True, **extra)
+            output = self._model(**given, **self._last_only, cache=cache, use_cache=True, return_dict=True)
         return output.logits[:, -1], output.cache
 
     @contextmanager

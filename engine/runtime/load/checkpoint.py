@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +13,31 @@ import torch
 from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
+from engine.checkpoint.pictures import is_of_tower, why_blind, why_gguf_is_blind
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts.sites import ExpertsSite, find_sites
+from engine.families.pictures import SIGHTS
 from engine.formats import PRECISIONS, as_stored
 from engine.runtime.adapters import adapter_for
 from engine.runtime.draft_head import add_draft_head, draft_head_of
+from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.library_conversion import LoadingPlan, parameter_dtypes, plan_loading
 from engine.runtime.load.library_models import (
     build_beside,
     build_skeleton,
     count_weights,
     finish_generation_config,
+    leave_out_tower,
     model_class_for,
     quantizer_for,
     read_library_config,
     tied_to,
 )
+from engine.runtime.pictures import Sight, open_tower
 
 _UNKNOWN_CONTEXT = 32_768
 """For models that set themselves no limit (state-space models, say)."""
@@ -45,6 +52,9 @@ class OpenedCheckpoint:
         sites: its experts modules, in the checkpoint's own precision.
         weights: how many the model has.
         unread: other inputs of the model than text, which are not supported, in words; may be empty.
+        sight: makes what sees, of the tokenizer, the place of embeddings and cards; None for one that reads text only.
+        tower_weights: how many weights what sees has.
+        why_blind: why it reads text only, completing a sentence.
         left_out: a sentence about what the checkpoint wants quantised besides weights; may be empty.
         guesses: whether the model has the layer that guesses tokens.
     """
@@ -59,6 +69,9 @@ class OpenedCheckpoint:
     unread: str
     left_out: str
     guesses: bool = False
+    sight: Callable[[Any, torch.device, ModelDevices | None], Sight] | None = None
+    why_blind: str = ""
+    tower_weights: int = 0
 
     @property
     def name(self) -> str:
@@ -116,13 +129,23 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     tensors = read_tensors(directory, guesses=guesses)
     check_filled(tensors.values())
     profile = profile_of(raw, tensors.values())
+    why = why_gguf_is_blind(directory) or why_blind(raw, tensors)
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
+    sight, tower_weights = None, 0
+    is_whole = raw["model_type"] in SIGHTS and leave_out_tower(model)
+    if not why:
+        tower_weights = sum(entry.numel for key, entry in tensors.items() if is_of_tower(key))
+        tower = partial(open_tower, library_config, tensors, dtype, quantizer, adapter)
+        sight = partial(Sight, directory, raw, library_config, tower, is_whole=is_whole)
+        tensors = {key: entry for key, entry in tensors.items() if not is_of_tower(key)}
     if guesses:
         tensors = add_draft_head(model, tensors, lambda make: build_beside(model, dtype, make))
     sites = find_sites(model, parameter_dtypes(model, dtype))
     weights = count_weights(model)
     plan = plan_loading(model, sites, tensors, dtype, quantizer, adapter)
     left_out = left_out_note(directory, raw)
-    unread, has_head = unread_inputs(raw), draft_head_of(model) is not None
-    return OpenedCheckpoint(directory, profile, model, sites, plan, dtype, weights, unread, left_out, has_head)
+    unread, has_head = unread_inputs(raw, sees=not why), draft_head_of(model) is not None
+    return OpenedCheckpoint(
+        directory, profile, model, sites, plan, dtype, weights, unread, left_out, has_head, sight, why, tower_weights
+    )

@@ -80,6 +80,8 @@ def _root(loaded: LoadedModel) -> Key:
         [info.precision, str(loaded.model.dtype), str(loaded.kv_type), info.device, loaded.kernels is not None],
         [transformers.__version__, torch.__version__, _version()],
     ]
+    if loaded.sight is not None:
+        described.append(repr(loaded.sight.sizes))
     return hashlib.blake2b(json.dumps(described).encode(), digest_size=16).digest()
 
 

@@ -193,6 +193,21 @@ def plan_loading(
     return plan
 
 
+def tensors_of(
+    model: Any, tensors: Mapping[str, TensorEntry], quantizer: Any | None, adapter: FamilyAdapter | None
+) -> dict[str, TensorEntry]:
+    """Those of a checkpoint's tensors that a part of its model has a use for."""
+    mapping = _conversions(model, quantizer, adapter)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    state, prefix = model.state_dict(), model.base_model_prefix
+    return {
+        key: entry
+        for key, entry in tensors.items()
+        if rename_source_key(key, renamings, converters, prefix, state)[0] in state or key in state
+    }
+
+
 def _joins_shards(converter: Any) -> bool:
     """Whether it puts the rows of one list of tensors below one another: those of a table too large for one tensor."""
     kinds = [(type(operation), getattr(operation, "dim", None)) for operation in converter.operations]

@@ -342,6 +342,17 @@ def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: F
     return model
 
 
+def leave_out_tower(model: Any) -> bool:
+    """Takes what sees or hears out of a skeleton, which runs text; whether it is the library's whole model."""
+    inner: Any = getattr(model, "model", None)
+    if not hasattr(inner, "get_image_features"):
+        return False
+    for name, module in inner.named_children():
+        if module is not inner.language_model:
+            setattr(inner, name, None)
+    return True
+
+
 def build_beside(model: Any, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
     """A module made as `build_skeleton` makes a model's: on the meta device, in the type it will have."""
     with ContextManagers([*type(model).get_init_context(dtype, False, False, False), _without_first_values()]):

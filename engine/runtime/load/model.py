@@ -56,6 +56,7 @@ from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
 from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
+from engine.runtime.pictures import Blind, Sight
 from engine.runtime.segments import SegmentedCapture
 
 _log = logging.getLogger(__name__)
@@ -280,12 +281,13 @@ def _hand_over(
         tables_note(placement.tables.on_disk) if plan.tables else "",
         layers_note(placement.streamed) if plan.streamed else "",
         file.left_out,
-        f"Switchyard gives this model text only, no {file.unread.replace(' and ', ' or ')}." if file.unread else "",
+        unread_note(file),
         kv_note,
         stored_note(file.plan) if plan.precision == STORED and not plan.forms.in_place else "",
         head_note(model, wanted=plan.config.speculation == "heads", on_card=bool(plan.devices)),
     ]
     held = (parts.bank, parts.disk_backed)
+    seeing = _seeing(file, tokenizer, plan.dense, devices if plan.devices else None)
     info = ModelInfo(
         name=file.name,
         path=str(file.directory),
@@ -304,6 +306,7 @@ def _hand_over(
         kv_bytes_per_token=kv_bytes,
         device_note=_joined(*notes),
         is_hampered=any(faults),
+        sees=isinstance(seeing, Sight),
         template_note=template_note(tokenizer),
         thinking=thinking_choices(template_text(tokenizer)),
         thinks=may_think(template_text(tokenizer), profile.family),
@@ -333,6 +336,8 @@ def _hand_over(
         speculates=plan.config.speculation != "off",
         prepared=prepared,
         kv_type=kv_type,
+        sight=seeing if isinstance(seeing, Sight) else None,
+        blind=seeing if isinstance(seeing, Blind) else None,
     )
 
 
@@ -393,6 +398,24 @@ def head_note(model: Any, *, wanted: bool, on_card: bool) -> str:
         return ""
     why = "the model runs on a card" if on_card else "this checkpoint has none that Switchyard knows"
     return f"No layer for drafting tokens is used: {why}."
+
+
+def _seeing(file: OpenedCheckpoint, tokenizer: Any, place: torch.device, devices: ModelDevices | None) -> Sight | Blind:
+    """What reads pictures, or why nothing does."""
+    if file.sight is None:
+        return Blind(file.name, file.why_blind)
+    try:
+        return file.sight(tokenizer, place, devices)
+    except LookupError as error:
+        return Blind(file.name, str(error.args[0]))
+
+
+def unread_note(file: OpenedCheckpoint) -> str:
+    """Says what else than text the model could take, and is not given."""
+    if not file.unread:
+        return ""
+    taken = "text and images" if file.sight is not None else "text"
+    return f"Switchyard gives this model {taken} only, no {file.unread.replace(' and ', ' or ')}."
 
 
 def threads_note(asked: int | None, used: int) -> str:

@@ -202,6 +202,7 @@ def sizes_of(config: EngineConfig, machine: Machine, file: OpenedCheckpoint, typ
         activations_per_token=activation_token_bytes(file.profile.hidden, file.profile.experts_per_token, width),
         context_tokens=file.context_tokens(config.context_tokens),
         experts_per_token=file.profile.experts_per_token,
+        tower=width * file.tower_weights,
     )
 
 

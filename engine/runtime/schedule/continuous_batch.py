@@ -53,6 +53,11 @@ _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
 
+_PICTURES = (
+    "The row has pictures, and the first rows of its file have none: put rows with pictures into a file of their own."
+)
+
+
 class ContinuousBatch(Lane):
     """Rows in progress in one model; kept while another request has priority.
 
@@ -412,6 +417,9 @@ class ContinuousBatch(Lane):
             return True
         if is_cancelled:
             source.on_row(new.ended())
+            return True
+        if new.layout is not None:
+            source.on_row(new.ended(EngineError(ErrorCode.INVALID_REQUEST, _PICTURES)))
             return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
         if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:

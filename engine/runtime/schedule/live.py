@@ -114,7 +114,9 @@ class LiveRows:
 
     def text_of(self, tokens: list[int]) -> str:
         """What tokens stand for, control tokens included."""
-        return str(self._loaded.tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        sight = self._loaded.sight
+        known = tokens if sight is None else sight.text(tokens)
+        return str(self._loaded.tokenizer.decode(known, clean_up_tokenization_spaces=False))
 
     def thinks(self, prompt: list[int]) -> bool:
         """Whether a prompt ends by opening the model's reasoning."""

@@ -13,6 +13,7 @@ from engine.common import clock
 from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
+from engine.common.pictures import pictures_of
 from engine.runtime.decode.beam_search import Beams, decode_beams
 from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
@@ -33,6 +34,7 @@ from engine.runtime.decode.prompt import chat_prompt, check_length, implied_stop
 from engine.runtime.decode.sequence import AnswerLimits, AnswerSequence, alone_with, end_token_ids, of_one
 from engine.runtime.decode.split_answer import Replies, thinking_for
 from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import Blind, Layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ class PreparedRow:
     Attributes:
         earlier: how many of the prompt's first tokens are of earlier turns; see `AnswerSequence`.
         begun_s: when it was asked, by `perf_counter`.
+        layout: where pictures lie in the prompt, if there are any.
     """
 
     request: BatchRequest
@@ -99,6 +102,7 @@ class PreparedRow:
     tokenizer: Any
     earlier: int = 0
     begun_s: float = 0.0
+    layout: Layout | None = None
 
     def begin(self, prefix: Sequence[int] | None = None, device: torch.device | None = None) -> AnswerSequence:
         """Its answer, still empty.
@@ -139,6 +143,8 @@ class Preparation:
     def __init__(self, loaded: LoadedModel) -> None:
         self._tokenizer, self._context_tokens = loaded.tokenizer, loaded.context_tokens
         self._end_ids = end_token_ids(loaded.model, loaded.tokenizer)
+        self._sight = loaded.sight
+        self._blind = loaded.blind or Blind(loaded.info.name, "it was made for text")
         self._encodes = bool(getattr(loaded.model.config, "is_encoder_decoder", False))
         self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
         """Strings that end every answer to a conversation."""
@@ -161,12 +167,14 @@ class Preparation:
         Raises:
             EngineError, RequestCancelled: as `chat_prompt`.
         """
+        if self._sight is None and any(pictures_of(message) for message in messages):
+            raise self._blind.refuse()
         if self._encodes:
             if end == "continue":
                 words = "This model reads a question apart from its answer, which therefore cannot be begun for it."
                 raise EngineError(ErrorCode.INVALID_REQUEST, words)
             return source_prompt(self._tokenizer, messages, cancelled)
-        return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking, end, most_tokens)
+        return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking, end, most_tokens, self._sight)
 
     def constrained(
         self, constraint: Constraint, prompt: Sequence[int] | None, thinking: Thinking = "auto"
@@ -244,15 +252,17 @@ class Preparation:
             stop = (*sampling.stop, *self.implied_stops)
             if sampling.repetition_penalty != 1:
                 earlier = self._earlier(request, prompt, cancelled)
-            request.on_prepared(not self._encodes and self.replies.thinks(prompt))
+            text = prompt if self._sight is None else self._sight.text(prompt)
+            request.on_prepared(not self._encodes and self.replies.thinks(text))
             if constraint is not None and not self._encodes:
-                constraint = self.replies.free_before(constraint, prompt, thinking)
+                constraint = self.replies.free_before(constraint, text, thinking)
             elif request.tools:
-                constraint, _is_call = self.held_calls(request.tools, ToolChoice(), prompt, thinking)
+                constraint, _is_call = self.held_calls(request.tools, ToolChoice(), text, thinking)
             request = replace(request, shown=self.replies.shown(calls=bool(request.tools)), constraint=constraint)
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
         limits = AnswerLimits.within(self.fitting(prompt), sampling, end_ids, stop)
-        return PreparedRow(request, prompt, limits, self._tokenizer, earlier, begun_s)
+        layout = self._sight.layout(prompt) if self._sight is not None else None
+        return PreparedRow(request, prompt, limits, self._tokenizer, earlier, begun_s, layout)
 
     def rows(
         self, requests: Iterator[BatchRequest], on_row: AnswerCallback, cancelled: CancelCheck = never_cancelled

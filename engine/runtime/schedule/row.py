@@ -89,7 +89,7 @@ class PagedRow:
         """Number of its recorded request, while nobody shares its sweeps."""
         self.following: bytes | None = None
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
-        # Kept pages that take several could be told from others no more.
+        # A page that nobody holds any more is counted as one: those that take more of the budget cannot stay.
         self._shares = pool.shares and kind.weight == 1
         self._look_ahead()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -21,7 +20,6 @@ from engine.runtime.decode.encoder_decoder_session import EncoderDecoderSession
 from engine.runtime.decode.generation import (
     Decoded,
     GenerationResult,
-    Session,
     TextCallback,
     ignore_progress,
 )
@@ -33,6 +31,8 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.request import PreparedRow
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER, seconds_ns
+
+_Session = KvSession | EncoderDecoderSession
 
 NOTHING_CAME = GenerationResult()
 """The outcome of what was cancelled before anything was read."""
@@ -54,7 +54,7 @@ class SingleStream:
         self._loaded = loaded
         self._speculates = loaded.speculates if speculates is None else speculates
         self._prices = StepPrices()
-        self._session: Session
+        self._session: _Session
         if getattr(loaded.model.config, "is_encoder_decoder", False):
             self._session = EncoderDecoderSession(loaded)
         else:
@@ -180,7 +180,7 @@ class SingleStream:
         request, prefix = asked.request, session.answer_prefix(asked.prompt)
         if logits is not None and request.sampling.beams > 1:
             return over(session.beams(request.sampling.beams), asked.search(logits, prefix), logits.device)
-        steps: Any = session
+        steps: _Session | GuessedSteps = session
         with of_one():
             if self._guesses is not None:
                 steps = self._guesses
@@ -192,7 +192,7 @@ class SingleStream:
                 answer = self._answer = asked.begin(prefix, logits.device)
         return decode(logits, steps, answer, request.on_text, request.cancelled)
 
-    def _may_guess(self, session: Session) -> KvSession | None:
+    def _may_guess(self, session: _Session) -> KvSession | None:
         """Where coming tokens are tried, if they may be guessed."""
         if not self._speculates or not isinstance(session, KvSession):
             return None
@@ -234,7 +234,7 @@ class SingleStream:
 
 def decode(
     logits: torch.Tensor | None,
-    session: Session,
+    session: _Session | GuessedSteps,
     answer: AnswerSequence,
     on_text: TextCallback,
     cancelled: CancelCheck,

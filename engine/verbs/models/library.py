@@ -12,6 +12,7 @@ from engine.checkpoint.model_directories import FOLDER, OWN, add_model_folder, d
 from engine.checkpoint.moving import export, move
 from engine.checkpoint.names import STARTER_NAME
 from engine.checkpoint.ownership import named
+from engine.checkpoint.pictures import picture_tokens
 from engine.checkpoint.removing import remove
 from engine.common.paths import models_dir
 from engine.common.sizes import about
@@ -193,6 +194,7 @@ def details(entry: LibraryEntry) -> str:
         ("experts", experts),
         ("stored as", entry.precision_words or "unknown"),
         ("context", f"{entry.context_tokens} tokens" if entry.context_tokens else "unknown"),
+        ("reads", f"text and pictures ({_picture_cost(entry.path)})" if entry.sees else "text"),
         ("on disk", about(entry.bytes_on_disk)),
         ("folder", str(entry.path)),
         ("from", entry.source or (entry.origin if entry.is_in_place else "unknown")),
@@ -211,6 +213,12 @@ def details(entry: LibraryEntry) -> str:
     if card.is_file():
         rows.append(("card", str(card)))
     return "\n".join(f"{label + ':':<12} {value}" for label, value in rows)
+
+
+def _picture_cost(path: Path) -> str:
+    """What pictures of two sizes cost."""
+    small, large = (picture_tokens(path, *size) for size in ((512, 512), (1920, 1080)))
+    return f"512 x 512: {small:,} tokens; 1920 x 1080: {large:,}"
 
 
 def _verdict(found: Verification) -> str:

@@ -30,7 +30,7 @@ from app.views.chat.picture_row import PictureRow
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
 from engine.common.paths import python_module
-from engine.remote.chat_form import MOST_PICTURES
+from engine.common.pictures import MOST_PICTURES
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
 from tests.app.scripted_engine import ScriptedEngine
 

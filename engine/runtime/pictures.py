@@ -1,0 +1,561 @@
+"""Pictures in prompts: their tokens' ids, what the tower makes of them, and where it comes in.
+
+A picture's tokens have ids of their own, made of its file's digest, in place of the one placeholder that the family
+repeats.  So whatever compares prompts (the live cache, kept blocks, keys on disk) tells pictures apart, and finds again
+what was read of one, also after a restart, without knowing that there are pictures.  Where the model computes such
+ids, the placeholder stands for them again, and the tower's rows come beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import inspect
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from engine.checkpoint.headers import TensorEntry
+from engine.checkpoint.pictures import picture_grid, preprocessor_at, sizes_of
+from engine.common import clock
+from engine.common.chat import Picture
+from engine.common.errors import EngineError, ErrorCode, never_cancelled
+from engine.common.falls import FALLS
+from engine.common.pictures import read_picture, size_of
+from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.families.pictures import Grid, Sizes
+from engine.runtime.adapters import FamilyAdapter
+from engine.runtime.load.devices import ModelDevices
+from engine.runtime.load.library_conversion import load_rest, plan_loading, tensors_of
+from engine.runtime.load.library_models import build_skeleton, first_line
+from engine.runtime.load.tensor_reader import TensorReader
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+
+FIRST = 1 << 62
+"""Ids from here on are tokens of pictures."""
+_CHUNK_BITS, _INDEX_BITS = 45, 17
+_CHUNKS = 8
+_ACTIVATIONS = 64
+"""Numbers that a tower computes at once for each of a picture's: widths of its layers' inner parts, and some more."""
+_MOST_KEPT_BYTES = 256 * 2**20
+_MOST_KNOWN = 64
+"""Pictures that prompts may be made of without anybody holding on to them."""
+
+
+class SeenPicture:
+    """A picture in a prompt."""
+
+    def __init__(self, picture: Picture, grid: Grid) -> None:
+        self.picture, self.grid = picture, grid
+        self.digest = hashlib.blake2b(base64.b64decode(picture.data), digest_size=_CHUNKS * 6).digest()
+        self.chunks = [
+            int.from_bytes(self.digest[6 * place : 6 * place + 6], "big") & ((1 << _CHUNK_BITS) - 1)
+            for place in range(_CHUNKS)
+        ]
+
+    def ids(self) -> list[int]:
+        """Of its tokens: the number of each, and a part of the digest."""
+        return [
+            FIRST | index << _CHUNK_BITS | self.chunks[index % _CHUNKS]
+            for index in range(self.grid.rows * self.grid.columns)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """What a tower makes of a picture: rows [N, H] in place of embeddings, and rows that are added after layers."""
+
+    rows: torch.Tensor
+    deep: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Of all of them."""
+        return self.rows.nbytes + sum(each.nbytes for each in self.deep)
+
+
+@dataclass(frozen=True, slots=True)
+class Blind:
+    """In place of `Sight`: why a model reads text only, completing a sentence."""
+
+    name: str
+    why: str
+
+    def refuse(self) -> EngineError:
+        """What a request with pictures gets."""
+        return EngineError(
+            ErrorCode.PICTURES_NOT_READ,
+            f"{self.name} reads text only: {self.why}. Send the text alone, or choose a model that sees.",
+        )
+
+
+class Sight:
+    """What a model that sees has beside its text side.
+
+    Args:
+        open_tower: reads its weights, at the first picture.
+        place: where embeddings are.
+        devices: cards on which the tower may compute.
+
+    Raises:
+        LookupError: it cannot be used, for a reason that completes a sentence.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        raw: Mapping[str, Any],
+        config: Any,
+        open_tower: Callable[[], Any],
+        tokenizer: Any,
+        place: torch.device,
+        devices: ModelDevices | None = None,
+        *,
+        is_whole: bool,
+    ) -> None:
+        self.sizes: Sizes = sizes_of(directory, raw)
+        self._directory, self._place, self._devices = directory, place, devices
+        self._open_tower, self._is_whole = open_tower, is_whole
+        self._tower: Any = None
+        self._processor: Any = None
+        self._lists = True
+        """Whether the library's model takes the rows of each picture by themselves."""
+        self._known = WeakValueDictionary[int, SeenPicture]()
+        self._recent = OrderedDict[bytes, SeenPicture]()
+        self._features = OrderedDict[bytes, Features]()
+        self._turn = threading.Lock()
+        self.placeholder_id = _token_id(config, "image_token_id", "image_token_index")
+        known = self.placeholder_id < len(tokenizer)
+        names = {"image": tokenizer.convert_ids_to_tokens(self.placeholder_id) if known else ""}
+        for short in ("boi", "eoi"):
+            if (found := _token_id(config, f"{short}_token_id", f"{short}_token_index", default=-1)) >= 0:
+                names[short] = tokenizer.convert_ids_to_tokens(found)
+        ends = (_token_id(config, f"image_{end}_token_id", default=-1) for end in ("start", "end"))
+        self._ends = frozenset(ends)
+        """The tokens that begin and end a picture, where those have a part of their own."""
+        self._follows = None if known else _token_id(config, "boi_token_id", "boi_token_index")
+        """The token that pictures' tokens follow, where no text is one: GGUF files of Gemma 3 have no placeholder."""
+        self._names = names
+        self.mark: str = names.get(self.sizes.sight.mark) or ""
+        """What the chat template writes for a picture."""
+        if not (self.mark and all(names.values() if known else (self.mark,))):
+            raise LookupError("its tokenizer has no token for pictures")
+        self.read_pictures = self.read_on_card = 0
+        """How often the tower has computed one, and has done so on a card."""
+
+    # --- prompts ----------------------------------------------------------------------------------------
+
+    def see(self, picture: Picture) -> SeenPicture:
+        """A picture's place in a prompt; its headers are looked at.
+
+        Raises:
+            EngineError: `INVALID_REQUEST`: it is none that the model can read.
+        """
+        seen = SeenPicture(picture, picture_grid(self.sizes, *size_of(picture)))
+        with self._turn:
+            known = self._known.get(seen.chunks[0])
+            if known is not None and known.digest == seen.digest:
+                seen = known
+            for chunk in seen.chunks:
+                self._known[chunk] = seen
+            self._recent[seen.digest] = seen
+            self._recent.move_to_end(seen.digest)
+            while len(self._recent) > _MOST_KNOWN:
+                self._recent.popitem(last=False)
+        return seen
+
+    def text_of(self, seen: SeenPicture) -> str:
+        """What stands for a picture in the text that is made tokens of."""
+        sight, (rows, columns, _) = self.sizes.sight, seen.grid
+        text = sight.row_end.join([self._names["image"] * columns] * rows)
+        return sight.before.format(**self._names) + text + sight.after.format(**self._names)
+
+    def with_ids(self, ids: Sequence[int], pictures: Sequence[SeenPicture]) -> list[int]:
+        """A prompt's tokens with those of pictures in place of placeholders.
+
+        Raises:
+            EngineError: `MODEL_UNSUPPORTED`: the chat template has no place for them.
+        """
+        if self._follows is not None:
+            left = list(pictures)
+            found = [
+                each
+                for token in ids
+                for each in (token, *(left.pop(0).ids() if token == self._follows and left else ()))
+            ]
+            if left:
+                raise self.no_place()
+            return found
+        own = (token for each in pictures for token in each.ids())
+        found = [next(own, -1) if token == self.placeholder_id else token for token in ids]
+        if -1 in found or next(own, -1) != -1:
+            raise self.no_place()
+        return found
+
+    def no_place(self) -> EngineError:
+        """Where a template writes no picture, or more than were sent."""
+        return EngineError(
+            ErrorCode.MODEL_UNSUPPORTED,
+            "The model's chat template has no place for pictures there: send them in a user's message, or get another "
+            "version of the model.",
+        )
+
+    def plain(self, ids: Sequence[int]) -> list[int]:
+        """The same with the placeholder in place of pictures' tokens, as the library has it."""
+        return [self.placeholder_id if token >= FIRST else token for token in ids]
+
+    def text(self, ids: Sequence[int]) -> list[int]:
+        """The same with a token that the tokenizer knows in their place."""
+        stands = self.placeholder_id if self._follows is None else self._follows
+        return [stands if token >= FIRST else token for token in ids]
+
+    def layout(self, ids: Sequence[int]) -> Layout | None:
+        """Where pictures lie in a prompt; `None` without any."""
+        if not ids or max(ids) < FIRST:
+            return None
+        spans, at = list[Span](), 0
+        while at < len(ids):
+            if ids[at] < FIRST:
+                at += 1
+                continue
+            with self._turn:
+                seen = self._known.get(ids[at] & ((1 << _CHUNK_BITS) - 1))
+            if seen is None:
+                raise EngineError(ErrorCode.INTERNAL, "A picture of this conversation is gone: send it again.")
+            begin, index = at, 0
+            tokens = seen.grid.rows * seen.grid.columns
+            while at < len(ids) and index < tokens:  # rows may have ends between them
+                index += ids[at] >= FIRST
+                at += 1
+            spans.append(Span(begin, at, seen))
+        return Layout(self, list(ids), spans)
+
+    # --- what the model is given ----------------------------------------------------------------------------
+
+    def features(self, seen: SeenPicture) -> Features:
+        """What the tower makes of a picture; kept for the next time.
+
+        Raises:
+            EngineError: the picture is damaged, the tower's weights are, or there is no memory.
+        """
+        found = self._features.get(seen.digest)
+        if found is None:
+            found = self._computed(seen)
+            self._features[seen.digest] = found
+            while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > _MOST_KEPT_BYTES:
+                self._features.popitem(last=False)
+        self._features.move_to_end(seen.digest)
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tower, once it is open, and its results take."""
+        held = sum(each.nbytes for each in self._features.values())
+        if self._tower is not None:
+            held += sum(each.nbytes for each in (*self._tower.parameters(), *self._tower.buffers()))
+        return held
+
+    @torch.inference_mode()
+    def _computed(self, seen: SeenPicture) -> Features:
+        begun_ns = clock.now_ns()
+        image = read_picture(seen.picture, "The picture")
+        if self._tower is None:
+            self._tower = self._open_tower()
+            self._processor = processor_of(self._directory, self.sizes)
+        try:
+            given = self._processor(images=[image], return_tensors="pt")
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise _senseless(self._directory, error) from error
+        takes = inspect.signature(self._tower.get_image_features).parameters
+        dtype = next(self._tower.parameters()).dtype
+        inputs = {
+            name: value.to(dtype) if torch.is_tensor(value) and value.is_floating_point() else value
+            for name, value in given.items()
+            if name in takes
+        }
+        numbers = sum(value.numel() for value in inputs.values() if torch.is_tensor(value))
+        with self._on_card(_ACTIVATIONS * numbers * dtype.itemsize) as place:
+            inputs = {name: value.to(place) if torch.is_tensor(value) else value for name, value in inputs.items()}
+            out = self._tower.get_image_features(**inputs, return_dict=True)
+        rows, deep = _joined(out.pooler_output), tuple(map(_joined, getattr(out, "deepstack_features", None) or ()))
+        expected = seen.grid.rows * seen.grid.columns
+        if rows.shape[0] != expected:
+            raise EngineError(
+                ErrorCode.CHECKPOINT_DAMAGED,
+                f"The model makes {rows.shape[0]:,} tokens of a picture, and its files say {expected:,}: get another "
+                "version of the model.",
+            )
+        self.read_pictures += 1
+        self._lists = isinstance(out.pooler_output, list | tuple)
+        if RECORDER.on:
+            RECORDER.span(lanes.PHASE, lanes.PICTURE, begun_ns, clock.now_ns(), layer=-1, count=expected)
+        return Features(rows.to(self._place), tuple(each.to(self._place) for each in deep))
+
+    @contextmanager
+    def _on_card(self, activations: int) -> Iterator[torch.device]:
+        """Where the tower is meanwhile: on the first card, if the experts there can make room for it, or on the CPU.
+
+        Its weights are copied there for a picture and stay in RAM: few are sent, and every token uses experts.
+        """
+        cpu = torch.device("cpu")
+        if self._devices is None:
+            yield cpu
+            return
+        card, experts = self._devices.devices[0], self._devices.experts
+        own = [*self._tower.parameters(), *self._tower.buffers()]
+        reservation = card.memory.reserve(0, MemoryCategory.WEIGHTS)
+        need = sum(each.nbytes for each in own) + activations
+        try:
+            try:
+                reservation.resize(need)
+            except DeviceMemoryError as error:
+                experts.give_back(0, error.asked - error.free + card.memory.excess)
+                reservation.resize(need)
+        except DeviceMemoryError:
+            FALLS.say("The part that sees", "the CPU", f"{card.name} has no room for it beside what it holds")
+            experts.take_back()
+            yield cpu
+            return
+        held = [each.data for each in own]
+        try:
+            for each in own:
+                each.data = each.data.to(card.torch_device)
+            self.read_on_card += 1
+            yield card.torch_device
+        finally:
+            for each, data in zip(own, held, strict=True):
+                each.data = data
+            reservation.release()
+            experts.take_back()
+
+    def given(self, layout: Layout, begin: int, end: int, model: Any) -> dict[str, Any]:
+        """Arguments of the model's forward for these tokens of a prompt, but for its cache."""
+        sight = self.sizes.sight
+        ids = torch.tensor([self.plain(layout.ids[begin:end])], device=self._place)
+        found: dict[str, Any] = {}
+        if layout.positions is not None:
+            found["position_ids"] = layout.positions[:, None, begin:end].to(self._place)
+        else:
+            found["position_ids"] = torch.arange(begin, end, device=self._place)[None]
+        rows, deep = self._rows(layout, begin, end)
+        if sight.experts:
+            own = [int(token >= FIRST or token in self._ends) for token in layout.ids[begin:end]]
+            found[sight.experts] = torch.tensor([own], device=self._place)
+        if sight.both_ways:
+            kinds = torch.tensor([[int(token >= FIRST) for token in layout.ids[:end]]], device=self._place)
+            found[sight.both_ways] = kinds
+        if self._is_whole:
+            found["input_ids"] = ids
+            if rows:
+                listed = tuple(rows) if self._lists else torch.cat(rows)[None]
+                out = BaseModelOutputWithPooling(pooler_output=listed)
+                out.deepstack_features = deep
+                found["mm_encoder_outputs"] = {"image": out}
+            return found
+        embedded = model.get_input_embeddings()(ids)
+        if rows:
+            mask = (ids == self.placeholder_id)[..., None]
+            embedded = embedded.masked_scatter(mask, torch.cat(rows).to(embedded.dtype))
+        return {**found, "inputs_embeds": embedded}
+
+    def _rows(self, layout: Layout, begin: int, end: int) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
+        rows, deep = list[torch.Tensor](), list[list[torch.Tensor]]()
+        for span in layout.spans:
+            if span.end <= begin or span.begin >= end:
+                continue
+            index = [
+                (token >> _CHUNK_BITS) & ((1 << _INDEX_BITS) - 1)
+                for token in layout.ids[max(begin, span.begin) : min(end, span.end)]
+                if token >= FIRST
+            ]
+            if not index:
+                continue
+            features = self.features(span.seen)
+            rows.append(features.rows[index[0] : index[-1] + 1])
+            deep = deep or [[] for _ in features.deep]
+            for place, each in enumerate(features.deep):
+                deep[place].append(each[index[0] : index[-1] + 1])
+        return rows, deep
+
+    def close(self) -> None:
+        """Frees the tower and all that it made."""
+        self._tower = self._processor = None
+        self._features.clear()
+        self._recent.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From where to where a picture's tokens lie in a prompt."""
+
+    begin: int
+    end: int
+    seen: SeenPicture
+
+
+class Layout:
+    """Where pictures lie in a prompt, and the positions of its tokens.
+
+    Attributes:
+        positions: of three axes [3, T], where tokens have such.
+        shift: of the positions of all that comes behind the last picture.
+        end: of the last picture.
+    """
+
+    def __init__(self, sight: Sight, ids: list[int], spans: list[Span]) -> None:
+        self.sight, self.ids, self.spans = sight, ids, spans
+        self.end = spans[-1].end
+        self.positions: torch.Tensor | None = None
+        self.shift = 0
+        if sight.sizes.sight.axes:
+            self.positions, self.shift = self._laid_out()
+
+    def _laid_out(self) -> tuple[torch.Tensor, int]:
+        """As `get_rope_index` of the library: a picture is as long as its longer side."""
+        pieces, at, position = list[torch.Tensor](), 0, 0
+        for span in self.spans:
+            text = torch.arange(position, position + span.begin - at)
+            pieces.append(text.expand(3, -1))
+            position += span.begin - at
+            rows, columns, _ = span.seen.grid
+            row, column = torch.arange(rows), torch.arange(columns)
+            down, across = row[:, None].expand(rows, columns).reshape(-1), column.repeat(rows)
+            pieces.append(position + torch.stack([torch.zeros_like(down), down, across]))
+            position += max(rows, columns)
+            at = span.end
+        pieces.append(torch.arange(position, position + len(self.ids) - at).expand(3, -1))
+        return torch.cat(pieces, dim=1), position - at
+
+    def whole(self, begin: int, end: int) -> int:
+        """Up to where tokens from `begin` on may be computed together, `end` at most: pictures whose tokens attend to
+        each other are not cut."""
+        if not self.sight.sizes.sight.both_ways:
+            return end
+        for span in self.spans:
+            if span.begin < end < span.end:
+                return span.begin if span.begin > begin else span.end
+        return end
+
+    def given(self, begin: int, end: int, model: Any) -> dict[str, Any] | None:
+        """Arguments of the model for these tokens; `None` where they are those of text at shifted positions."""
+        ends = bool(self.sight.sizes.sight.experts)  # which begin and end a picture
+        if begin >= self.end + ends or end <= self.spans[0].begin - ends:
+            return None
+        return self.sight.given(self, begin, end, model)
+
+    def position(self, index: int) -> int:
+        """Where a token lies that is not among pictures, for rotations."""
+        return index + (self.shift if index >= self.end else 0)
+
+
+def _joined(rows: Any) -> torch.Tensor:
+    """[N, H] of a tower's output, however the family returns it."""
+    joined = torch.cat(tuple(rows)) if isinstance(rows, list | tuple) else rows
+    return joined.reshape(-1, joined.shape[-1])
+
+
+def _token_id(config: Any, *names: str, default: int | None = None) -> int:
+    for name in names:
+        if isinstance(found := getattr(config, name, None), int):
+            return found
+    if default is None:
+        raise LookupError("its tokenizer has no token for pictures")
+    return default
+
+
+def processor_of(directory: Path, sizes: Sizes) -> Any:
+    """The library's image processor of a model, without torchvision.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED`: the file with its settings makes no sense to the library.
+    """
+    if sizes.sight.rule == "fit":
+        return _Fitting(sizes, preprocessor_at(directory))
+    package, _, name = sizes.sight.processor.partition(":")
+    module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
+    kind = getattr(module, name)
+    said = {key: value for key, value in preprocessor_at(directory).items() if key in _SETTINGS}
+    try:
+        return kind(**sizes.settings(), **said)
+    except Exception as error:  # whatever the library stumbles over
+        raise _senseless(directory, error) from error
+
+
+def _senseless(directory: Path, error: Exception) -> EngineError:
+    return EngineError(
+        ErrorCode.CHECKPOINT_DAMAGED,
+        f"What {directory.name} says about preparing pictures makes no sense ({first_line(error)}): get its "
+        "preprocessor_config.json again.",
+    )
+
+
+class _Fitting:
+    """Kimi K2.5's, which the library has for torchvision alone."""
+
+    def __init__(self, sizes: Sizes, said: Mapping[str, Any]) -> None:
+        self._sizes = sizes
+        colours = (said.get("image_mean", [0.5] * 3), said.get("image_std", [0.5] * 3))
+        self._mean, self._std = (np.array(each, np.float32).reshape(3, 1, 1) for each in colours)
+
+    def __call__(self, images: Sequence[Any], return_tensors: str = "pt") -> dict[str, torch.Tensor]:  # noqa: ARG002
+        """Patches [N, 3, P, P] of pictures in RGB, and the grid of each."""
+        from PIL.Image import Resampling
+
+        sizes, patches, grids = self._sizes, list[torch.Tensor](), list[list[int]]()
+        for image in images:
+            rows, columns, _ = sizes.grid(*image.size)
+            fitted = image.resize(sizes.fitted(*image.size), Resampling.BICUBIC)
+            side, patch = sizes.patch * sizes.merge, sizes.patch
+            whole = np.zeros((rows * side, columns * side, 3), np.uint8)
+            whole[: fitted.height, : fitted.width] = np.asarray(fitted)
+            numbers = (whole.transpose(2, 0, 1).astype(np.float32) / 255 - self._mean) / self._std
+            high, wide = rows * sizes.merge, columns * sizes.merge
+            cut = torch.from_numpy(numbers).reshape(3, high, patch, wide, patch).permute(1, 3, 0, 2, 4)
+            patches.append(cut.reshape(high * wide, 3, patch, patch))
+            grids.append([1, high, wide])
+        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
+
+
+_SETTINGS = frozenset(
+    (
+        *("image_mean", "image_std", "rescale_factor", "resample"),
+        *("do_resize", "do_rescale", "do_normalize"),
+    )
+)
+"""Of a preprocessor's file, beside sizes; all else is the library's own business."""
+
+
+def open_tower(
+    config: Any,
+    tensors: Mapping[str, TensorEntry],
+    dtype: torch.dtype,
+    quantizer: Any | None,
+    adapter: FamilyAdapter | None,
+) -> Any:
+    """The tower and what joins it to the text side, with weights, on the CPU: a model with `get_image_features`.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if weights are missing or do not fit.
+    """
+    whole = build_skeleton(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)], config, dtype, None)
+    inner = whole.model
+    inner.language_model = None
+    whole.lm_head = None
+    whole.all_tied_weights_keys = {}
+    own = tensors_of(whole, tensors, quantizer, adapter)
+    plan = plan_loading(whole, [], own, dtype, quantizer, adapter)
+    with TensorReader(lambda _done, _all: None, never_cancelled, plan.nbytes, dtype=dtype) as reader:
+        load_rest(whole, plan, reader, {"": torch.device("cpu")})
+    return inner.eval().requires_grad_(False)

@@ -1,0 +1,406 @@
+"""Models that see: logits and tokens are the library's, and what was read of a picture is never taken for another."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import importlib
+import json
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from engine import cli
+from engine.batch_files.rows import RowRequest
+from engine.checkpoint.config_file import read_config
+from engine.checkpoint.library import show
+from engine.checkpoint.pictures import picture_tokens
+from engine.common.chat import ChatMessage, Picture
+from engine.common.config import BatchJob, EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.common.kept_context import keep_chat
+from engine.common.pictures import read_picture
+from engine.families.pictures import SIGHTS
+from engine.jobs.rows import never
+from engine.runtime.batch.job_plan import plan_asked
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode.generation import GenerationResult
+from engine.runtime.decode.kv_session import KvSession
+from engine.runtime.load.kept_context import open_kept
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.pictures import processor_of
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
+from engine.runtime.schedule.scheduler import Scheduler
+from engine.telemetry import lanes
+from engine.telemetry.recorder import RECORDER
+from tests.engine.loaded_tiny import NO_END
+from tests.engine.on_devices import MIB, opened
+from tests.engine.seeing_models import (
+    SEEING,
+    drawn,
+    drawn_tower,
+    reference,
+    seeing_checkpoint,
+    turn,
+    with_picture_tokens,
+    write_mmproj,
+)
+from tests.engine.test_disk_backed import on_disk
+from tests.engine.test_gguf_architectures import unpacked
+from tests.engine.tiny_families import tiny_checkpoint
+
+A, B = drawn(30, 22, 1), drawn(17, 40, 2)
+MESSAGES = (turn("Look ", A, " and at ", B, " what is it?"),)
+TOKENS = 8
+
+
+@cache
+def checkpoint(family: str, parent: Path) -> Path:
+    return seeing_checkpoint(family, parent / family)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("seeing")
+
+
+def library_answer(
+    model: LoadedModel, folder: Path, ids: Sequence[int], pictures: Sequence[Picture], tokens: int = TOKENS
+) -> tuple[list[int], list[torch.Tensor]]:
+    """What the library's whole model says to the same tokens and pictures: its tokens, and the logits before each."""
+    assert model.sight is not None
+    given = dict(
+        processor_of(folder, model.sight.sizes)(
+            images=[read_picture(each, "") for each in pictures], return_tensors="pt"
+        )
+    )
+    prompt = torch.tensor([model.sight.plain(ids)])
+    kinds = (prompt == model.sight.placeholder_id).int()
+    family = model.info.family
+    if family not in ("kimi_k25", "mistral3"):
+        given["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = kinds
+    if family == "ernie4_5_vl_moe":
+        marks = torch.tensor([model.sight.placeholder_id + at for at in (-1, 0, 1)])
+        given["moe_mm_token_type_ids"] = torch.isin(prompt, marks).int()
+    for unread in ("num_crops", "num_soft_tokens_per_image"):
+        given.pop(unread, None)
+    out = reference(folder).generate(
+        input_ids=prompt,
+        attention_mask=torch.ones_like(prompt),
+        **given,
+        do_sample=False,
+        max_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[0, len(ids) :].tolist(), list(out.logits)
+
+
+def ask(
+    scheduler: Scheduler, *conversations: Sequence[ChatMessage], chat: str = "", **sampling: Any
+) -> list[GenerationResult]:
+    """All at once."""
+    ends: dict[int, Outcome] = {}
+    for number, messages in enumerate(conversations):
+        params = SamplingParams(**{"temperature": 0, "max_tokens": TOKENS, **sampling})
+        request = BatchRequest(0, tuple(messages), sampling=params, end_ids=NO_END, chat=chat)
+        scheduler.submit(request, lambda outcome, number=number: ends.update({number: outcome}))  # type: ignore[misc]
+    scheduler.serve()
+    results = [ends[number] for number in range(len(conversations))]
+    assert all(isinstance(result, GenerationResult) for result in results), results
+    return results  # type: ignore[return-value]
+
+
+@contextmanager
+def loaded(folder: Path, precision: Any = "fp32", **options: Any) -> Iterator[LoadedModel]:
+    config = EngineConfig(str(folder), device="cpu", precision=precision, threads=1, **options)
+    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=never)
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
+    """Two pictures of odd sizes between text, in one piece and in many, then token by token."""
+    with loaded(checkpoint(family, folder)) as model:
+        assert model.info.sees
+        assert "images" not in model.info.device_note
+        ids = Preparation(model).prompt(MESSAGES, never)
+        tokens, expected = library_answer(model, checkpoint(family, folder), ids, (A, B))
+        for chunk in (4096, 7):
+            model.chunk_tokens = chunk
+            session = KvSession(model)
+            with torch.inference_mode():
+                reading = session.read(ids, lambda _done, _all: None, never)
+                try:
+                    while True:
+                        next(reading)
+                except StopIteration as end:
+                    found = [end.value[0]]
+                found += [session.step(torch.tensor([[token]]), token) for token in tokens[:-1]]
+            for ours, theirs in zip(found, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        assert model.sight is not None
+        assert model.sight.read_pictures == 2
+        for again in range(2):  # what came before is gone on with
+            (answer,) = ask(Scheduler(model), MESSAGES)
+            assert list(answer.token_ids) == tokens, again
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_vl", "qwen3_5_moe", "gemma3"])
+def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
+    place = checkpoint(family, folder)
+    with loaded(place, "bf16") as model:
+        ids = Preparation(model).prompt(MESSAGES, never)
+        _tokens, expected = library_answer(model, place, ids, (A, B))
+        session = KvSession(model)
+        with torch.inference_mode():
+            *_, logits = [*_logits_after(session, ids)]
+        assert (logits.float() - expected[0]).abs().mean() < 0.2 * expected[0].std()  # one expert may be another
+        (answer,) = ask(Scheduler(model), MESSAGES)
+        (again,) = ask(Scheduler(model), MESSAGES)
+        assert answer.token_ids == again.token_ids
+
+
+def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tensor]:
+    reading = session.read(ids, lambda _done, _all: None, never)
+    while True:
+        try:
+            next(reading)
+        except StopIteration as end:
+            yield end.value[0]
+            return
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
+    with loaded(place) as model:
+        alone = [ask(Scheduler(model), messages)[0].token_ids for messages in (MESSAGES, text)]
+        ids = Preparation(model).prompt(MESSAGES, never)
+        assert list(alone[0]) == library_answer(model, place, ids, (A, B))[0]
+        together = ask(Scheduler(model), MESSAGES, text, (turn("And ", B),))
+        assert [each.token_ids for each in together[:2]] == alone
+        (beams,) = ask(Scheduler(model), MESSAGES, beams=2)
+        assert len(beams.token_ids) == TOKENS
+    with on_disk(monkeypatch, place, "fp32") as model:
+        assert "read from disk" in model.info.device_note
+        assert ask(Scheduler(model), MESSAGES)[0].token_ids == alone[0]
+    with opened(place, vram_bytes=8 * MIB) as model:
+        scheduler = Scheduler(model)
+        assert ask(scheduler, MESSAGES)[0].token_ids == alone[0]
+        assert model.sight is not None
+        assert model.sight.read_on_card == 2
+        scheduler.close()
+
+
+def test_a_picture_is_read_once_and_never_taken_for_another(folder: Path) -> None:
+    same_size = drawn(17, 40, 3)
+    with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
+        scheduler, sight = Scheduler(model), model.sight
+        assert sight is not None
+        (first,) = ask(scheduler, (turn("Look ", B, " what?"),))
+        (again,) = ask(scheduler, (turn("Look ", B, " who?"),))
+        (other,) = ask(scheduler, (turn("Look ", same_size, " what?"),))
+        assert sight.read_pictures == 2
+        begin = Preparation(model).prompt((turn("Look ", B, " what?"),), never)
+        assert again.reused_tokens > begin.index(max(begin))  # more than up to the picture's last token
+        assert other.prompt_tokens == first.prompt_tokens
+        assert other.reused_tokens == next(place for place, token in enumerate(begin) if token >= 2**62)
+        fresh = ask(Scheduler(model), (turn("Look ", same_size, " what?"),))[0]
+        assert other.token_ids == fresh.token_ids
+
+
+def test_rows_of_files_and_the_time_that_a_picture_takes(folder: Path) -> None:
+    """Rows with pictures are answered one by one; in sweeps of text one says that it cannot be."""
+    with loaded(checkpoint("qwen3_vl_moe", folder)) as model:
+        expected = ask(Scheduler(model), MESSAGES)[0].token_ids
+        asked = [(1.0, RowRequest(0, MESSAGES, SamplingParams(max_tokens=TOKENS)))]
+        plan = plan_asked(BatchJob("rows.csv", "answers.csv"), asked, model)
+        assert plan.policy.reads_pictures
+        assert not plan_asked(BatchJob("rows.csv", "answers.csv"), [], model).policy.reads_pictures
+        row = BatchRequest(0, MESSAGES, sampling=SamplingParams(temperature=0, max_tokens=TOKENS), end_ids=NO_END)
+        for policy in (plan.policy, BatchPolicy(rows=2)):
+            answers = list[GenerationResult]()
+            executor = BatchExecutor(model, policy)
+            RECORDER.start()
+            try:
+                assert model.sight is not None
+                model.sight.close()
+                executor.run(iter([row]), answers.append)
+                names = set(RECORDER.take_spans()["name"].tolist())
+            finally:
+                RECORDER.stop()
+                executor.close()
+            (answer,) = answers
+            if policy.reads_pictures:
+                assert "they have pictures" in executor.note
+                assert answer.token_ids == expected
+                assert lanes.PICTURE in names
+            else:
+                assert answer.error is not None
+                assert "put rows with pictures into a file of their own" in answer.error.message
+
+
+def test_what_was_read_of_pictures_survives_a_restart(folder: Path) -> None:
+    place, chat = checkpoint("qwen3_vl_moe", folder), "a chat with pictures"
+    messages = [turn(drawn(60, 60, 5), drawn(50, 62, 6), " what are they?")]
+    keep_chat(chat)
+    answers = []
+    for restart in range(2):
+        with loaded(place) as model:
+            model.kept = open_kept(model)
+            assert model.kept is not None
+            assert model.sight is not None
+            scheduler = Scheduler(model)
+            (answer,) = ask(scheduler, messages, chat=chat)
+            answers.append(answer.token_ids)
+            assert answer.from_disk == (64 if restart else 0)
+            assert model.sight.read_pictures == 2 - restart  # the second begins behind the first 64 tokens
+            assert model.kept.settle(30)
+            scheduler.close()
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("family", [family for family in SIGHTS if family not in ("glm4v",)])
+def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
+    vision = {"patch_size": 16} if family.startswith("qwen3") else {}
+    sizes = SIGHTS[family].reading(vision, {}, {"spatial_merge_size": 2})
+    if family == "kimi_k25":  # whose processor needs torchvision, but not its rule
+        place = Path(transformers.__file__).with_name("models") / "kimi_k25/image_processing_kimi_k25.py"
+        rule = next(node for node in ast.parse(place.read_text()).body if getattr(node, "name", "") == "navit_resize")
+        named: dict[str, Any] = {"math": math}
+        exec(compile(ast.Module([rule], []), str(place), "exec"), named)
+        for width, height in ((1, 1), (300, 20), (9000, 5000), (7, 8000), (1024, 768)):
+            _, (high, wide) = named["navit_resize"](height, width, 14, 2, 16384, 512)
+            assert sizes.grid(width, height)[:2] == (high // 28, wide // 28)
+        return
+    processor, drawing = processor_of(Path("a-model"), sizes), np.random.default_rng(0)
+    for _ in range(25):
+        width, height = (int(side) for side in drawing.integers(1, 900, 2))
+        try:
+            grid = sizes.grid(width, height)
+        except ValueError:
+            with pytest.raises(ValueError, match="aspect"):
+                processor(images=[np.zeros((height, width, 3), np.uint8)], input_data_format="channels_last")
+            continue
+        made = processor(images=[np.zeros((height, width, 3), np.uint8)], input_data_format="channels_last")
+        if "image_grid_thw" in made:
+            _, rows, columns = np.asarray(made["image_grid_thw"])[0] // (1, sizes.merge, sizes.merge)
+            assert (rows, columns) == grid[:2], (width, height)
+        elif "num_soft_tokens_per_image" in made:
+            assert made["num_soft_tokens_per_image"][0] == grid.rows * grid.columns
+        elif "image_sizes" in made:
+            side = sizes.patch * sizes.merge
+            assert [edge // side for edge in made["image_sizes"][0]] == [grid.rows, grid.columns], (width, height)
+        else:
+            assert grid.rows * grid.columns == 256
+
+
+def test_a_command_reads_a_picture_and_a_listing_says_its_price(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = checkpoint("qwen3_vl_moe", folder)
+    file = tmp_path / "a.png"
+    file.write_bytes(base64.b64decode(A.data))
+    options = ["--device", "cpu", "--precision", "fp32", "--threads", "1", "--max-tokens", "3", "--json"]
+    ask_about = ["chat", "--model", str(place), *options, "--prompt", "What?", "--image", str(file)]
+    assert cli.main([*ask_about, "--image", str(file)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    cost = picture_tokens(place, 30, 22)
+    assert cost == 14
+    assert document["prompt_tokens"] > 2 * cost
+    assert cli.main(["models", "show", str(place)]) == 0
+    assert "text and pictures (512 x 512: " in capsys.readouterr().out
+    assert show(str(place)).sees
+    blind = tiny_checkpoint("mixtral", tmp_path / "mixtral")
+    assert cli.main([*ask_about[:2], str(blind), *ask_about[3:]]) == 2
+    said = capsys.readouterr()
+    assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "whole"),
+    [
+        ("gemma3", "gemma3"),
+        ("qwen2vl", "qwen2_5_vl"),
+        ("qwen35", "qwen3_5"),
+        ("qwen35moe", "qwen3_5_moe"),
+        ("qwen3vl", "qwen3_vl"),
+    ],
+)
+def test_a_gguf_file_sees_with_its_mmproj(name: str, whole: str, tmp_path: Path) -> None:
+    """Written as llama.cpp's converter writes the library's tower; text sides are compared elsewhere."""
+    file = with_picture_tokens(unpacked(name, tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
+    with loaded(file, "fp32") as blind:
+        assert not blind.info.sees
+        with pytest.raises(EngineError, match="there is no mmproj file"):
+            Preparation(blind).prompt(MESSAGES, never)
+        text = (ChatMessage("user", "Which one?"),)
+        alone = ask(Scheduler(blind), text)[0].token_ids
+        width = blind.model.config.hidden_size
+    theirs = drawn_tower(whole, width)
+    written = write_mmproj(tmp_path / "mmproj-a-model-f32.gguf", whole, theirs, width)
+    with loaded(file, "fp32") as ours:
+        assert ours.info.sees
+        assert ask(Scheduler(ours), text)[0].token_ids == alone
+        (answer,) = ask(Scheduler(ours), MESSAGES, repetition_penalty=1.1)
+        assert len(answer.token_ids) == TOKENS
+        assert ours.sight is not None
+        ids = Preparation(ours).prompt(MESSAGES, never)
+        layout = ours.sight.layout(ids)
+        assert layout is not None
+        given = processor_of(file, ours.sight.sizes)(images=[read_picture(A, "")], return_tensors="pt")
+        given.pop("num_crops", None)
+        with torch.no_grad():
+            made = theirs.get_image_features(**given, return_dict=True)
+        expected, features = made.pooler_output[0], ours.sight.features(layout.spans[0].seen)
+        torch.testing.assert_close(features.rows, expected, rtol=0, atol=1e-5)
+        for deep, wanted in zip(features.deep, getattr(made, "deepstack_features", None) or (), strict=True):
+            torch.testing.assert_close(deep, wanted[0], rtol=0, atol=1e-5)
+        assert picture_tokens(file, 30, 22) == len(expected) + 2
+    write_mmproj(written, whole, drawn_tower(whole, 2 * width), 2 * width)
+    with loaded(file, "fp32") as ours:
+        assert ask(Scheduler(ours), text)[0].token_ids == alone
+        with pytest.raises(EngineError, match=r"mmproj-a-model-f32\.gguf beside it is the part of another model"):
+            Preparation(ours).prompt(MESSAGES, never)
+    written.write_bytes(written.read_bytes()[:3000])
+    with loaded(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
+        Preparation(ours).prompt(MESSAGES, never)
+
+
+def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path) -> None:
+    place = seeing_checkpoint("qwen3_vl_moe", tmp_path / "cut")
+    weights = place / "model.safetensors"
+    save_file(
+        {key: value for key, value in load_file(weights).items() if ".visual." not in key}, weights, {"format": "pt"}
+    )
+    assert picture_tokens(place, 30, 22) == 14
+    for model, why in ((place, "lacks the weights that see"), (None, "llama4 models see is not known")):
+        where = model or tiny_checkpoint("llama4", tmp_path / "llama4")
+        with loaded(where) as blind:
+            assert not blind.info.sees
+            with pytest.raises(EngineError, match=why) as refusal:
+                Preparation(blind).prompt(MESSAGES, never)
+            assert refusal.value.code is ErrorCode.PICTURES_NOT_READ
+    damaged = seeing_checkpoint("qwen3_vl_moe", tmp_path / "damaged")
+    (damaged / "preprocessor_config.json").write_text('{"image_mean": "much"}')
+    with loaded(damaged) as model, pytest.raises(EngineError, match=r"preprocessor_config\.json again"):
+        Scheduler(model).answer(BatchRequest(0, MESSAGES))
+    assert read_config(damaged)["model_type"] == "qwen3_vl_moe"
+    assert importlib.util.find_spec("torchvision") is None  # nothing here may need it
