@@ -367,8 +367,10 @@ def steps_from_list(raw: object) -> tuple[Step, ...]:
         if isinstance(entry, dict) and isinstance(entry.get("calls"), list):
             calls = (_record(ToolUse, call) for call in entry["calls"])
             uses = tuple(call for call in calls if isinstance(call, ToolUse) and call.state in get_args(CallState))
-            said = (entry.get(name) for name in ("text", "reasoning"))
-            found.append(Step(*(clean_text(each) if isinstance(each, str) else "" for each in said), uses))
+            text, thought = (
+                clean_text(said) if isinstance(said := entry.get(name), str) else "" for name in ("text", "reasoning")
+            )
+            found.append(Step(text, thought, uses))
     return tuple(found)
 
 
