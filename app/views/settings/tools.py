@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 
-from PySide6.QtCore import Qt
+from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
     QCheckBox,
     QDialog,
@@ -30,6 +30,8 @@ from app.widgets.flow_layout import Flow
 from app.widgets.text_box import TextBox
 from app.widgets.wrapped_label import WrappedLabel
 
+translate = QCoreApplication.translate
+
 WIDTH_PX = 560
 _MOST_NAMES = 12
 
@@ -38,9 +40,8 @@ class ToolsCard(SettingsCard):
     """The built-in tools, each with a switch, and a row for each server."""
 
     def __init__(self, tools: Tools, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
+        super().__init__(translate("ToolsCard", "Tools"), parent)
         self._tools = tools
-        self.set_heading(self.tr("Tools"))
         words = {
             "calculator": (self.tr("Calculator"), self.tr("Computes what models get wrong. Runs without asking.")),
             "clock": (self.tr("Clock"), self.tr("Tells the date and the time. Runs without asking.")),
