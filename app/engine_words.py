@@ -50,6 +50,23 @@ _NOTED = (
     QT_TRANSLATE_NOOP("Engine", "Before: {0} tokens/s, so {1} times."),
     QT_TRANSLATE_NOOP("Engine", "Before, it could not run."),
     QT_TRANSLATE_NOOP("Engine", "The settings stay the same: {0} tokens/s, and nothing else is better."),
+    # Tools and their servers.
+    QT_TRANSLATE_NOOP("Engine", "{0} did not answer within {1} seconds."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "{0} did not speak MCP within {1} seconds of its start: check its command or address."
+    ),
+    QT_TRANSLATE_NOOP("Engine", "{0} ended in the middle of it."),
+    QT_TRANSLATE_NOOP("Engine", "{0} sent more than {1} MB at once, and was stopped."),
+    QT_TRANSLATE_NOOP("Engine", "{0} could not be started ({1}): check its command."),
+    QT_TRANSLATE_NOOP("Engine", "{0} ended, or does not speak MCP."),
+    QT_TRANSLATE_NOOP("Engine", "{0} ended, or does not speak MCP. It wrote: {1}"),
+    QT_TRANSLATE_NOOP("Engine", "Give the server a name."),
+    QT_TRANSLATE_NOOP("Engine", "{0} needs either a command or an address: enter one of them."),
+    QT_TRANSLATE_NOOP("Engine", "This is not JSON ({0}): paste the whole block."),
+    QT_TRANSLATE_NOOP("Engine", "The user did not allow this call."),
+    QT_TRANSLATE_NOOP("Engine", "There is no tool of this name."),
+    QT_TRANSLATE_NOOP("Engine", "The expression divides by zero."),
+    QT_TRANSLATE_NOOP("Engine", "No folder is attached to this chat: attach one first."),
     # Models and files.
     QT_TRANSLATE_NOOP("Engine", "The starter model is not on this machine yet."),
     QT_TRANSLATE_NOOP("Engine", "There is no file {0}: check the path."),

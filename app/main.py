@@ -284,6 +284,7 @@ def _chat(services: Services) -> Page:
         the.documents,
         the.prompts,
         the.presets,
+        lambda: the.tools,
     )
     page.add_strip(_strip_for(page, services))
     page.restart_wanted.connect(services.model_start.restart)
@@ -358,7 +359,8 @@ def _settings(services: Services) -> Page:
     from app.widgets.asking import before_loading
 
     updates = services.updates if can_update() else None
-    page = SettingsPage(services.settings, services.theme, services.api_server, services.endpoints, updates)
+    the = services
+    page = SettingsPage(the.settings, the.theme, the.api_server, the.endpoints, the.tools, updates)
     page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.engine("").device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))

@@ -26,6 +26,7 @@ from engine.batch_files.messages import (
 from engine.common.chat import ChatMessage as ChatMessage
 from engine.common.chat import FinishReason as FinishReason
 from engine.common.chat import Role as Role
+from engine.common.chat import Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.json_fields import MessageLines
@@ -44,7 +45,7 @@ from engine.telemetry.messages import (
 )
 from engine.tuning.messages import StartTuning, TuningFinished, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 WAITS = "--waits"
 """The engine process's option to import the engine, which takes memory, with the first request that needs one."""
 HEARTBEAT_S = 1.0
@@ -83,6 +84,7 @@ class Generate:
     Attributes:
         chat: of which it is a turn.  What is computed of it may be kept on disk, if `keep_chat` was told so and until
             `forget_chat`; of no chat nothing is.
+        tools: what the answer may call. It ends behind its calls, which come in a `Called`, for the window to run.
     """
 
     request_id: str
@@ -90,6 +92,7 @@ class Generate:
     sampling: SamplingParams
     remote: RemoteModel | None = None
     chat: str = ""
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,14 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Called:
+    """An answer calls these tools; its terminal event follows."""
+
+    request_id: str
+    calls: tuple[ToolCall, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelLoaded:
     """Terminal event of `LoadModel`."""
 
@@ -244,6 +255,7 @@ Event = (
     | Heartbeat
     | Progress
     | Token
+    | Called
     | ModelLoaded
     | ModelMoved
     | ModelUnloaded

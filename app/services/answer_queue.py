@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TYPE_CHECKING, Any, Protocol
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
 
-from app.services.chat_store import AnswerStats, ChatStore, Fold, Message, MessageState
+from app.services.chat_store import AnswerStats, Attachment, ChatStore, Fold, Message, MessageState, Step, ToolUse
+from app.services.chat_store.records import CallState, clean_text
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
 from app.services.sampling_presets import THINKING_TOKENS, own_sampling
-from engine.common.chat import Picture, Role, parts_with
+from engine.common.chat import Picture, Role, Tool, ToolCall, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
-from engine.protocol import ChatMessage, Failed, Finished, Progress, Token
+from engine.protocol import Called, ChatMessage, Failed, Finished, Progress, Token
 from engine.remote.endpoint import RemoteModel
+
+if TYPE_CHECKING:
+    from app.services.tools.service import OfferedTool, Outcome
+
+translate = QCoreApplication.translate
 
 SHOW_MS = 40
 """Interval of text updates to the window: faster than people read, and far fewer events than tokens."""
@@ -33,6 +40,9 @@ class Stage(Enum):
     """What an answer is waiting for or doing."""
 
     LOOKING_UP = "looking into documents"
+    STARTING_TOOLS = "starting tools"
+    ALLOWING = "waiting to be allowed to call a tool"
+    CALLING = "waiting for a tool"
     NO_ENGINE = "no engine"
     NO_MODEL = "no model"
     LOADING = "loading"
@@ -52,13 +62,55 @@ class Phase:
     tokens_per_s: float = 0.0
 
 
+class ToolRunner(Protocol):
+    """What may be called, and how; see `app.services.tools`."""
+
+    def may_run(self, offered: OfferedTool, in_chat: Sequence[str]) -> bool: ...
+
+    def run(
+        self,
+        offered: OfferedTool,
+        arguments: str,
+        attachments: Sequence[Attachment],
+        done: Callable[[Outcome], object],
+    ) -> Callable[[], None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOffer:
+    """The tools of a chat.
+
+    Attributes:
+        in_chat: keys of those that may run unasked in it.
+        attachments: the chat's documents, for tools that read them.
+    """
+
+    runner: ToolRunner
+    offered: tuple[OfferedTool, ...]
+    in_chat: tuple[str, ...] = ()
+    attachments: tuple[Attachment, ...] = ()
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """As models see them."""
+        return tuple(each.tool for each in self.offered)
+
+    def find(self, name: str) -> OfferedTool | None:
+        """The one that a model calls so."""
+        return next((each for each in self.offered if each.tool.name == name), None)
+
+
 @dataclass(slots=True)
 class _Turn:
     answer: Message
     messages: tuple[ChatMessage, ...]
     sampling: SamplingParams | None
     remote: RemoteModel | None = None
+    offer: ToolOffer | None = None
     request: ChatAnswer | None = None
+    calls: tuple[ToolCall, ...] = ()
+    stops: dict[str, Callable[[], None]] = field(default_factory=dict)
+    stats: AnswerStats | None = None
     unshown: bool = False
     unsaved: bool = False
     saved_at: float = 0.0
@@ -67,7 +119,23 @@ class _Turn:
     first_at: float = 0.0
     first_tokens: int = 0
 
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """What it is offered."""
+        return self.offer.tools if self.offer is not None else ()
 
+    @property
+    def uses(self) -> tuple[ToolUse, ...]:
+        """The calls of its last step."""
+        return self.answer.steps[-1].calls if self.answer.steps else ()
+
+
+MOST_ROUNDS, MOST_CALLS = 20, 16
+"""Of tools in one answer, and of calls in one round."""
+MOST_ALIKE = 3
+"""Calls of one tool with the same arguments, after which a model has lost its way."""
+TOOLS_STOPPED = "tools"
+"""The `reason_code` of an answer that was ended because of what it called."""
 UNSEEN = "[a picture]"
 """What a model that reads text only gets of a message without any."""
 UNREAD = "[a document that could not be read]"
@@ -83,7 +151,12 @@ def instructions_with(system_prompt: str, fold: Fold | None) -> str:
 
 
 def prompt_of(
-    system_prompt: str, lineage: Iterable[Message], *, sees: bool = False, given: Mapping[str, str] | None = None
+    system_prompt: str,
+    lineage: Iterable[Message],
+    *,
+    sees: bool = False,
+    given: Mapping[str, str] | None = None,
+    calls: bool = False,
 ) -> tuple[ChatMessage, ...]:
     """The messages to send: empty answers are left out, and consecutive turns of one role are merged.
 
@@ -92,11 +165,22 @@ def prompt_of(
     Args:
         sees: the model reads pictures; else they are left out.
         given: by the ids of messages, what is given to read before them, of documents.
+        calls: earlier calls of tools and their results are sent, too.
     """
     turns: list[tuple[Role, str, str, tuple[Picture, ...]]] = []
+    calling: dict[int, tuple[ChatMessage, ...]] = {}
     if system_prompt.strip():
         turns.append(("system", system_prompt, "", ()))
     for message in lineage:
+        if calls and (ended := [step for step in message.steps if step.calls]):
+            if not any(role == "user" for role, *_ in turns):
+                turns.append(("user", NOT_SENT, "", ()))
+            calling[len(turns)] = tuple(each for step in ended for each in step_turns(step))
+            turns.append(("assistant", message.content, message.reasoning, ()))
+            continue
+        if message.steps:
+            told = [*(step.text for step in message.steps), message.content]
+            message = replace(message, content="\n\n".join(filter(None, told)))
         content, pictures = message.content, message.pictures if sees else ()
         if not content.strip() and message.pictures and not sees:
             content = UNSEEN
@@ -114,10 +198,49 @@ def prompt_of(
             if message.role == "assistant" and not any(role == "user" for role, *_ in turns):
                 turns.append(("user", NOT_SENT, "", ()))
             turns.append((message.role, content, message.reasoning, pictures))
-    return tuple(
-        ChatMessage(role, content, reasoning, parts=parts_with(content, pictures))
-        for role, content, reasoning, pictures in turns
-    )
+    found: list[ChatMessage] = []
+    for number, (role, content, reasoning, pictures) in enumerate(turns):
+        found += calling.get(number, ())
+        if content.strip() or pictures:
+            found.append(ChatMessage(role, content, reasoning, parts=parts_with(content, pictures)))
+    return tuple(found)
+
+
+def step_turns(step: Step) -> tuple[ChatMessage, ...]:
+    """What a model wrote with its calls, and what they returned."""
+    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in step.calls)
+    said = ChatMessage("assistant", step.text, step.reasoning, tool_calls=calls)
+    return said, *(ChatMessage("tool", call.result or _NOTHING[call.state], answers=call.id) for call in step.calls)
+
+
+_NOTHING = dict.fromkeys(("asked", "running", "failed", "denied"), "The call was stopped.") | {"done": "(nothing)"}
+DENIED = "The user did not allow this call."
+NO_SUCH_TOOL = "There is no tool of this name."
+
+
+def _is_taken(answer: Message, call_id: str) -> bool:
+    return not call_id or any(use.id == call_id for step in answer.steps for use in step.calls)
+
+
+def _refused(step: Step, why: str) -> Step:
+    """A step none of whose calls runs."""
+    return replace(step, calls=tuple(replace(use, state="failed", result=why) for use in step.calls))
+
+
+def _lost_way(answer: Message) -> str:
+    """Why an answer calls no more tools, as a sentence; empty if it may go on."""
+    last = answer.steps[-1].calls
+    made = Counter((use.name, use.arguments) for step in answer.steps for use in step.calls)
+    for use in last:
+        if made[use.name, use.arguments] >= MOST_ALIKE:
+            return translate(
+                "Tools", "The model called {0} with the same arguments {1} times, and was stopped."
+            ).format(use.name, MOST_ALIKE)
+    if len(answer.steps) > MOST_ROUNDS:
+        return translate("Tools", "The model called tools {0} times in a row, and was stopped.").format(MOST_ROUNDS)
+    if len(last) > MOST_CALLS:
+        return translate("Tools", "The model called more than {0} tools at once, and was stopped.").format(MOST_CALLS)
+    return ""
 
 
 class AnswerQueue(QObject):
@@ -148,6 +271,8 @@ class AnswerQueue(QObject):
         self._waiting: deque[_Turn] = deque()
         self._running: dict[str, _Turn] = {}
         self._held: dict[str, Message] = {}
+        self._calling: dict[str, _Turn] = {}
+        """By the ids of answers: those that wait for tools, or to be allowed to call one."""
         self._phases: dict[str, Phase] = {}
         self._pace = QTimer(self, interval=SHOW_MS)
         self._pace.timeout.connect(self._emit_texts)
@@ -155,10 +280,10 @@ class AnswerQueue(QObject):
         client.model_loaded.connect(self._start_waiting)
         client.loading_changed.connect(self._report_waiting)
 
-    def hold(self, answer: Message) -> None:
+    def hold(self, answer: Message, stage: Stage = Stage.LOOKING_UP) -> None:
         """An answer whose prompt is still being put together: `ask` follows, unless it is stopped before."""
         self._held[answer.id] = answer
-        self._set_phase(_Turn(answer, (), None), Phase(Stage.LOOKING_UP))
+        self._set_phase(_Turn(answer, (), None), Phase(stage))
 
     def is_held(self, message_id: str) -> bool:
         """Whether an answer still waits for its prompt."""
@@ -170,15 +295,17 @@ class AnswerQueue(QObject):
         messages: tuple[ChatMessage, ...],
         sampling: SamplingParams | None,
         remote: RemoteModel | None = None,
+        offer: ToolOffer | None = None,
     ) -> None:
         """Answer `messages`.  `answer` is the empty message to fill; it is already in the store.
 
         Args:
             sampling: None is the own sampling of the model that answers.
             remote: another server's model answers, and no other.
+            offer: tools that it may call.
         """
         self._held.pop(answer.id, None)
-        self._waiting.append(_Turn(answer, messages, sampling, remote))
+        self._waiting.append(_Turn(answer, messages, sampling, remote, offer))
         if remote is None:
             self.model_wanted.emit()
         self._start_waiting()
@@ -191,6 +318,11 @@ class AnswerQueue(QObject):
         """Stop an answer now, running or waiting; the text so far is kept."""
         if message_id in self._held:
             self._end(_Turn(self._held.pop(message_id), (), None), MessageState.PARTIAL, "", CANCELLED, None)
+            return
+        if (calling := self._calling.pop(message_id, None)) is not None:
+            for stop in calling.stops.values():
+                stop()
+            self._end(calling, MessageState.PARTIAL, "", CANCELLED, calling.stats)
             return
         for turn in list(self._running.values()):
             if turn.answer.id == message_id:
@@ -221,7 +353,7 @@ class AnswerQueue(QObject):
 
     @property
     def is_idle(self) -> bool:
-        return not self._running and not self._waiting and not self._held
+        return not self._running and not self._waiting and not self._held and not self._calling
 
     # --- starting ---
 
@@ -236,7 +368,7 @@ class AnswerQueue(QObject):
             turn.answer = replace(turn.answer, model=model.name)
             sampling, chat = turn.sampling or own_sampling(model), turn.answer.conversation_id
             kept_for = "" if self._store.leaves_out(chat) else chat
-            self._follow(turn, self._client.generate(turn.messages, sampling, chat=kept_for))
+            self._follow(turn, self._client.generate(turn.messages, sampling, chat=kept_for, tools=turn.tools))
             self._set_phase(turn, Phase(Stage.READING))
         self._report_waiting()
 
@@ -251,7 +383,7 @@ class AnswerQueue(QObject):
         if sampling is None:  # the server knows its model's own
             remote = replace(remote, chosen=("max_tokens",))
             sampling = SamplingParams(max_tokens=THINKING_TOKENS)
-        self._follow(turn, self._client.generate(turn.messages, sampling, remote))
+        self._follow(turn, self._client.generate(turn.messages, sampling, remote, tools=turn.tools))
         self._set_phase(turn, Phase(Stage.ASKING))
 
     def _follow(self, turn: _Turn, request: ChatAnswer) -> None:
@@ -259,6 +391,7 @@ class AnswerQueue(QObject):
         self._running[request.id] = turn
         request.progress.connect(self._on_reading)
         request.token.connect(self._on_token)
+        request.called.connect(self._on_called)
         request.finished.connect(self._on_finished)
 
     def _report_waiting(self) -> None:
@@ -351,6 +484,8 @@ class AnswerQueue(QObject):
             )
             if event.finish_reason == "cancelled":
                 self._end(turn, MessageState.PARTIAL, "", CANCELLED, stats)
+            elif turn.calls:
+                self._begin_calls(turn, stats)
             else:
                 self._end(turn, MessageState.COMPLETE, "", "", stats)
         elif turn.cancelling and event.code is not ErrorCode.ENGINE_DIED:
@@ -359,6 +494,107 @@ class AnswerQueue(QObject):
             came = turn.answer.content or turn.answer.reasoning
             state = MessageState.PARTIAL if came else MessageState.FAILED
             self._end(turn, state, event.message, event.code.value, None)
+        self._start_waiting()
+
+    # --- tools ---
+
+    def decide(self, message_id: str, call_id: str, *, allowed: bool) -> None:
+        """Lets a call that waits for it run, or not."""
+        turn = self._calling.get(message_id)
+        if turn is None or not any(use.id == call_id and use.state == "asked" for use in turn.uses):
+            return
+        if allowed:
+            self._run(turn, call_id)
+        else:
+            self._put(turn, call_id, state="denied", result=DENIED)
+            self._go_on(turn)
+
+    def allow_in_chat(self, message_id: str, key: str) -> None:
+        """Lets further calls of a tool in this answer run unasked."""
+        turn = self._calling.get(message_id)
+        if turn is not None and turn.offer is not None:
+            turn.offer = replace(turn.offer, in_chat=(*turn.offer.in_chat, key))
+
+    def waiting_calls(self, message_id: str) -> tuple[str, ...]:
+        """Ids of the calls of an answer that wait to be allowed."""
+        turn = self._calling.get(message_id)
+        return tuple(use.id for use in turn.uses if use.state == "asked") if turn is not None else ()
+
+    def _on_called(self, event: Called) -> None:
+        turn = self._running.get(event.request_id)
+        if turn is not None and turn.offer is not None:
+            turn.calls = event.calls
+
+    def _begin_calls(self, turn: _Turn, stats: AnswerStats) -> None:
+        assert turn.offer is not None
+        calls, turn.calls, turn.stats = turn.calls, (), stats
+        answer = turn.answer
+        uses = []
+        for number, call in enumerate(calls):
+            offered = turn.offer.find(call.name)
+            server = offered.server if offered is not None else ""
+            named = f"{call.id or 'call'}-{len(answer.steps)}-{number}" if _is_taken(answer, call.id) else call.id
+            uses.append(ToolUse(named, call.name, call.arguments, server=server))
+        step = Step(answer.content, answer.reasoning, tuple(uses))
+        turn.answer = replace(answer, content="", reasoning="", steps=(*answer.steps, step))
+        turn.first_at, turn.unsaved = 0.0, False
+        if trouble := _lost_way(turn.answer):
+            turn.answer = replace(turn.answer, steps=(*answer.steps, _refused(step, trouble)))
+            self._store.set_steps(turn.answer)
+            self._end(turn, MessageState.PARTIAL, trouble, TOOLS_STOPPED, stats)
+            return
+        self._calling[answer.id] = turn
+        self._store.save_step(turn.answer)
+        self._store.set_steps(turn.answer)
+        for use in uses:
+            offered = turn.offer.find(use.name)
+            if offered is None:
+                self._put(turn, use.id, state="failed", result=NO_SUCH_TOOL)
+            elif turn.offer.runner.may_run(offered, turn.offer.in_chat):
+                self._run(turn, use.id)
+        self._go_on(turn)
+
+    def _run(self, turn: _Turn, call_id: str) -> None:
+        assert turn.offer is not None
+        use = next(each for each in turn.uses if each.id == call_id)
+        offered = turn.offer.find(use.name)
+        assert offered is not None
+        begun = self._clock()
+
+        def done(outcome: Outcome) -> None:
+            turn.stops.pop(call_id, None)
+            if self._calling.get(turn.answer.id) is turn:
+                took = self._clock() - begun
+                state: CallState = "failed" if outcome.failed else "done"
+                self._put(turn, call_id, state=state, result=clean_text(outcome.text), seconds=took)
+                self._go_on(turn)
+
+        self._put(turn, call_id, state="running")
+        stop = turn.offer.runner.run(offered, use.arguments, turn.offer.attachments, done)
+        if any(each.id == call_id and each.state == "running" for each in turn.uses):
+            turn.stops[call_id] = stop
+
+    def _put(self, turn: _Turn, call_id: str, **changes: Any) -> None:
+        *before, step = turn.answer.steps
+        calls = tuple(replace(use, **changes) if use.id == call_id else use for use in step.calls)
+        turn.answer = replace(turn.answer, steps=(*before, replace(step, calls=calls)))
+
+    def _go_on(self, turn: _Turn) -> None:
+        """Shows where the calls are; once all have ended the model reads what they returned."""
+        if self._calling.get(turn.answer.id) is not turn:
+            return
+        states = {use.state for use in turn.uses}
+        self._store.set_steps(turn.answer)
+        self.changed.emit(turn.answer)
+        if "asked" in states or "running" in states:
+            self._set_phase(turn, Phase(Stage.ALLOWING if "asked" in states else Stage.CALLING))
+            return
+        del self._calling[turn.answer.id]
+        turn.messages = (*turn.messages, *step_turns(turn.answer.steps[-1]))
+        turn.request, turn.tokens, turn.first_tokens = None, 0, 0
+        self._waiting.append(turn)
+        if turn.remote is None:
+            self.model_wanted.emit()
         self._start_waiting()
 
     def _end(self, turn: _Turn, state: MessageState, reason: str, reason_code: str, stats: AnswerStats | None) -> None:

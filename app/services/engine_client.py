@@ -22,6 +22,7 @@ from app.services.engine_request import BatchRun, ChatAnswer, Request, TuningRun
 from app.services.loading_pace import LoadingPace
 from app.services.worker_process import WorkerProcess
 from engine.batch_files.messages import SampleBatch, StartBatch
+from engine.common.chat import Tool
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.installed import module_command, needs_engine
@@ -235,11 +236,12 @@ class EngineClient(QObject):
         sampling: SamplingParams,
         remote: RemoteModel | None = None,
         chat: str = "",
+        tools: Sequence[Tool] = (),
     ) -> ChatAnswer:
-        """Answer the last of `messages`; with `remote`, another server does.  For `chat` see `Generate`."""
+        """Answer the last of `messages`; with `remote`, another server does.  For the rest see `Generate`."""
         if chat:
             keep_chat(chat)  # here, and not by the engine: a chat is deleted here, and this must come before
-        command = Generate(_new_id(), tuple(messages), sampling, remote, chat)
+        command = Generate(_new_id(), tuple(messages), sampling, remote, chat, tuple(tools))
         return self._accept(ChatAnswer(command, self._cancel, self))
 
     def start_batch(self, job: BatchJob) -> BatchRun:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from PySide6.QtCore import QObject, Signal
 
 from engine.batch_files.messages import BatchPlanned, BatchProgress, BatchRows, BatchSampled, SampleBatch, StartBatch
-from engine.protocol import Generate, LoadModel, Message, Progress, TerminalEvent, Token, UnloadModel
+from engine.protocol import Called, Generate, LoadModel, Message, Progress, TerminalEvent, Token, UnloadModel
 from engine.tuning.messages import StartTuning, TuningMeasured, TuningPlans, TuningProgress, TuningTimed
 
 RequestCommand = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch | StartTuning
@@ -15,6 +15,7 @@ RequestCommand = LoadModel | UnloadModel | Generate | StartBatch | SampleBatch |
 _SIGNAL_OF: dict[type, str] = {
     Progress: "progress",
     Token: "token",
+    Called: "called",
     BatchPlanned: "planned",
     BatchSampled: "sampled",
     BatchProgress: "progressed",
@@ -71,10 +72,11 @@ class Request(QObject):
 class ChatAnswer(Request):
     """An answer to a chat.  Ends in `Finished` or `Failed`.
 
-    Signals: token(Token).
+    Signals: token(Token), called(Called).
     """
 
     token = Signal(object)
+    called = Signal(object)
 
     command: Generate
 

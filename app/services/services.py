@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
     from app.services.speed_test import SpeedTest
+    from app.services.tools.service import Tools
     from app.services.tuning import Tuning
     from app.services.updates import Updates
 
@@ -183,6 +185,18 @@ class Services:
         return Documents(self.store)
 
     @cached_property
+    def tools(self) -> Tools:
+        """Tools that chats may offer to models."""
+        from app.services.tools.service import Tools
+
+        return Tools(self.settings, lambda: self.documents, self._start_batch)
+
+    def _start_batch(self, prompt: str, rows: Sequence[str]) -> str:
+        from app.services.tools.built_in import start_batch
+
+        return start_batch(self.jobs, prompt, rows)
+
+    @cached_property
     def api_server(self) -> ApiServer:
         """Other programs' way to the model."""
         from app.services.api_server import ApiServer
@@ -205,6 +219,7 @@ class Services:
             "speeds",
             "api_server",
             "endpoints",
+            "tools",
             "documents",
             "prompts",
             "presets",

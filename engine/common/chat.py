@@ -24,6 +24,21 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Which calls an answer may, or must, hold.
+
+    Attributes:
+        must: the answer is a call, and no more than one.
+        names: of the tools that may be called; empty for all that are offered.
+        several: more than one call may come.
+    """
+
+    must: bool = False
+    names: tuple[str, ...] = ()
+    several: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class ToolCall:
     """What the model asks its caller to run; `arguments` is a JSON object, as text."""
 

@@ -8,11 +8,12 @@ from time import monotonic
 from typing import Protocol
 
 from engine.batch_files.messages import SampleBatch, StartBatch
+from engine.common.chat import Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.falls import FALLS
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
-from engine.protocol import ChatMessage, Event, Failed, Finished, FinishReason, Generate, Progress, Token
+from engine.protocol import Called, ChatMessage, Event, Failed, Finished, FinishReason, Generate, Progress, Token
 from engine.telemetry.request_log import RequestLog
 
 PROGRESS_S = 0.05
@@ -56,6 +57,8 @@ class ChatEngine(Protocol):
         on_end: Callable[[GenerationOutcome | BaseException], None],
         chat: str,
         on_begin: Callable[[], None],
+        tools: tuple[Tool, ...],
+        on_calls: Callable[[tuple[ToolCall, ...]], None],
     ) -> None: ...
 
     @property
@@ -135,6 +138,8 @@ class ChatService:
                 on_end=on_end,
                 chat=request.chat,
                 on_begin=lambda: self._begins(name),
+                tools=request.tools,
+                on_calls=lambda calls: self._send(Called(name, calls)),
             )
         except Exception as error:
             on_end(error)

@@ -16,8 +16,8 @@ from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.process.batch import JobEvents, JobRunner, answered_job, finished_event
 from engine.process.failures import as_engine_error, log_failure
 from engine.process.requests import RequestQueue
-from engine.protocol import Event, Failed, Finished, Generate, TerminalEvent, Token
-from engine.remote.endpoint import Endpoint, Found, RemoteModel
+from engine.protocol import Called, Event, Failed, Finished, Generate, TerminalEvent, Token
+from engine.remote.endpoint import Endpoint, Found, RemoteModel, called
 from engine.telemetry.request_log import RequestLog
 
 if TYPE_CHECKING:
@@ -74,10 +74,18 @@ class RemoteChats:
             self._send(Token(name, delta.text, pieces, delta.reasoning))
             log.has_written(pieces)
 
-        asked = RemoteRequest(request.messages, request.sampling, remote.model, chosen=remote.chosen)
+        asked = RemoteRequest(
+            request.messages, request.sampling, remote.model, tools=request.tools, chosen=remote.chosen
+        )
         try:
-            answer = self._client(remote).ask(asked, on_delta, lambda: self._requests.is_cancelled(name))
-            if calls := calls_text(answer.tool_calls):  # of tools that the server itself offered: nobody here has any
+            client = self._client(remote)
+            if request.tools and "tools" in client.found.lacks:
+                words = "takes no tools: switch them off in this chat, or choose another model."
+                raise EngineError(ErrorCode.MODEL_UNSUPPORTED, f"{called(remote.endpoint)} {words}")
+            answer = client.ask(asked, on_delta, lambda: self._requests.is_cancelled(name))
+            if request.tools and answer.tool_calls:
+                self._send(Called(name, answer.tool_calls))
+            elif calls := calls_text(answer.tool_calls):  # of tools that the server itself offered: nobody here has any
                 self._send(Token(name, f"\n```\n{calls}\n```\n", max(pieces, 1)))
             self._requests.end(_finished(name, answer))
         except RequestCancelled:

@@ -16,7 +16,7 @@ from engine.checkpoint.embedding import refuse_embedding
 from engine.checkpoint.library import resolve
 from engine.checkpoint.suggested_sampling import suggested_sampling
 from engine.checkpoint.usage import note_use, reading
-from engine.common.chat import ChatMessage
+from engine.common.chat import ChatMessage, Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
@@ -388,12 +388,15 @@ class Engine:
         on_begin: Callable[[], None] = lambda: None,
         on_reasoning: TextCallback = ignore_text,
         on_reused: ReusedCallback = ignore_reused,
+        tools: tuple[Tool, ...] = (),
+        on_calls: Callable[[tuple[ToolCall, ...]], None] = lambda _calls: None,
     ) -> None:
         """Takes a request that is answered in `serve`, or in `share` while a job runs.
 
         Args:
             on_text, on_reasoning: told what is answered, and apart from it what the model thinks before.
             on_end: told how it ended, once.
+            tools: what the answer may call; `on_calls` is told what it does call, before its end.
             on_begin: see `Scheduler.submit`.
             chat, on_reused: see `BatchRequest`.
 
@@ -401,12 +404,14 @@ class Engine:
             EngineError: `INVALID_REQUEST` without a model.
         """
         loaded, scheduler = self._ready(), self._schedule()
-        answer = SplitAnswer(loaded.info.family, on_text, on_reasoning)
+        answer = SplitAnswer(loaded.info.family, on_text, on_reasoning, tools)
 
         def ended(outcome: Outcome) -> None:
             try:
                 with of_one():
                     answer.end()
+                    if answer.calls and not isinstance(outcome, BaseException):
+                        on_calls(tuple(answer.calls))
             except SequenceError as error:
                 outcome = outcome if isinstance(outcome, BaseException) else error
             if isinstance(outcome, BaseException):
@@ -419,6 +424,7 @@ class Engine:
         request = BatchRequest(
             0,
             tuple(messages),
+            tools=tools,
             sampling=sampling,
             chat=chat,
             on_prepared=answer.begin,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -226,7 +225,7 @@ def _tools(body: Mapping[str, Any]) -> ToolUse:
     if not isinstance(kind, str) or kind not in kinds:
         raise BadRequestError(f"has the tool_choice {str(kind)[:40]!r}; use auto, any, tool or none")
     use = tool_use(tools, kinds[kind], str(choice.get("name", "")))
-    return replace(use, is_parallel=not choice.get("disable_parallel_tool_use"))
+    return use.with_several(not choice.get("disable_parallel_tool_use"))
 
 
 def _messages(body: Mapping[str, Any]) -> tuple[ChatMessage, ...]:

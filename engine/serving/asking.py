@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool
+from engine.common.chat import ChatMessage, FinishReason, PromptEnd, Tool, ToolChoice
 from engine.common.errors import EngineError, ErrorCode
 
 MOST_WAITING = 1000
@@ -22,6 +22,7 @@ class Ask:
     Attributes:
         model: its path.
         messages, tools: a conversation, and how its prompt is to `end`; or `text` or `ids`, tokens, as they stand.
+        choice: which of the tools may, or must, be called.
         special: with what the tokenizer adds at the ends of a text.
         sampling: fields of `SamplingParams` that differ from what the model's makers suggest.
         top_chances: how many likely tokens to name for each token; `None` logs nothing.
@@ -33,6 +34,7 @@ class Ask:
     model: Path
     messages: tuple[ChatMessage, ...] = ()
     tools: tuple[Tool, ...] = ()
+    choice: ToolChoice = field(default_factory=ToolChoice)
     end: PromptEnd = "answer"
     text: str | None = None
     ids: tuple[int, ...] = ()
@@ -65,12 +67,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Began:
-    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`."""
+    """The prompt is known; `thinks` if it ends by opening the model's reasoning, who is of the `family`.
+
+    With `is_call` all but the reasoning is one call as JSON, in no family's form.
+    """
 
     prompt_tokens: int
     thinks: bool
     family: str = ""
     prompt: Prompt | None = None
+    is_call: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -301,7 +301,7 @@ class Desk:
         family = info.family if (info := self._engine.info) else ""
         most = rows.context_tokens if ask.wants == "answer" else None
         sampling = replace(self._sampling, **{"max_tokens": NO_LIMIT, **ask.sampling})
-        thinking = thinking_for(sampling, constrained=ask.constraint is not None)
+        thinking = thinking_for(sampling, constrained=ask.constraint is not None or ask.choice.must)
         if ask.ids:
             prompt, thinks = rows.known(ask.ids), False
         elif ask.text is not None:
@@ -317,9 +317,11 @@ class Desk:
                 events.insert(0, Began(len(prompt), thinks, family, seen))
             return None, events
         rows.check_room(prompt)
-        constraint = None
+        constraint, is_call = None, False
         if ask.constraint is not None:
             constraint = rows.constrained(ask.constraint, prompt if ask.messages else None, thinking)
+        elif ask.tools:
+            constraint, is_call = rows.held_calls(ask.tools, ask.choice, prompt, thinking)
         log = ChanceLog(ask.top_chances) if ask.top_chances is not None else None
         self._numbers += 1
         told, said_s = 0, time.monotonic()
@@ -354,7 +356,7 @@ class Desk:
             on_reused=following.reuses,
             cancelled=unwanted,
         )
-        return _Ready(request, Began(len(prompt), thinks, family)), []
+        return _Ready(request, Began(len(prompt), thinks, family, is_call=is_call)), []
 
     def _named(self, chances: Chances) -> NamedChances:
         rows = self._rows

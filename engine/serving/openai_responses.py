@@ -90,7 +90,7 @@ class _Answer:
             "metadata": body.get("metadata") or {},
             "model": name,
             "output": [],
-            "parallel_tool_calls": uses.is_parallel,
+            "parallel_tool_calls": uses.choice.several,
             "temperature": body.get("temperature"),
             "tool_choice": body.get("tool_choice") or "auto",
             "tools": [tool for tool in body.get("tools") or [] if tool["type"] == "function"],

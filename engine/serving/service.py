@@ -176,15 +176,16 @@ class Service:
         refuse_what_is_not_given(body, interface)
         name, path = await self.path_of(body.get("model"))
         constraint = read_constraint(body)
-        if constraint is not None and uses.constraint is not None:
+        if constraint is not None and uses.choice.must:
             raise BadRequestError("wants both a form of the answer and a tool call; leave one of them out")
         return name, Ask(
             path,
             messages=messages,
             tools=uses.tools,
+            choice=uses.choice,
             end=end,
             sampling=read_sampling(body),
-            constraint=uses.constraint or constraint,
+            constraint=constraint,
             ignores_end=body.get("ignore_eos") is True,
         )
 

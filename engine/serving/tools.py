@@ -1,15 +1,13 @@
-"""Tools that a client offers, and the grammar of an answer that must call one."""
+"""Tools that a client offers, and the calls in an answer."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.batch_files.openai_requests import BadRequestError
-from engine.batch_files.rows import Constraint
-from engine.common.chat import Tool
+from engine.common.chat import Tool, ToolChoice
 from engine.common.foreign import json_text
 from engine.families.replies.reader import Part, ReplyReader, reply_reader
 from engine.serving.asking import Began, Progress, Said
@@ -22,15 +20,16 @@ class ToolUse:
     """What may be called.
 
     Attributes:
-        constraint: with one the whole answer is one call.
-        is_parallel: several calls are wanted.
         is_legacy: they were offered as OpenAI's `functions`, whose calls have another form.
     """
 
     tools: tuple[Tool, ...] = ()
-    constraint: Constraint | None = None
-    is_parallel: bool = True
+    choice: ToolChoice = field(default_factory=ToolChoice)
     is_legacy: bool = False
+
+    def with_several(self, several: bool) -> ToolUse:
+        """The same, where several calls are wanted or not."""
+        return replace(self, choice=replace(self.choice, several=several))
 
 
 class Reading:
@@ -44,8 +43,10 @@ class Reading:
         """What an event adds."""
         if isinstance(event, Began):
             uses = self._uses
-            called = {"is_call": uses.constraint is not None, "several": uses.is_parallel}
-            self._reader = reply_reader(event.family, uses.tools, thinks=event.thinks, **called)
+            several = uses.choice.several
+            self._reader = reply_reader(
+                event.family, uses.tools, thinks=event.thinks, is_call=event.is_call, several=several
+            )
             return []
         if self._reader is None:
             return []
@@ -83,38 +84,9 @@ def tool_use(tools: list[Tool], choice: str, named: str = "") -> ToolUse:
         return ToolUse(tuple(tools))
     if not tools:
         raise BadRequestError("requires a tool call, but offers no tools")
-    callable_ones = [tool for tool in tools if choice != "named" or tool.name == named]
-    if not callable_ones:
+    if choice == "named" and named not in [tool.name for tool in tools]:
         raise BadRequestError(f"requires a call of {named[:40]!r}, which is not among its tools")
-    if len(callable_ones) == 1:
-        schema = _call_schema(callable_ones[0], "#")
-    else:
-        schema = {"anyOf": [_call_schema(tool, f"#/anyOf/{place}") for place, tool in enumerate(callable_ones)]}
-    return ToolUse(tuple(tools), Constraint(schema=json_text(schema)))
-
-
-def _call_schema(tool: Tool, place: str) -> dict[str, Any]:
-    """What a call of the tool looks like; this stands at `place` of the whole schema."""
-    parameters = {"type": "object", **_moved(json.loads(tool.parameters), f"{place}/properties/arguments")}
-    return {
-        "type": "object",
-        "properties": {"name": {"const": tool.name}, "arguments": parameters},
-        "required": ["name", "arguments"],
-        "additionalProperties": False,
-    }
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own parts are still right once it stands at `place` of another."""
-    if isinstance(schema, list):
-        return [_moved(entry, place) for entry in schema]
-    if not isinstance(schema, dict):
-        return schema
-    moved = {name: _moved(entry, place) for name, entry in schema.items()}
-    reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        moved["$ref"] = place + reference[1:]
-    return moved
+    return ToolUse(tuple(tools), ToolChoice(must=True, names=(named,) if choice == "named" else ()))
 
 
 def openai_tools(body: Mapping[str, Any], *, flat: bool = False) -> ToolUse:
@@ -146,7 +118,7 @@ def openai_tools(body: Mapping[str, Any], *, flat: bool = False) -> ToolUse:
         elif not flat or not isinstance(entry.get("type"), str):
             kind = str(entry.get("type"))[:40]
             raise BadRequestError(f"offers a tool of the type {kind!r}; only functions can be called")
-    return replace(_chosen(tools, body, flat=flat), is_parallel=body.get("parallel_tool_calls") is not False)
+    return _chosen(tools, body, flat=flat).with_several(body.get("parallel_tool_calls") is not False)
 
 
 def _chosen(tools: list[Tool], body: Mapping[str, Any], *, flat: bool) -> ToolUse:

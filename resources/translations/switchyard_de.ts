@@ -971,6 +971,57 @@ negativ</translation>
         </message>
     </context>
     <context>
+        <name>CallRow</name>
+        <message>
+            <source>The model wants to call {0}.</source>
+            <translation>Das Modell möchte {0} aufrufen.</translation>
+        </message>
+        <message>
+            <source>The model wants to call {0} of the server {1}.</source>
+            <translation>Das Modell möchte {0} des Servers {1} aufrufen.</translation>
+        </message>
+        <message>
+            <source>Allow once</source>
+            <translation>Einmal erlauben</translation>
+        </message>
+        <message>
+            <source>Allow in this chat</source>
+            <translation>In diesem Chat erlauben</translation>
+        </message>
+        <message>
+            <source>Always allow</source>
+            <translation>Immer erlauben</translation>
+        </message>
+        <message>
+            <source>Deny</source>
+            <translation>Ablehnen</translation>
+        </message>
+        <message>
+            <source>Fold the call</source>
+            <translation>Aufruf einklappen</translation>
+        </message>
+        <message>
+            <source>Show arguments and result</source>
+            <translation>Argumente und Ergebnis zeigen</translation>
+        </message>
+        <message>
+            <source>unfolded</source>
+            <translation>ausgeklappt</translation>
+        </message>
+        <message>
+            <source>folded</source>
+            <translation>eingeklappt</translation>
+        </message>
+        <message>
+            <source>Arguments</source>
+            <translation>Argumente</translation>
+        </message>
+        <message>
+            <source>Result</source>
+            <translation>Ergebnis</translation>
+        </message>
+    </context>
+    <context>
         <name>Catalogue</name>
         <message>
             <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
@@ -1440,6 +1491,18 @@ negativ</translation>
         <message>
             <source>looking into the documents</source>
             <translation>sieht in den Dokumenten nach</translation>
+        </message>
+        <message>
+            <source>starting the servers with the tools</source>
+            <translation>Server mit Werkzeugen werden gestartet</translation>
+        </message>
+        <message>
+            <source>waiting for you to allow a call</source>
+            <translation>wartet auf Ihre Erlaubnis für einen Aufruf</translation>
+        </message>
+        <message>
+            <source>waiting for a tool</source>
+            <translation>wartet auf ein Werkzeug</translation>
         </message>
         <message>
             <source>waiting for another answer</source>
@@ -2205,6 +2268,14 @@ negativ</translation>
             <translation>Anweisungen, die das Modell zuerst liest</translation>
         </message>
         <message>
+            <source>The model may call tools in this chat</source>
+            <translation>Das Modell darf in diesem Chat Werkzeuge aufrufen</translation>
+        </message>
+        <message>
+            <source>Let the model call tools</source>
+            <translation>Das Modell Werkzeuge aufrufen lassen</translation>
+        </message>
+        <message>
             <source>Sampling: {0}</source>
             <translation>Sampling: {0}</translation>
         </message>
@@ -2936,6 +3007,62 @@ negativ</translation>
         <message>
             <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
             <translation>Die Einstellungen bleiben: {0} Token/s, und nichts anderes ist besser.</translation>
+        </message>
+        <message>
+            <source>{0} did not answer within {1} seconds.</source>
+            <translation>{0} antwortete nicht innerhalb von {1} Sekunden.</translation>
+        </message>
+        <message>
+            <source>{0} did not speak MCP within {1} seconds of its start: check its command or address.</source>
+            <translation>{0} sprach innerhalb von {1} Sekunden nach dem Start kein MCP: Prüfen Sie Befehl oder Adresse.</translation>
+        </message>
+        <message>
+            <source>{0} ended in the middle of it.</source>
+            <translation>{0} endete mittendrin.</translation>
+        </message>
+        <message>
+            <source>{0} sent more than {1} MB at once, and was stopped.</source>
+            <translation>{0} sendete mehr als {1} MB auf einmal und wurde angehalten.</translation>
+        </message>
+        <message>
+            <source>{0} could not be started ({1}): check its command.</source>
+            <translation>{0} konnte nicht gestartet werden ({1}): Prüfen Sie den Befehl.</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP.</source>
+            <translation>{0} wurde beendet oder spricht kein MCP.</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP. It wrote: {1}</source>
+            <translation>{0} wurde beendet oder spricht kein MCP. Es schrieb: {1}</translation>
+        </message>
+        <message>
+            <source>Give the server a name.</source>
+            <translation>Geben Sie dem Server einen Namen.</translation>
+        </message>
+        <message>
+            <source>{0} needs either a command or an address: enter one of them.</source>
+            <translation>{0} braucht entweder einen Befehl oder eine Adresse: Geben Sie eins davon ein.</translation>
+        </message>
+        <message>
+            <source>This is not JSON ({0}): paste the whole block.</source>
+            <translation>Das ist kein JSON ({0}): Fügen Sie den ganzen Block ein.</translation>
+        </message>
+        <message>
+            <source>The user did not allow this call.</source>
+            <translation>Dieser Aufruf wurde nicht erlaubt.</translation>
+        </message>
+        <message>
+            <source>There is no tool of this name.</source>
+            <translation>Ein Werkzeug dieses Namens gibt es nicht.</translation>
+        </message>
+        <message>
+            <source>The expression divides by zero.</source>
+            <translation>Der Ausdruck teilt durch null.</translation>
+        </message>
+        <message>
+            <source>No folder is attached to this chat: attach one first.</source>
+            <translation>Diesem Chat ist kein Ordner angehängt: Hängen Sie zuerst einen an.</translation>
         </message>
         <message>
             <source>The starter model is not on this machine yet.</source>
@@ -9251,6 +9378,253 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>Remove the token for {0}</source>
             <translation>Token für {0} entfernen</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolServerDialog</name>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>Server mit Werkzeugen hinzufügen</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Name</translation>
+        </message>
+        <message>
+            <source>for example files</source>
+            <translation>zum Beispiel Dateien</translation>
+        </message>
+        <message>
+            <source>Command</source>
+            <translation>Befehl</translation>
+        </message>
+        <message>
+            <source>or address</source>
+            <translation>oder Adresse</translation>
+        </message>
+        <message>
+            <source>Variables or headers</source>
+            <translation>Variablen oder Header</translation>
+        </message>
+        <message>
+            <source>NAME=value, one on each line</source>
+            <translation>NAME=Wert, einer je Zeile</translation>
+        </message>
+        <message>
+            <source>or JSON</source>
+            <translation>oder JSON</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Testen</translation>
+        </message>
+        <message>
+            <source>Keep</source>
+            <translation>Behalten</translation>
+        </message>
+        <message>
+            <source>Cancel</source>
+            <translation>Abbrechen</translation>
+        </message>
+        <message>
+            <source>The command has a quote that does not end: correct it.</source>
+            <translation>Der Befehl hat ein Anführungszeichen, das nicht schließt: Korrigieren Sie ihn.</translation>
+        </message>
+        <message>
+            <source>Each variable or header is NAME=value, on a line of its own.</source>
+            <translation>Jede Variable oder jeder Header ist NAME=Wert, in einer eigenen Zeile.</translation>
+        </message>
+        <message>
+            <source>There is a server named {0}: choose another name.</source>
+            <translation>Es gibt schon einen Server namens {0}: Wählen Sie einen anderen Namen.</translation>
+        </message>
+        <message>
+            <source>Starting…</source>
+            <translation>Wird gestartet …</translation>
+        </message>
+    </context>
+    <context>
+        <name>Tools</name>
+        <message>
+            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
+            <translation>Das Modell rief {0} {1}-mal mit denselben Argumenten auf und wurde angehalten.</translation>
+        </message>
+        <message>
+            <source>The model called tools {0} times in a row, and was stopped.</source>
+            <translation>Das Modell rief {0}-mal nacheinander Werkzeuge auf und wurde angehalten.</translation>
+        </message>
+        <message>
+            <source>The model called more than {0} tools at once, and was stopped.</source>
+            <translation>Das Modell rief mehr als {0} Werkzeuge auf einmal auf und wurde angehalten.</translation>
+        </message>
+        <message numerus="yes">
+            <source>It answers: {0} tools.</source>
+            <translation>
+                <numerusform>Er antwortet: {0} Werkzeug.</numerusform>
+                <numerusform>Er antwortet: {0} Werkzeuge.</numerusform>
+            </translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>Die Argumente sind kein JSON-Objekt.</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>Der Aufruf wurde angehalten.</translation>
+        </message>
+        <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} wurde entfernt oder ist aus.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Die Werkzeuge reagierten nicht und wurden angehalten.</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>Der Prozess mit den Werkzeugen wurde beendet.</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>Der Prozess mit den Werkzeugen konnte nicht gestartet werden.</translation>
+        </message>
+        <message>
+            <source>not allowed</source>
+            <translation>nicht erlaubt</translation>
+        </message>
+        <message>
+            <source>failed</source>
+            <translation>fehlgeschlagen</translation>
+        </message>
+        <message>
+            <source>done in {0}</source>
+            <translation>fertig in {0}</translation>
+        </message>
+        <message>
+            <source>stopped</source>
+            <translation>angehalten</translation>
+        </message>
+        <message>
+            <source>running…</source>
+            <translation>läuft …</translation>
+        </message>
+        <message>
+            <source>waits for you</source>
+            <translation>wartet auf Sie</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolsCard</name>
+        <message>
+            <source>Tools</source>
+            <translation>Werkzeuge</translation>
+        </message>
+        <message>
+            <source>Calculator</source>
+            <translation>Rechner</translation>
+        </message>
+        <message>
+            <source>Computes what models get wrong. Runs without asking.</source>
+            <translation>Rechnet, was Modelle falsch machen. Läuft ohne Rückfrage.</translation>
+        </message>
+        <message>
+            <source>Clock</source>
+            <translation>Uhr</translation>
+        </message>
+        <message>
+            <source>Tells the date and the time. Runs without asking.</source>
+            <translation>Nennt Datum und Uhrzeit. Läuft ohne Rückfrage.</translation>
+        </message>
+        <message>
+            <source>Read a file</source>
+            <translation>Eine Datei lesen</translation>
+        </message>
+        <message>
+            <source>Of folders that are attached to the chat.</source>
+            <translation>Aus Ordnern, die dem Chat angehängt sind.</translation>
+        </message>
+        <message>
+            <source>Run a batch</source>
+            <translation>Einen Stapel ausführen</translation>
+        </message>
+        <message>
+            <source>Starts a job that answers a prompt for each of many rows.</source>
+            <translation>Startet einen Auftrag, der einen Prompt für jede von vielen Zeilen beantwortet.</translation>
+        </message>
+        <message>
+            <source>Search documents</source>
+            <translation>Dokumente durchsuchen</translation>
+        </message>
+        <message>
+            <source>Those that are attached to the chat. Runs without asking.</source>
+            <translation>Die, die dem Chat angehängt sind. Läuft ohne Rückfrage.</translation>
+        </message>
+        <message>
+            <source>Offered to the model in chats where the switch at the message box is on. Before a tool runs you are asked, unless you allowed it.</source>
+            <translation>Werden dem Modell in Chats angeboten, in denen der Schalter am Eingabefeld an ist. Bevor ein Werkzeug läuft, werden Sie gefragt, wenn Sie es nicht schon erlaubt haben.</translation>
+        </message>
+        <message>
+            <source>Ask again for all</source>
+            <translation>Bei allen wieder fragen</translation>
+        </message>
+        <message>
+            <source>Always allowed</source>
+            <translation>Immer erlaubt</translation>
+        </message>
+        <message>
+            <source>Add…</source>
+            <translation>Hinzufügen …</translation>
+        </message>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>Server mit Werkzeugen hinzufügen</translation>
+        </message>
+        <message>
+            <source>Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program runs on this PC with your rights: add only what you trust.</source>
+            <translation>Programme oder Adressen, die über das Model Context Protocol Werkzeuge bringen, etwa eine Websuche. Ein Programm läuft auf diesem PC mit Ihren Rechten: Fügen Sie nur hinzu, wem Sie vertrauen.</translation>
+        </message>
+        <message>
+            <source>MCP servers</source>
+            <translation>MCP-Server</translation>
+        </message>
+        <message>
+            <source>No tool yet.</source>
+            <translation>Noch kein Werkzeug.</translation>
+        </message>
+        <message>
+            <source>Offer the tools of {0}</source>
+            <translation>Werkzeuge von {0} anbieten</translation>
+        </message>
+        <message>
+            <source>Edit…</source>
+            <translation>Bearbeiten …</translation>
+        </message>
+        <message>
+            <source>Edit {0}</source>
+            <translation>{0} bearbeiten</translation>
+        </message>
+        <message>
+            <source>Remove</source>
+            <translation>Entfernen</translation>
+        </message>
+        <message>
+            <source>Remove {0}</source>
+            <translation>{0} entfernen</translation>
+        </message>
+        <message>
+            <source>Its tools are asked for when a chat needs them.</source>
+            <translation>Seine Werkzeuge werden erfragt, wenn ein Chat sie braucht.</translation>
+        </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>Er hat keine Werkzeuge.</translation>
+        </message>
+        <message numerus="yes">
+            <source>{0} tools: {1}</source>
+            <translation>
+                <numerusform>{0} Werkzeug: {1}</numerusform>
+                <numerusform>{0} Werkzeuge: {1}</numerusform>
+            </translation>
         </message>
     </context>
     <context>

@@ -971,6 +971,57 @@ negativo</translation>
         </message>
     </context>
     <context>
+        <name>CallRow</name>
+        <message>
+            <source>The model wants to call {0}.</source>
+            <translation>El modelo quiere llamar a {0}.</translation>
+        </message>
+        <message>
+            <source>The model wants to call {0} of the server {1}.</source>
+            <translation>El modelo quiere llamar a {0} del servidor {1}.</translation>
+        </message>
+        <message>
+            <source>Allow once</source>
+            <translation>Permitir una vez</translation>
+        </message>
+        <message>
+            <source>Allow in this chat</source>
+            <translation>Permitir en este chat</translation>
+        </message>
+        <message>
+            <source>Always allow</source>
+            <translation>Permitir siempre</translation>
+        </message>
+        <message>
+            <source>Deny</source>
+            <translation>Denegar</translation>
+        </message>
+        <message>
+            <source>Fold the call</source>
+            <translation>Contraer la llamada</translation>
+        </message>
+        <message>
+            <source>Show arguments and result</source>
+            <translation>Mostrar argumentos y resultado</translation>
+        </message>
+        <message>
+            <source>unfolded</source>
+            <translation>desplegado</translation>
+        </message>
+        <message>
+            <source>folded</source>
+            <translation>contraído</translation>
+        </message>
+        <message>
+            <source>Arguments</source>
+            <translation>Argumentos</translation>
+        </message>
+        <message>
+            <source>Result</source>
+            <translation>Resultado</translation>
+        </message>
+    </context>
+    <context>
         <name>Catalogue</name>
         <message>
             <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
@@ -1440,6 +1491,18 @@ negativo</translation>
         <message>
             <source>looking into the documents</source>
             <translation>consultando los documentos</translation>
+        </message>
+        <message>
+            <source>starting the servers with the tools</source>
+            <translation>iniciando los servidores de herramientas</translation>
+        </message>
+        <message>
+            <source>waiting for you to allow a call</source>
+            <translation>esperando su permiso para una llamada</translation>
+        </message>
+        <message>
+            <source>waiting for a tool</source>
+            <translation>esperando una herramienta</translation>
         </message>
         <message>
             <source>waiting for another answer</source>
@@ -2205,6 +2268,14 @@ negativo</translation>
             <translation>Instrucciones que el modelo lee primero</translation>
         </message>
         <message>
+            <source>The model may call tools in this chat</source>
+            <translation>El modelo puede llamar a herramientas en este chat</translation>
+        </message>
+        <message>
+            <source>Let the model call tools</source>
+            <translation>Dejar que el modelo llame a herramientas</translation>
+        </message>
+        <message>
             <source>Sampling: {0}</source>
             <translation>Muestreo: {0}</translation>
         </message>
@@ -2936,6 +3007,62 @@ negativo</translation>
         <message>
             <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
             <translation>Los ajustes siguen igual: {0} tokens/s, y nada más es mejor.</translation>
+        </message>
+        <message>
+            <source>{0} did not answer within {1} seconds.</source>
+            <translation>{0} no respondió en {1} segundos.</translation>
+        </message>
+        <message>
+            <source>{0} did not speak MCP within {1} seconds of its start: check its command or address.</source>
+            <translation>{0} no habló MCP en los {1} segundos siguientes a su inicio: compruebe su comando o dirección.</translation>
+        </message>
+        <message>
+            <source>{0} ended in the middle of it.</source>
+            <translation>{0} terminó a mitad de la llamada.</translation>
+        </message>
+        <message>
+            <source>{0} sent more than {1} MB at once, and was stopped.</source>
+            <translation>{0} envió más de {1} MB de una vez y se detuvo.</translation>
+        </message>
+        <message>
+            <source>{0} could not be started ({1}): check its command.</source>
+            <translation>No se pudo iniciar {0} ({1}): compruebe su comando.</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP.</source>
+            <translation>{0} terminó o no habla MCP.</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP. It wrote: {1}</source>
+            <translation>{0} terminó o no habla MCP. Escribió: {1}</translation>
+        </message>
+        <message>
+            <source>Give the server a name.</source>
+            <translation>Dé un nombre al servidor.</translation>
+        </message>
+        <message>
+            <source>{0} needs either a command or an address: enter one of them.</source>
+            <translation>{0} necesita un comando o una dirección: indique uno de los dos.</translation>
+        </message>
+        <message>
+            <source>This is not JSON ({0}): paste the whole block.</source>
+            <translation>Esto no es JSON ({0}): pegue el bloque entero.</translation>
+        </message>
+        <message>
+            <source>The user did not allow this call.</source>
+            <translation>Esta llamada no se permitió.</translation>
+        </message>
+        <message>
+            <source>There is no tool of this name.</source>
+            <translation>No hay ninguna herramienta con este nombre.</translation>
+        </message>
+        <message>
+            <source>The expression divides by zero.</source>
+            <translation>La expresión divide por cero.</translation>
+        </message>
+        <message>
+            <source>No folder is attached to this chat: attach one first.</source>
+            <translation>Este chat no tiene ninguna carpeta adjunta: adjunte una primero.</translation>
         </message>
         <message>
             <source>The starter model is not on this machine yet.</source>
@@ -9251,6 +9378,253 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>Remove the token for {0}</source>
             <translation>Quitar el token de {0}</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolServerDialog</name>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>Añadir un servidor de herramientas</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Nombre</translation>
+        </message>
+        <message>
+            <source>for example files</source>
+            <translation>por ejemplo, archivos</translation>
+        </message>
+        <message>
+            <source>Command</source>
+            <translation>Comando</translation>
+        </message>
+        <message>
+            <source>or address</source>
+            <translation>o dirección</translation>
+        </message>
+        <message>
+            <source>Variables or headers</source>
+            <translation>Variables o cabeceras</translation>
+        </message>
+        <message>
+            <source>NAME=value, one on each line</source>
+            <translation>NOMBRE=valor, uno por línea</translation>
+        </message>
+        <message>
+            <source>or JSON</source>
+            <translation>o JSON</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Probar</translation>
+        </message>
+        <message>
+            <source>Keep</source>
+            <translation>Guardar</translation>
+        </message>
+        <message>
+            <source>Cancel</source>
+            <translation>Cancelar</translation>
+        </message>
+        <message>
+            <source>The command has a quote that does not end: correct it.</source>
+            <translation>El comando tiene una comilla sin cerrar: corríjalo.</translation>
+        </message>
+        <message>
+            <source>Each variable or header is NAME=value, on a line of its own.</source>
+            <translation>Cada variable o cabecera es NOMBRE=valor, en su propia línea.</translation>
+        </message>
+        <message>
+            <source>There is a server named {0}: choose another name.</source>
+            <translation>Ya hay un servidor llamado {0}: elija otro nombre.</translation>
+        </message>
+        <message>
+            <source>Starting…</source>
+            <translation>Iniciando…</translation>
+        </message>
+    </context>
+    <context>
+        <name>Tools</name>
+        <message>
+            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
+            <translation>El modelo llamó a {0} {1} veces con los mismos argumentos y se detuvo.</translation>
+        </message>
+        <message>
+            <source>The model called tools {0} times in a row, and was stopped.</source>
+            <translation>El modelo llamó a herramientas {0} veces seguidas y se detuvo.</translation>
+        </message>
+        <message>
+            <source>The model called more than {0} tools at once, and was stopped.</source>
+            <translation>El modelo llamó a más de {0} herramientas a la vez y se detuvo.</translation>
+        </message>
+        <message numerus="yes">
+            <source>It answers: {0} tools.</source>
+            <translation>
+                <numerusform>Responde: {0} herramienta.</numerusform>
+                <numerusform>Responde: {0} herramientas.</numerusform>
+            </translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>Los argumentos no son un objeto JSON.</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>La llamada se detuvo.</translation>
+        </message>
+        <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} se quitó o está desactivado.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Las herramientas no respondían y se detuvieron.</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>El proceso de las herramientas terminó.</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>No se pudo iniciar el proceso de las herramientas.</translation>
+        </message>
+        <message>
+            <source>not allowed</source>
+            <translation>no permitido</translation>
+        </message>
+        <message>
+            <source>failed</source>
+            <translation>falló</translation>
+        </message>
+        <message>
+            <source>done in {0}</source>
+            <translation>hecho en {0}</translation>
+        </message>
+        <message>
+            <source>stopped</source>
+            <translation>detenido</translation>
+        </message>
+        <message>
+            <source>running…</source>
+            <translation>en curso…</translation>
+        </message>
+        <message>
+            <source>waits for you</source>
+            <translation>espera su respuesta</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolsCard</name>
+        <message>
+            <source>Tools</source>
+            <translation>Herramientas</translation>
+        </message>
+        <message>
+            <source>Calculator</source>
+            <translation>Calculadora</translation>
+        </message>
+        <message>
+            <source>Computes what models get wrong. Runs without asking.</source>
+            <translation>Calcula lo que los modelos hacen mal. Se ejecuta sin preguntar.</translation>
+        </message>
+        <message>
+            <source>Clock</source>
+            <translation>Reloj</translation>
+        </message>
+        <message>
+            <source>Tells the date and the time. Runs without asking.</source>
+            <translation>Indica la fecha y la hora. Se ejecuta sin preguntar.</translation>
+        </message>
+        <message>
+            <source>Read a file</source>
+            <translation>Leer un archivo</translation>
+        </message>
+        <message>
+            <source>Of folders that are attached to the chat.</source>
+            <translation>De las carpetas adjuntas al chat.</translation>
+        </message>
+        <message>
+            <source>Run a batch</source>
+            <translation>Ejecutar un lote</translation>
+        </message>
+        <message>
+            <source>Starts a job that answers a prompt for each of many rows.</source>
+            <translation>Inicia una tarea que responde un prompt para cada una de muchas filas.</translation>
+        </message>
+        <message>
+            <source>Search documents</source>
+            <translation>Buscar en documentos</translation>
+        </message>
+        <message>
+            <source>Those that are attached to the chat. Runs without asking.</source>
+            <translation>Los que están adjuntos al chat. Se ejecuta sin preguntar.</translation>
+        </message>
+        <message>
+            <source>Offered to the model in chats where the switch at the message box is on. Before a tool runs you are asked, unless you allowed it.</source>
+            <translation>Se ofrecen al modelo en los chats en que el interruptor del cuadro de mensaje está activado. Antes de que se ejecute una herramienta se le pregunta, salvo que ya la haya permitido.</translation>
+        </message>
+        <message>
+            <source>Ask again for all</source>
+            <translation>Volver a preguntar por todas</translation>
+        </message>
+        <message>
+            <source>Always allowed</source>
+            <translation>Siempre permitidas</translation>
+        </message>
+        <message>
+            <source>Add…</source>
+            <translation>Añadir…</translation>
+        </message>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>Añadir un servidor de herramientas</translation>
+        </message>
+        <message>
+            <source>Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program runs on this PC with your rights: add only what you trust.</source>
+            <translation>Programas o direcciones que aportan herramientas mediante el Model Context Protocol, como una búsqueda web. Un programa se ejecuta en este PC con sus permisos: añada solo aquello en lo que confía.</translation>
+        </message>
+        <message>
+            <source>MCP servers</source>
+            <translation>Servidores MCP</translation>
+        </message>
+        <message>
+            <source>No tool yet.</source>
+            <translation>Todavía ninguna herramienta.</translation>
+        </message>
+        <message>
+            <source>Offer the tools of {0}</source>
+            <translation>Ofrecer las herramientas de {0}</translation>
+        </message>
+        <message>
+            <source>Edit…</source>
+            <translation>Editar…</translation>
+        </message>
+        <message>
+            <source>Edit {0}</source>
+            <translation>Editar {0}</translation>
+        </message>
+        <message>
+            <source>Remove</source>
+            <translation>Quitar</translation>
+        </message>
+        <message>
+            <source>Remove {0}</source>
+            <translation>Quitar {0}</translation>
+        </message>
+        <message>
+            <source>Its tools are asked for when a chat needs them.</source>
+            <translation>Sus herramientas se consultan cuando un chat las necesita.</translation>
+        </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>No tiene herramientas.</translation>
+        </message>
+        <message numerus="yes">
+            <source>{0} tools: {1}</source>
+            <translation>
+                <numerusform>{0} herramienta: {1}</numerusform>
+                <numerusform>{0} herramientas: {1}</numerusform>
+            </translation>
         </message>
     </context>
     <context>

@@ -971,6 +971,57 @@ négatif</translation>
         </message>
     </context>
     <context>
+        <name>CallRow</name>
+        <message>
+            <source>The model wants to call {0}.</source>
+            <translation>Le modèle veut appeler {0}.</translation>
+        </message>
+        <message>
+            <source>The model wants to call {0} of the server {1}.</source>
+            <translation>Le modèle veut appeler {0} du serveur {1}.</translation>
+        </message>
+        <message>
+            <source>Allow once</source>
+            <translation>Autoriser une fois</translation>
+        </message>
+        <message>
+            <source>Allow in this chat</source>
+            <translation>Autoriser dans cette discussion</translation>
+        </message>
+        <message>
+            <source>Always allow</source>
+            <translation>Toujours autoriser</translation>
+        </message>
+        <message>
+            <source>Deny</source>
+            <translation>Refuser</translation>
+        </message>
+        <message>
+            <source>Fold the call</source>
+            <translation>Replier l’appel</translation>
+        </message>
+        <message>
+            <source>Show arguments and result</source>
+            <translation>Afficher les arguments et le résultat</translation>
+        </message>
+        <message>
+            <source>unfolded</source>
+            <translation>déplié</translation>
+        </message>
+        <message>
+            <source>folded</source>
+            <translation>replié</translation>
+        </message>
+        <message>
+            <source>Arguments</source>
+            <translation>Arguments</translation>
+        </message>
+        <message>
+            <source>Result</source>
+            <translation>Résultat</translation>
+        </message>
+    </context>
+    <context>
         <name>Catalogue</name>
         <message>
             <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
@@ -1440,6 +1491,18 @@ négatif</translation>
         <message>
             <source>looking into the documents</source>
             <translation>consulte les documents</translation>
+        </message>
+        <message>
+            <source>starting the servers with the tools</source>
+            <translation>démarrage des serveurs d’outils</translation>
+        </message>
+        <message>
+            <source>waiting for you to allow a call</source>
+            <translation>attend votre autorisation pour un appel</translation>
+        </message>
+        <message>
+            <source>waiting for a tool</source>
+            <translation>attend un outil</translation>
         </message>
         <message>
             <source>waiting for another answer</source>
@@ -2205,6 +2268,14 @@ négatif</translation>
             <translation>Instructions que le modèle lit en premier</translation>
         </message>
         <message>
+            <source>The model may call tools in this chat</source>
+            <translation>Le modèle peut appeler des outils dans cette discussion</translation>
+        </message>
+        <message>
+            <source>Let the model call tools</source>
+            <translation>Laisser le modèle appeler des outils</translation>
+        </message>
+        <message>
             <source>Sampling: {0}</source>
             <translation>Échantillonnage : {0}</translation>
         </message>
@@ -2936,6 +3007,62 @@ négatif</translation>
         <message>
             <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
             <translation>Les réglages restent les mêmes : {0} tokens/s, et rien d’autre n’est meilleur.</translation>
+        </message>
+        <message>
+            <source>{0} did not answer within {1} seconds.</source>
+            <translation>{0} n’a pas répondu en {1} secondes.</translation>
+        </message>
+        <message>
+            <source>{0} did not speak MCP within {1} seconds of its start: check its command or address.</source>
+            <translation>{0} n’a pas parlé MCP dans les {1} secondes après son démarrage : vérifiez sa commande ou son adresse.</translation>
+        </message>
+        <message>
+            <source>{0} ended in the middle of it.</source>
+            <translation>{0} s’est arrêté en plein milieu.</translation>
+        </message>
+        <message>
+            <source>{0} sent more than {1} MB at once, and was stopped.</source>
+            <translation>{0} a envoyé plus de {1} Mo d’un coup et a été arrêté.</translation>
+        </message>
+        <message>
+            <source>{0} could not be started ({1}): check its command.</source>
+            <translation>{0} n’a pas pu être démarré ({1}) : vérifiez sa commande.</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP.</source>
+            <translation>{0} s’est arrêté, ou ne parle pas MCP.</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP. It wrote: {1}</source>
+            <translation>{0} s’est arrêté, ou ne parle pas MCP. Il a écrit : {1}</translation>
+        </message>
+        <message>
+            <source>Give the server a name.</source>
+            <translation>Donnez un nom au serveur.</translation>
+        </message>
+        <message>
+            <source>{0} needs either a command or an address: enter one of them.</source>
+            <translation>{0} a besoin d’une commande ou d’une adresse : indiquez l’une des deux.</translation>
+        </message>
+        <message>
+            <source>This is not JSON ({0}): paste the whole block.</source>
+            <translation>Ce n’est pas du JSON ({0}) : collez le bloc entier.</translation>
+        </message>
+        <message>
+            <source>The user did not allow this call.</source>
+            <translation>Cet appel n’a pas été autorisé.</translation>
+        </message>
+        <message>
+            <source>There is no tool of this name.</source>
+            <translation>Il n’y a pas d’outil de ce nom.</translation>
+        </message>
+        <message>
+            <source>The expression divides by zero.</source>
+            <translation>L’expression divise par zéro.</translation>
+        </message>
+        <message>
+            <source>No folder is attached to this chat: attach one first.</source>
+            <translation>Aucun dossier n’est joint à cette discussion : joignez-en un d’abord.</translation>
         </message>
         <message>
             <source>The starter model is not on this machine yet.</source>
@@ -9251,6 +9378,253 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>Remove the token for {0}</source>
             <translation>Supprimer le jeton pour {0}</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolServerDialog</name>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>Ajouter un serveur d’outils</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Nom</translation>
+        </message>
+        <message>
+            <source>for example files</source>
+            <translation>par exemple fichiers</translation>
+        </message>
+        <message>
+            <source>Command</source>
+            <translation>Commande</translation>
+        </message>
+        <message>
+            <source>or address</source>
+            <translation>ou adresse</translation>
+        </message>
+        <message>
+            <source>Variables or headers</source>
+            <translation>Variables ou en-têtes</translation>
+        </message>
+        <message>
+            <source>NAME=value, one on each line</source>
+            <translation>NOM=valeur, un par ligne</translation>
+        </message>
+        <message>
+            <source>or JSON</source>
+            <translation>ou JSON</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Tester</translation>
+        </message>
+        <message>
+            <source>Keep</source>
+            <translation>Conserver</translation>
+        </message>
+        <message>
+            <source>Cancel</source>
+            <translation>Annuler</translation>
+        </message>
+        <message>
+            <source>The command has a quote that does not end: correct it.</source>
+            <translation>La commande a un guillemet qui n’est pas fermé : corrigez-la.</translation>
+        </message>
+        <message>
+            <source>Each variable or header is NAME=value, on a line of its own.</source>
+            <translation>Chaque variable ou en-tête s’écrit NOM=valeur, sur sa propre ligne.</translation>
+        </message>
+        <message>
+            <source>There is a server named {0}: choose another name.</source>
+            <translation>Il y a déjà un serveur nommé {0} : choisissez un autre nom.</translation>
+        </message>
+        <message>
+            <source>Starting…</source>
+            <translation>Démarrage…</translation>
+        </message>
+    </context>
+    <context>
+        <name>Tools</name>
+        <message>
+            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
+            <translation>Le modèle a appelé {0} {1} fois avec les mêmes arguments et a été arrêté.</translation>
+        </message>
+        <message>
+            <source>The model called tools {0} times in a row, and was stopped.</source>
+            <translation>Le modèle a appelé des outils {0} fois de suite et a été arrêté.</translation>
+        </message>
+        <message>
+            <source>The model called more than {0} tools at once, and was stopped.</source>
+            <translation>Le modèle a appelé plus de {0} outils à la fois et a été arrêté.</translation>
+        </message>
+        <message numerus="yes">
+            <source>It answers: {0} tools.</source>
+            <translation>
+                <numerusform>Il répond : {0} outil.</numerusform>
+                <numerusform>Il répond : {0} outils.</numerusform>
+            </translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>Les arguments ne sont pas un objet JSON.</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>L’appel a été arrêté.</translation>
+        </message>
+        <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} a été supprimé ou est désactivé.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Les outils ne répondaient plus et ont été arrêtés.</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>Le processus des outils s’est terminé.</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>Le processus des outils n’a pas pu démarrer.</translation>
+        </message>
+        <message>
+            <source>not allowed</source>
+            <translation>non autorisé</translation>
+        </message>
+        <message>
+            <source>failed</source>
+            <translation>échec</translation>
+        </message>
+        <message>
+            <source>done in {0}</source>
+            <translation>terminé en {0}</translation>
+        </message>
+        <message>
+            <source>stopped</source>
+            <translation>arrêté</translation>
+        </message>
+        <message>
+            <source>running…</source>
+            <translation>en cours…</translation>
+        </message>
+        <message>
+            <source>waits for you</source>
+            <translation>vous attend</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolsCard</name>
+        <message>
+            <source>Tools</source>
+            <translation>Outils</translation>
+        </message>
+        <message>
+            <source>Calculator</source>
+            <translation>Calculatrice</translation>
+        </message>
+        <message>
+            <source>Computes what models get wrong. Runs without asking.</source>
+            <translation>Calcule ce que les modèles calculent mal. S’exécute sans demander.</translation>
+        </message>
+        <message>
+            <source>Clock</source>
+            <translation>Horloge</translation>
+        </message>
+        <message>
+            <source>Tells the date and the time. Runs without asking.</source>
+            <translation>Donne la date et l’heure. S’exécute sans demander.</translation>
+        </message>
+        <message>
+            <source>Read a file</source>
+            <translation>Lire un fichier</translation>
+        </message>
+        <message>
+            <source>Of folders that are attached to the chat.</source>
+            <translation>Dans les dossiers joints à la discussion.</translation>
+        </message>
+        <message>
+            <source>Run a batch</source>
+            <translation>Exécuter un lot</translation>
+        </message>
+        <message>
+            <source>Starts a job that answers a prompt for each of many rows.</source>
+            <translation>Lance une tâche qui répond à un prompt pour chacune de nombreuses lignes.</translation>
+        </message>
+        <message>
+            <source>Search documents</source>
+            <translation>Chercher dans les documents</translation>
+        </message>
+        <message>
+            <source>Those that are attached to the chat. Runs without asking.</source>
+            <translation>Ceux qui sont joints à la discussion. S’exécute sans demander.</translation>
+        </message>
+        <message>
+            <source>Offered to the model in chats where the switch at the message box is on. Before a tool runs you are asked, unless you allowed it.</source>
+            <translation>Proposés au modèle dans les discussions où l’interrupteur de la zone de message est activé. Avant qu’un outil s’exécute, on vous demande, sauf si vous l’avez autorisé.</translation>
+        </message>
+        <message>
+            <source>Ask again for all</source>
+            <translation>Redemander pour tous</translation>
+        </message>
+        <message>
+            <source>Always allowed</source>
+            <translation>Toujours autorisés</translation>
+        </message>
+        <message>
+            <source>Add…</source>
+            <translation>Ajouter…</translation>
+        </message>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>Ajouter un serveur d’outils</translation>
+        </message>
+        <message>
+            <source>Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program runs on this PC with your rights: add only what you trust.</source>
+            <translation>Programmes ou adresses qui apportent des outils par le Model Context Protocol, comme une recherche web. Un programme s’exécute sur ce PC avec vos droits : n’ajoutez que ce en quoi vous avez confiance.</translation>
+        </message>
+        <message>
+            <source>MCP servers</source>
+            <translation>Serveurs MCP</translation>
+        </message>
+        <message>
+            <source>No tool yet.</source>
+            <translation>Aucun outil pour l’instant.</translation>
+        </message>
+        <message>
+            <source>Offer the tools of {0}</source>
+            <translation>Proposer les outils de {0}</translation>
+        </message>
+        <message>
+            <source>Edit…</source>
+            <translation>Modifier…</translation>
+        </message>
+        <message>
+            <source>Edit {0}</source>
+            <translation>Modifier {0}</translation>
+        </message>
+        <message>
+            <source>Remove</source>
+            <translation>Supprimer</translation>
+        </message>
+        <message>
+            <source>Remove {0}</source>
+            <translation>Supprimer {0}</translation>
+        </message>
+        <message>
+            <source>Its tools are asked for when a chat needs them.</source>
+            <translation>Ses outils sont demandés quand une discussion en a besoin.</translation>
+        </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>Il n’a aucun outil.</translation>
+        </message>
+        <message numerus="yes">
+            <source>{0} tools: {1}</source>
+            <translation>
+                <numerusform>{0} outil : {1}</numerusform>
+                <numerusform>{0} outils : {1}</numerusform>
+            </translation>
         </message>
     </context>
     <context>

@@ -963,6 +963,57 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>CallRow</name>
+        <message>
+            <source>The model wants to call {0}.</source>
+            <translation>モデルが {0} を呼び出そうとしています。</translation>
+        </message>
+        <message>
+            <source>The model wants to call {0} of the server {1}.</source>
+            <translation>モデルがサーバー {1} の {0} を呼び出そうとしています。</translation>
+        </message>
+        <message>
+            <source>Allow once</source>
+            <translation>今回だけ許可</translation>
+        </message>
+        <message>
+            <source>Allow in this chat</source>
+            <translation>このチャットで許可</translation>
+        </message>
+        <message>
+            <source>Always allow</source>
+            <translation>常に許可</translation>
+        </message>
+        <message>
+            <source>Deny</source>
+            <translation>拒否</translation>
+        </message>
+        <message>
+            <source>Fold the call</source>
+            <translation>呼び出しを折りたたむ</translation>
+        </message>
+        <message>
+            <source>Show arguments and result</source>
+            <translation>引数と結果を表示</translation>
+        </message>
+        <message>
+            <source>unfolded</source>
+            <translation>展開</translation>
+        </message>
+        <message>
+            <source>folded</source>
+            <translation>折りたたみ</translation>
+        </message>
+        <message>
+            <source>Arguments</source>
+            <translation>引数</translation>
+        </message>
+        <message>
+            <source>Result</source>
+            <translation>結果</translation>
+        </message>
+    </context>
+    <context>
         <name>Catalogue</name>
         <message>
             <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
@@ -1426,6 +1477,18 @@ negative</source>
         <message>
             <source>looking into the documents</source>
             <translation>文書を調べています</translation>
+        </message>
+        <message>
+            <source>starting the servers with the tools</source>
+            <translation>ツールのサーバーを起動しています</translation>
+        </message>
+        <message>
+            <source>waiting for you to allow a call</source>
+            <translation>呼び出しの許可を待っています</translation>
+        </message>
+        <message>
+            <source>waiting for a tool</source>
+            <translation>ツールを待っています</translation>
         </message>
         <message>
             <source>waiting for another answer</source>
@@ -2186,6 +2249,14 @@ negative</source>
             <translation>モデルが最初に読む指示</translation>
         </message>
         <message>
+            <source>The model may call tools in this chat</source>
+            <translation>このチャットではモデルがツールを呼び出せます</translation>
+        </message>
+        <message>
+            <source>Let the model call tools</source>
+            <translation>モデルにツールの呼び出しを許可</translation>
+        </message>
+        <message>
             <source>Sampling: {0}</source>
             <translation>サンプリング: {0}</translation>
         </message>
@@ -2916,6 +2987,62 @@ negative</source>
         <message>
             <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
             <translation>設定はそのままです: {0} トークン/秒で、これ以上のものはありません。</translation>
+        </message>
+        <message>
+            <source>{0} did not answer within {1} seconds.</source>
+            <translation>{0} は {1} 秒以内に応答しませんでした。</translation>
+        </message>
+        <message>
+            <source>{0} did not speak MCP within {1} seconds of its start: check its command or address.</source>
+            <translation>{0} は起動後 {1} 秒以内に MCP で応答しませんでした。コマンドまたはアドレスを確認してください。</translation>
+        </message>
+        <message>
+            <source>{0} ended in the middle of it.</source>
+            <translation>{0} は途中で終了しました。</translation>
+        </message>
+        <message>
+            <source>{0} sent more than {1} MB at once, and was stopped.</source>
+            <translation>{0} は一度に {1} MB を超えて送信したため、停止しました。</translation>
+        </message>
+        <message>
+            <source>{0} could not be started ({1}): check its command.</source>
+            <translation>{0} を起動できませんでした ({1})。コマンドを確認してください。</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP.</source>
+            <translation>{0} は終了したか、MCP に対応していません。</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP. It wrote: {1}</source>
+            <translation>{0} は終了したか、MCP に対応していません。出力: {1}</translation>
+        </message>
+        <message>
+            <source>Give the server a name.</source>
+            <translation>サーバーに名前を付けてください。</translation>
+        </message>
+        <message>
+            <source>{0} needs either a command or an address: enter one of them.</source>
+            <translation>{0} にはコマンドかアドレスのどちらかが必要です。入力してください。</translation>
+        </message>
+        <message>
+            <source>This is not JSON ({0}): paste the whole block.</source>
+            <translation>JSON ではありません ({0})。ブロック全体を貼り付けてください。</translation>
+        </message>
+        <message>
+            <source>The user did not allow this call.</source>
+            <translation>この呼び出しは許可されませんでした。</translation>
+        </message>
+        <message>
+            <source>There is no tool of this name.</source>
+            <translation>この名前のツールはありません。</translation>
+        </message>
+        <message>
+            <source>The expression divides by zero.</source>
+            <translation>式がゼロで割っています。</translation>
+        </message>
+        <message>
+            <source>No folder is attached to this chat: attach one first.</source>
+            <translation>このチャットにフォルダーが添付されていません。先に添付してください。</translation>
         </message>
         <message>
             <source>The starter model is not on this machine yet.</source>
@@ -9214,6 +9341,251 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>Remove the token for {0}</source>
             <translation>{0}のトークンを削除</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolServerDialog</name>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>ツールのサーバーを追加</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>名前</translation>
+        </message>
+        <message>
+            <source>for example files</source>
+            <translation>例: files</translation>
+        </message>
+        <message>
+            <source>Command</source>
+            <translation>コマンド</translation>
+        </message>
+        <message>
+            <source>or address</source>
+            <translation>またはアドレス</translation>
+        </message>
+        <message>
+            <source>Variables or headers</source>
+            <translation>変数またはヘッダー</translation>
+        </message>
+        <message>
+            <source>NAME=value, one on each line</source>
+            <translation>NAME=値(1 行に 1 つ)</translation>
+        </message>
+        <message>
+            <source>or JSON</source>
+            <translation>または JSON</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>テスト</translation>
+        </message>
+        <message>
+            <source>Keep</source>
+            <translation>保存</translation>
+        </message>
+        <message>
+            <source>Cancel</source>
+            <translation>キャンセル</translation>
+        </message>
+        <message>
+            <source>The command has a quote that does not end: correct it.</source>
+            <translation>コマンドの引用符が閉じていません。修正してください。</translation>
+        </message>
+        <message>
+            <source>Each variable or header is NAME=value, on a line of its own.</source>
+            <translation>変数やヘッダーは 1 行に 1 つ、NAME=値 の形で入力してください。</translation>
+        </message>
+        <message>
+            <source>There is a server named {0}: choose another name.</source>
+            <translation>{0} という名前のサーバーがあります。別の名前にしてください。</translation>
+        </message>
+        <message>
+            <source>Starting…</source>
+            <translation>起動しています…</translation>
+        </message>
+    </context>
+    <context>
+        <name>Tools</name>
+        <message>
+            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
+            <translation>モデルが {0} を同じ引数で {1} 回呼び出したため、停止しました。</translation>
+        </message>
+        <message>
+            <source>The model called tools {0} times in a row, and was stopped.</source>
+            <translation>モデルがツールを {0} 回続けて呼び出したため、停止しました。</translation>
+        </message>
+        <message>
+            <source>The model called more than {0} tools at once, and was stopped.</source>
+            <translation>モデルが一度に {0} 個を超えるツールを呼び出したため、停止しました。</translation>
+        </message>
+        <message numerus="yes">
+            <source>It answers: {0} tools.</source>
+            <translation>
+                <numerusform>応答がありました: ツール {0} 個。</numerusform>
+            </translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>引数が JSON オブジェクトではありません。</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>呼び出しは停止されました。</translation>
+        </message>
+        <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} は削除されたか、オフになっています。</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>ツールが応答しないため、停止しました。</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>ツールのプロセスが終了しました。</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>ツールのプロセスを起動できませんでした。</translation>
+        </message>
+        <message>
+            <source>not allowed</source>
+            <translation>許可されませんでした</translation>
+        </message>
+        <message>
+            <source>failed</source>
+            <translation>失敗</translation>
+        </message>
+        <message>
+            <source>done in {0}</source>
+            <translation>{0} で完了</translation>
+        </message>
+        <message>
+            <source>stopped</source>
+            <translation>停止</translation>
+        </message>
+        <message>
+            <source>running…</source>
+            <translation>実行中…</translation>
+        </message>
+        <message>
+            <source>waits for you</source>
+            <translation>確認待ち</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolsCard</name>
+        <message>
+            <source>Tools</source>
+            <translation>ツール</translation>
+        </message>
+        <message>
+            <source>Calculator</source>
+            <translation>電卓</translation>
+        </message>
+        <message>
+            <source>Computes what models get wrong. Runs without asking.</source>
+            <translation>モデルが間違えやすい計算をします。確認なしで実行されます。</translation>
+        </message>
+        <message>
+            <source>Clock</source>
+            <translation>時計</translation>
+        </message>
+        <message>
+            <source>Tells the date and the time. Runs without asking.</source>
+            <translation>日付と時刻を伝えます。確認なしで実行されます。</translation>
+        </message>
+        <message>
+            <source>Read a file</source>
+            <translation>ファイルを読む</translation>
+        </message>
+        <message>
+            <source>Of folders that are attached to the chat.</source>
+            <translation>チャットに添付したフォルダーのファイルです。</translation>
+        </message>
+        <message>
+            <source>Run a batch</source>
+            <translation>バッチを実行</translation>
+        </message>
+        <message>
+            <source>Starts a job that answers a prompt for each of many rows.</source>
+            <translation>多数の行それぞれについてプロンプトに答えるジョブを開始します。</translation>
+        </message>
+        <message>
+            <source>Search documents</source>
+            <translation>文書を検索</translation>
+        </message>
+        <message>
+            <source>Those that are attached to the chat. Runs without asking.</source>
+            <translation>チャットに添付した文書です。確認なしで実行されます。</translation>
+        </message>
+        <message>
+            <source>Offered to the model in chats where the switch at the message box is on. Before a tool runs you are asked, unless you allowed it.</source>
+            <translation>入力欄のスイッチがオンのチャットで、モデルに提供されます。許可済みでない限り、ツールの実行前に確認します。</translation>
+        </message>
+        <message>
+            <source>Ask again for all</source>
+            <translation>すべて再び確認する</translation>
+        </message>
+        <message>
+            <source>Always allowed</source>
+            <translation>常に許可するもの</translation>
+        </message>
+        <message>
+            <source>Add…</source>
+            <translation>追加…</translation>
+        </message>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>ツールのサーバーを追加</translation>
+        </message>
+        <message>
+            <source>Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program runs on this PC with your rights: add only what you trust.</source>
+            <translation>ウェブ検索など、Model Context Protocol でツールを提供するプログラムやアドレスです。プログラムはこの PC であなたの権限で動きます。信頼できるものだけを追加してください。</translation>
+        </message>
+        <message>
+            <source>MCP servers</source>
+            <translation>MCP サーバー</translation>
+        </message>
+        <message>
+            <source>No tool yet.</source>
+            <translation>まだありません。</translation>
+        </message>
+        <message>
+            <source>Offer the tools of {0}</source>
+            <translation>{0} のツールを提供</translation>
+        </message>
+        <message>
+            <source>Edit…</source>
+            <translation>編集…</translation>
+        </message>
+        <message>
+            <source>Edit {0}</source>
+            <translation>{0} を編集</translation>
+        </message>
+        <message>
+            <source>Remove</source>
+            <translation>削除</translation>
+        </message>
+        <message>
+            <source>Remove {0}</source>
+            <translation>{0} を削除</translation>
+        </message>
+        <message>
+            <source>Its tools are asked for when a chat needs them.</source>
+            <translation>チャットで必要になったときにツールを問い合わせます。</translation>
+        </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>ツールがありません。</translation>
+        </message>
+        <message numerus="yes">
+            <source>{0} tools: {1}</source>
+            <translation>
+                <numerusform>ツール {0} 個: {1}</numerusform>
+            </translation>
         </message>
     </context>
     <context>

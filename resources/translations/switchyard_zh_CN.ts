@@ -963,6 +963,57 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>CallRow</name>
+        <message>
+            <source>The model wants to call {0}.</source>
+            <translation>模型想要调用 {0}。</translation>
+        </message>
+        <message>
+            <source>The model wants to call {0} of the server {1}.</source>
+            <translation>模型想要调用服务器 {1} 的 {0}。</translation>
+        </message>
+        <message>
+            <source>Allow once</source>
+            <translation>允许一次</translation>
+        </message>
+        <message>
+            <source>Allow in this chat</source>
+            <translation>在此对话中允许</translation>
+        </message>
+        <message>
+            <source>Always allow</source>
+            <translation>始终允许</translation>
+        </message>
+        <message>
+            <source>Deny</source>
+            <translation>拒绝</translation>
+        </message>
+        <message>
+            <source>Fold the call</source>
+            <translation>折叠调用</translation>
+        </message>
+        <message>
+            <source>Show arguments and result</source>
+            <translation>显示参数和结果</translation>
+        </message>
+        <message>
+            <source>unfolded</source>
+            <translation>已展开</translation>
+        </message>
+        <message>
+            <source>folded</source>
+            <translation>已折叠</translation>
+        </message>
+        <message>
+            <source>Arguments</source>
+            <translation>参数</translation>
+        </message>
+        <message>
+            <source>Result</source>
+            <translation>结果</translation>
+        </message>
+    </context>
+    <context>
         <name>Catalogue</name>
         <message>
             <source>Strong at reasoning, mathematics and code, with very long documents; for machines with a lot of memory.</source>
@@ -1426,6 +1477,18 @@ negative</source>
         <message>
             <source>looking into the documents</source>
             <translation>正在查阅文档</translation>
+        </message>
+        <message>
+            <source>starting the servers with the tools</source>
+            <translation>正在启动工具服务器</translation>
+        </message>
+        <message>
+            <source>waiting for you to allow a call</source>
+            <translation>正在等待您允许调用</translation>
+        </message>
+        <message>
+            <source>waiting for a tool</source>
+            <translation>正在等待工具</translation>
         </message>
         <message>
             <source>waiting for another answer</source>
@@ -2186,6 +2249,14 @@ negative</source>
             <translation>模型最先读取的指令</translation>
         </message>
         <message>
+            <source>The model may call tools in this chat</source>
+            <translation>模型可以在此对话中调用工具</translation>
+        </message>
+        <message>
+            <source>Let the model call tools</source>
+            <translation>让模型调用工具</translation>
+        </message>
+        <message>
             <source>Sampling: {0}</source>
             <translation>采样：{0}</translation>
         </message>
@@ -2916,6 +2987,62 @@ negative</source>
         <message>
             <source>The settings stay the same: {0} tokens/s, and nothing else is better.</source>
             <translation>设置保持不变：{0} token/秒，没有更好的选择。</translation>
+        </message>
+        <message>
+            <source>{0} did not answer within {1} seconds.</source>
+            <translation>{0} 未在 {1} 秒内应答。</translation>
+        </message>
+        <message>
+            <source>{0} did not speak MCP within {1} seconds of its start: check its command or address.</source>
+            <translation>{0} 启动后 {1} 秒内未以 MCP 应答：请检查其命令或地址。</translation>
+        </message>
+        <message>
+            <source>{0} ended in the middle of it.</source>
+            <translation>{0} 中途结束了。</translation>
+        </message>
+        <message>
+            <source>{0} sent more than {1} MB at once, and was stopped.</source>
+            <translation>{0} 一次发送超过 {1} MB，已停止。</translation>
+        </message>
+        <message>
+            <source>{0} could not be started ({1}): check its command.</source>
+            <translation>无法启动 {0}（{1}）：请检查其命令。</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP.</source>
+            <translation>{0} 已结束，或不支持 MCP。</translation>
+        </message>
+        <message>
+            <source>{0} ended, or does not speak MCP. It wrote: {1}</source>
+            <translation>{0} 已结束，或不支持 MCP。其输出：{1}</translation>
+        </message>
+        <message>
+            <source>Give the server a name.</source>
+            <translation>请给服务器命名。</translation>
+        </message>
+        <message>
+            <source>{0} needs either a command or an address: enter one of them.</source>
+            <translation>{0} 需要命令或地址之一：请输入其中一个。</translation>
+        </message>
+        <message>
+            <source>This is not JSON ({0}): paste the whole block.</source>
+            <translation>这不是 JSON（{0}）：请粘贴整个代码块。</translation>
+        </message>
+        <message>
+            <source>The user did not allow this call.</source>
+            <translation>此调用未获允许。</translation>
+        </message>
+        <message>
+            <source>There is no tool of this name.</source>
+            <translation>没有此名称的工具。</translation>
+        </message>
+        <message>
+            <source>The expression divides by zero.</source>
+            <translation>表达式除以零。</translation>
+        </message>
+        <message>
+            <source>No folder is attached to this chat: attach one first.</source>
+            <translation>此对话未附文件夹：请先附上一个。</translation>
         </message>
         <message>
             <source>The starter model is not on this machine yet.</source>
@@ -9214,6 +9341,251 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>Remove the token for {0}</source>
             <translation>移除 {0} 的令牌</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolServerDialog</name>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>添加工具服务器</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>名称</translation>
+        </message>
+        <message>
+            <source>for example files</source>
+            <translation>例如 files</translation>
+        </message>
+        <message>
+            <source>Command</source>
+            <translation>命令</translation>
+        </message>
+        <message>
+            <source>or address</source>
+            <translation>或地址</translation>
+        </message>
+        <message>
+            <source>Variables or headers</source>
+            <translation>变量或请求头</translation>
+        </message>
+        <message>
+            <source>NAME=value, one on each line</source>
+            <translation>NAME=值，每行一个</translation>
+        </message>
+        <message>
+            <source>or JSON</source>
+            <translation>或 JSON</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>测试</translation>
+        </message>
+        <message>
+            <source>Keep</source>
+            <translation>保留</translation>
+        </message>
+        <message>
+            <source>Cancel</source>
+            <translation>取消</translation>
+        </message>
+        <message>
+            <source>The command has a quote that does not end: correct it.</source>
+            <translation>命令中的引号未闭合：请更正。</translation>
+        </message>
+        <message>
+            <source>Each variable or header is NAME=value, on a line of its own.</source>
+            <translation>每个变量或请求头写作 NAME=值，各占一行。</translation>
+        </message>
+        <message>
+            <source>There is a server named {0}: choose another name.</source>
+            <translation>已有名为 {0} 的服务器：请选择其他名称。</translation>
+        </message>
+        <message>
+            <source>Starting…</source>
+            <translation>正在启动…</translation>
+        </message>
+    </context>
+    <context>
+        <name>Tools</name>
+        <message>
+            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
+            <translation>模型以相同参数调用 {0} 共 {1} 次，已停止。</translation>
+        </message>
+        <message>
+            <source>The model called tools {0} times in a row, and was stopped.</source>
+            <translation>模型连续 {0} 次调用工具，已停止。</translation>
+        </message>
+        <message>
+            <source>The model called more than {0} tools at once, and was stopped.</source>
+            <translation>模型一次调用了超过 {0} 个工具，已停止。</translation>
+        </message>
+        <message numerus="yes">
+            <source>It answers: {0} tools.</source>
+            <translation>
+                <numerusform>已应答：{0} 个工具。</numerusform>
+            </translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>参数不是 JSON 对象。</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>调用已停止。</translation>
+        </message>
+        <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} 已被移除或已关闭。</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>工具没有响应，已停止。</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>工具进程已结束。</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>无法启动工具进程。</translation>
+        </message>
+        <message>
+            <source>not allowed</source>
+            <translation>未允许</translation>
+        </message>
+        <message>
+            <source>failed</source>
+            <translation>失败</translation>
+        </message>
+        <message>
+            <source>done in {0}</source>
+            <translation>用时 {0}</translation>
+        </message>
+        <message>
+            <source>stopped</source>
+            <translation>已停止</translation>
+        </message>
+        <message>
+            <source>running…</source>
+            <translation>正在运行…</translation>
+        </message>
+        <message>
+            <source>waits for you</source>
+            <translation>等待您确认</translation>
+        </message>
+    </context>
+    <context>
+        <name>ToolsCard</name>
+        <message>
+            <source>Tools</source>
+            <translation>工具</translation>
+        </message>
+        <message>
+            <source>Calculator</source>
+            <translation>计算器</translation>
+        </message>
+        <message>
+            <source>Computes what models get wrong. Runs without asking.</source>
+            <translation>计算模型容易算错的内容。运行时不询问。</translation>
+        </message>
+        <message>
+            <source>Clock</source>
+            <translation>时钟</translation>
+        </message>
+        <message>
+            <source>Tells the date and the time. Runs without asking.</source>
+            <translation>告知日期和时间。运行时不询问。</translation>
+        </message>
+        <message>
+            <source>Read a file</source>
+            <translation>读取文件</translation>
+        </message>
+        <message>
+            <source>Of folders that are attached to the chat.</source>
+            <translation>来自对话所附的文件夹。</translation>
+        </message>
+        <message>
+            <source>Run a batch</source>
+            <translation>运行批处理</translation>
+        </message>
+        <message>
+            <source>Starts a job that answers a prompt for each of many rows.</source>
+            <translation>启动一个任务，针对多行逐一回答同一提示词。</translation>
+        </message>
+        <message>
+            <source>Search documents</source>
+            <translation>搜索文档</translation>
+        </message>
+        <message>
+            <source>Those that are attached to the chat. Runs without asking.</source>
+            <translation>对话所附的文档。运行时不询问。</translation>
+        </message>
+        <message>
+            <source>Offered to the model in chats where the switch at the message box is on. Before a tool runs you are asked, unless you allowed it.</source>
+            <translation>在消息框开关打开的对话中提供给模型。除非您已允许，否则工具运行前会询问您。</translation>
+        </message>
+        <message>
+            <source>Ask again for all</source>
+            <translation>全部重新询问</translation>
+        </message>
+        <message>
+            <source>Always allowed</source>
+            <translation>始终允许</translation>
+        </message>
+        <message>
+            <source>Add…</source>
+            <translation>添加…</translation>
+        </message>
+        <message>
+            <source>Add a server with tools</source>
+            <translation>添加工具服务器</translation>
+        </message>
+        <message>
+            <source>Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program runs on this PC with your rights: add only what you trust.</source>
+            <translation>通过 Model Context Protocol 提供工具（如网络搜索）的程序或地址。程序以您的权限在此电脑上运行：请只添加您信任的。</translation>
+        </message>
+        <message>
+            <source>MCP servers</source>
+            <translation>MCP 服务器</translation>
+        </message>
+        <message>
+            <source>No tool yet.</source>
+            <translation>暂无工具。</translation>
+        </message>
+        <message>
+            <source>Offer the tools of {0}</source>
+            <translation>提供 {0} 的工具</translation>
+        </message>
+        <message>
+            <source>Edit…</source>
+            <translation>编辑…</translation>
+        </message>
+        <message>
+            <source>Edit {0}</source>
+            <translation>编辑 {0}</translation>
+        </message>
+        <message>
+            <source>Remove</source>
+            <translation>移除</translation>
+        </message>
+        <message>
+            <source>Remove {0}</source>
+            <translation>移除 {0}</translation>
+        </message>
+        <message>
+            <source>Its tools are asked for when a chat needs them.</source>
+            <translation>对话需要时才查询其工具。</translation>
+        </message>
+        <message>
+            <source>It has no tools.</source>
+            <translation>它没有工具。</translation>
+        </message>
+        <message numerus="yes">
+            <source>{0} tools: {1}</source>
+            <translation>
+                <numerusform>{0} 个工具：{1}</numerusform>
+            </translation>
         </message>
     </context>
     <context>

@@ -12,10 +12,12 @@ from PySide6.QtCore import QObject, Signal
 from app.services.engine_client import EngineState
 from app.services.engine_request import ChatAnswer, Request, TuningRun
 from app.services.loading_pace import LoadingPace
+from engine.common.chat import Tool, ToolCall
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import ErrorCode
 from engine.common.model_info import ModelInfo
 from engine.protocol import (
+    Called,
     ChatMessage,
     Failed,
     Finished,
@@ -99,8 +101,9 @@ class ScriptedEngine(QObject):
         sampling: SamplingParams,
         remote: RemoteModel | None = None,
         chat: str = "",
+        tools: Sequence[Tool] = (),
     ) -> ChatAnswer:
-        command = Generate(f"r{len(self.requests)}", tuple(messages), sampling, remote, chat)
+        command = Generate(f"r{len(self.requests)}", tuple(messages), sampling, remote, chat, tuple(tools))
         answer = ChatAnswer(command, self._cancel, self)
         self.requests.append(answer)
         self._open.append(answer)
@@ -183,6 +186,13 @@ class ScriptedEngine(QObject):
         for text in texts:
             self._tokens[self.request_id] += 1
             self._now.deliver(Token(self.request_id, text, self._tokens[self.request_id]))
+
+    def call(self, *calls: tuple[str, str]) -> None:
+        """Ends the answer with calls of tools: their names and arguments."""
+        numbered = enumerate(calls, 10 * len(self.requests))
+        made = tuple(ToolCall(f"c{number}", name, arguments) for number, (name, arguments) in numbered)
+        self._now.deliver(Called(self.request_id, made))
+        self.finish()
 
     def finish(
         self, reason: FinishReason = "stop", *, prompt_tokens: int = 40, rate: float = 24.6, gave_way: str = ""

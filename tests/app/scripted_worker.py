@@ -46,7 +46,19 @@ class ScriptedEngine:
         self.info = None
 
     def begin(
-        self, messages, sampling, *, on_progress, on_text, on_reasoning, on_reused, cancelled, on_end, chat, on_begin
+        self,
+        messages,
+        sampling,
+        *,
+        on_progress,
+        on_text,
+        on_reasoning,
+        on_reused,
+        cancelled,
+        on_end,
+        chat,
+        on_begin,
+        **_tools,
     ):
         self._waiting.append((messages, on_progress, on_text, on_reasoning, cancelled, on_end))
 

@@ -6,6 +6,7 @@ What looks at every page (`test_scenes`, `screenshots`) walks through the same s
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.services import Services
 from app.services.settings import Settings
+from app.services.tools.servers import ToolServer
 from app.services.updates import UpdateStage
 from app.theme import ThemeController
 from app.views.batch import BatchPage
@@ -65,6 +67,7 @@ from engine.batch_files.job_watcher import PlacePace
 from engine.checkpoint.catalogue import read_catalogue
 from engine.checkpoint.downloads.queue import Download
 from engine.checkpoint.library import Listing
+from engine.common.chat import Tool
 from engine.common.config import EngineConfig
 from engine.common.errors import ErrorCode
 from engine.hardware.gpu_info import Vendor
@@ -1147,6 +1150,72 @@ def _chat_sources(stage: Stage) -> None:
     stage.until(lambda: all(each.is_read for each in chat.presenter.attachments))
 
 
+def _chat_tools(stage: Stage) -> None:
+    """Calls of tools, one of them opened, and the answer behind them."""
+    chat, engine = stage.chat, stage.engine
+    chat.presenter.set_tools(True)
+    chat._send("What are 17.5% of 2,340 litres, and how many buckets of 12 litres is that?")
+    stage.until(lambda: len(engine.requests) == 1)
+    engine.write("I will compute that in two steps.")
+    engine.call(("calculator", '{"expression": "0.175 * 2340"}'), ("calculator", '{"expression": "0.175 * 2340 /"}'))
+    stage.until(lambda: len(engine.requests) == 2)
+    engine.call(("calculator", '{"expression": "409.5 / 12"}'))
+    stage.until(lambda: len(engine.requests) == 3)
+    engine.write("17.5% of 2,340 litres are **409.5 litres**: 34 buckets of 12 litres, and an eighth of one more.")
+    engine.finish()
+    turn = chat.transcript.turns[-1]
+    assert isinstance(turn, AnswerMessage)
+    assert turn.calls is not None
+    next(iter(turn.calls.rows.values())).header.click()
+
+
+def _chat_tools_asking(stage: Stage) -> None:
+    """Whether a tool may run."""
+    chat, engine = stage.chat, stage.engine
+    schema = '{"type": "object", "properties": {"query": {"type": "string"}}}'
+    tools = (Tool("search_web", "Searches the web.", schema),)
+    stage.services.tools.put(ToolServer("web", "npx", ("-y", "web-search"), tools=tools))
+    chat.presenter.set_tools(True)
+    chat._send("When does the water tower open to visitors this weekend?")
+    stage.until(lambda: len(engine.requests) == 1)
+    engine.write("I will look that up.")
+    given = {"query": "water tower opening hours Saturday Sunday", "count": 5}
+    engine.call(("clock", "{}"), ("search_web", json.dumps(given)))
+    stage.until(lambda: bool(chat.presenter.queue.waiting_calls(chat.presenter.answering_id or "")))
+
+
+def _settings_tools(stage: Stage) -> None:
+    """Tools, and servers with them, in view."""
+    schema = '{"type": "object", "properties": {}}'
+    names = ("read_note", "search_notes", "write_note")
+    tools, listed = stage.services.tools, tuple(Tool(name, "", schema) for name in names)
+    command = ("-y", "@modelcontextprotocol/server-filesystem", "/home/me/Documents/notes of the waterworks")
+    tools.put(ToolServer("notes", "npx", command, tools=listed))
+    tools.put(ToolServer("web", url="https://search.example.org/mcp", is_on=False))
+    tools.problems["web"] = "web did not speak MCP within 30 seconds of its start: check its command or address."
+    tools.allow_always("notes/read_note")
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    stage.window.show_page(SETTINGS)
+    stage.breathe(50)
+    scroll = page.findChild(QScrollArea)
+    assert scroll is not None
+    scroll.verticalScrollBar().setValue(page.tools.y() - 8)
+
+
+def _settings_tool_server(stage: Stage) -> None:
+    """The dialog for a server with tools."""
+    _settings_tools(stage)
+    page = stage.window.page(SETTINGS)
+    assert isinstance(page, SettingsPage)
+    page.tools.edit(None)
+    dialog = page.tools.dialog
+    assert dialog is not None
+    dialog.pasted.setPlainText('{"mcpServers": {"files": {}}}')
+    dialog.test.click()
+    stage.dialog = dialog
+
+
 def _chat_passage(stage: Stage) -> None:
     """A source that was opened."""
     _chat_sources(stage)
@@ -1321,6 +1390,10 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "chat-sources": _chat_sources,
     "chat-passage": _chat_passage,
     "chat-pictures-here": _chat_pictures_here,
+    "chat-tools": _chat_tools,
+    "chat-tools-asking": _chat_tools_asking,
+    "settings-tools": _settings_tools,
+    "settings-tool-server": _settings_tool_server,
     "chat-pictures-unread": _chat_pictures_unread,
     "chat-elsewhere-models": _chat_elsewhere_models,
     "chat-elsewhere-question": _chat_elsewhere_question,

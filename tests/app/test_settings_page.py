@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PySide6.QtCore import Qt
@@ -26,6 +27,7 @@ from app.services.data_folder import planned_change
 from app.services.endpoints import Endpoints
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
+from app.services.tools.service import Tools
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
@@ -52,12 +54,16 @@ def server(settings: Settings) -> Iterator[ApiServer]:
 
 @pytest.fixture
 def page(qtbot: QtBot, settings: Settings, theme: ThemeController, server: ApiServer) -> Iterator[SettingsPage]:
-    result = SettingsPage(settings, theme, server, Endpoints(settings))
+    result = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(result)
     result.resize(1000, 800)
     result.show()
     yield result
     result.close_down()
+
+
+def _tools(settings: Settings) -> Tools:
+    return Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
 
 
 def _button(parent: QWidget, text: str) -> QPushButton:
@@ -114,7 +120,7 @@ def test_a_default_model_that_is_gone_is_still_shown(
     settings: Settings, theme: ThemeController, server: ApiServer, qtbot: QtBot
 ) -> None:
     settings.default_model = "gone"
-    page = SettingsPage(settings, theme, server, Endpoints(settings))
+    page = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(page)
     combo = page.model.findChild(QComboBox)
     assert combo is not None
@@ -286,7 +292,7 @@ def test_a_long_folder_is_shortened_in_its_middle_and_the_tooltip_says_it(
     folder = tmp_path / ("a-" + "very" * 30 + "-long-name")
     monkeypatch.setenv("SWITCHYARD_HOME", str(folder))
     theme.set_font_px(20)
-    page = SettingsPage(settings, theme, server, Endpoints(settings))
+    page = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(page)
     page.resize(640, 450)
     page.show()
@@ -353,7 +359,7 @@ def test_a_mirror_is_asked_unless_the_environment_names_another(
     assert page.hub.address.text() == endpoint_of(HUGGINGFACE) == "https://mirror.example/hf"
     monkeypatch.setenv("HF_ENDPOINT", "https://other.example")
     assert endpoint_of(HUGGINGFACE) == "https://other.example"
-    again = SettingsPage(settings, theme, server, Endpoints(settings))
+    again = SettingsPage(settings, theme, server, Endpoints(settings), _tools(settings))
     qtbot.addWidget(again)
     assert not again.hub.address.isEnabled()
     monkeypatch.delenv("HF_ENDPOINT")
@@ -380,3 +386,48 @@ def test_a_token_is_removed_with_the_host_it_is_for_in_sight(
     page.hub.tokens.buttons[0].click()
     qtbot.waitUntil(page.hub.tokens.isHidden)
     assert "None" in page.hub.tokens_words.text()
+
+
+def test_servers_with_tools_are_added_changed_and_removed(page: SettingsPage, settings: Settings) -> None:
+    card = page.tools
+    card.edit(None)
+    dialog = card.dialog
+    assert dialog is not None
+    dialog.keep.click()
+    assert dialog.trouble.text() == "Give the server a name."
+    dialog.name.setText("files")
+    dialog.command.setText("npx -y 'a server' \"")
+    dialog.keep.click()
+    assert "quote" in dialog.trouble.text()
+    dialog.command.setText("npx -y 'a server'")
+    dialog.variables.setPlainText("nothing")
+    dialog.keep.click()
+    assert "NAME=value" in dialog.trouble.text()
+    dialog.variables.setPlainText("KEY=a=b\n")
+    dialog.keep.click()
+    (kept,) = card._tools.servers
+    assert (kept.command, kept.args, kept.env) == ("npx", ("-y", "a server"), (("KEY", "a=b"),))
+    assert not dialog.isVisible()
+    card.edit(None)
+    dialog = card.dialog
+    assert dialog is not None
+    dialog.pasted.setPlainText('{"mcpServers": {"files": {"command": "x"}}}')
+    dialog.keep.click()
+    assert "named files" in dialog.trouble.text()
+    dialog.pasted.setPlainText('{"mcpServers": {"web": {"url": "https://example.org/mcp"}}}')
+    dialog.keep.click()
+    assert [each.name for each in card._tools.servers] == ["files", "web"]
+    card.edit(kept)
+    dialog = card.dialog
+    assert dialog is not None
+    assert (dialog.command.text(), dialog.pasted.isVisibleTo(dialog)) == ("npx -y 'a server'", False)
+    dialog.name.setText("notes")
+    dialog.keep.click()
+    assert [each.name for each in card._tools.servers] == ["notes", "web"]
+    for button in card.rows.findChildren(QPushButton):
+        if button.accessibleName() == "Remove web":
+            button.click()
+    assert [each.name for each in card._tools.servers] == ["notes"]
+    card.switches["clock"].click()
+    assert not settings.get("tool_clock", True)
+    assert settings.get("tool_servers", list[Any]())[0]["name"] == "notes"

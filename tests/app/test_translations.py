@@ -33,6 +33,7 @@ from app.services.api_server import ApiServer
 from app.services.endpoints import Endpoints
 from app.services.loading_pace import LoadingPace
 from app.services.settings import Settings
+from app.services.tools.service import Tools
 from app.theme import ThemeController
 from app.views.chat.model_picker import loading_words
 from app.views.settings import SettingsPage
@@ -221,7 +222,9 @@ def test_a_translation_is_shown(
     made = {(text.context, text.source): maker.Translation((f"«{text.source}»",) * forms[text]) for text in TEXTS}
     assert maker.write(tmp_path / "switchyard_de.ts", "de", TEXTS, made) == 0
     assert speak(system="de_CH", folder=tmp_path).language == "de"
-    page = SettingsPage(settings, theme, ApiServer(ScriptedEngine(), settings), Endpoints(settings))  # type: ignore[arg-type]
+    server = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
+    tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    page = SettingsPage(settings, theme, server, Endpoints(settings), tools)
     qtbot.addWidget(page)
     texts = {button.text() for button in page.findChildren(QPushButton)}
     assert {"«System»", "«Light»", "«Dark»", "«Licences»"} <= texts

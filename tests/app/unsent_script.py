@@ -37,6 +37,7 @@ page = ChatView(
     Documents(store),
     SavedPrompts(),
     SavedPresets(),
+    lambda: None,  # type: ignore[arg-type, return-value]
 )
 page.presenter.choose_model("endpoint:Here/m")
 picture = QImage(30, 20, QImage.Format.Format_RGB32)

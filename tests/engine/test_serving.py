@@ -197,6 +197,52 @@ def test_the_openai_package(running: Running) -> None:
             client.embeddings.create(model="mixtral", input="x")
 
 
+def test_results_of_tools_go_back_into_the_conversation_of_every_client(running: Running) -> None:
+    """Two rounds, each a required call whose result the next one reads."""
+    openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
+    ollama = pytest.importorskip("ollama")
+    seen: list[tuple[ChatMessage, ...]] = []
+    prompt = LiveRows.prompt
+
+    def spied(self: LiveRows, messages: tuple[ChatMessage, ...], *rest: Any) -> list[int]:
+        seen.append(messages)
+        return prompt(self, messages, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LiveRows, "prompt", spied)
+        with openai.OpenAI(base_url=f"{running.url}/v1", api_key="any", max_retries=0) as client:
+            turns: list[Any] = list(HELLO)
+            for _round in range(2):
+                asked = {"model": "mixtral", "messages": turns, "tools": [TOOL], "tool_choice": "required"}
+                chunks = client.chat.completions.create(**asked, stream=True, max_tokens=200)
+                deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+                (call,) = [each for delta in deltas for each in delta.tool_calls or ()]
+                turns.append({"role": "assistant", "tool_calls": [call.model_dump(exclude={"index"})]})
+                turns.append({"role": "tool", "tool_call_id": call.id, "content": "rain"})
+            flat = {"type": "function", **TOOL["function"]}  # type: ignore[dict-item]
+            items: list[Any] = [{"role": "user", "content": "Hello"}]
+            for _round in range(2):
+                asked = {"model": "mixtral", "input": items, "tools": [flat], "tool_choice": "required"}
+                (item,) = client.responses.create(**asked, max_output_tokens=200).output
+                items += [item, {"type": "function_call_output", "call_id": item.call_id, "output": "rain"}]
+        with anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0) as client:
+            turns = list(HELLO)
+            tool = {"name": "weather", "input_schema": TOOL["function"]["parameters"]}  # type: ignore[index]
+            for _round in range(2):
+                asked = {"model": "mixtral", "messages": turns, "tools": [tool], "tool_choice": {"type": "any"}}
+                (use,) = client.messages.create(**asked, max_tokens=200).content
+                result = {"type": "tool_result", "tool_use_id": use.id, "content": "rain"}
+                turns += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
+        turns = [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}]
+        turns.append({"role": "tool", "tool_name": "weather", "content": "rain"})
+        ollama.Client(host=running.url).chat("mixtral", turns, tools=[TOOL], options={"num_predict": 2})
+    assert [[turn.role for turn in messages] for messages in seen] == [
+        *[["user"], ["user", "assistant", "tool"]] * 3,
+        ["user", "assistant", "tool"],
+    ]
+    assert all(messages[-1].answers == messages[-2].tool_calls[0].id for messages in seen[1:6:2])
+
+
 def test_the_anthropic_package(running: Running) -> None:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=running.url, api_key="any", max_retries=0) as client:
@@ -310,7 +356,11 @@ def test_every_interface_sends_json_whatever_a_model_writes(streams: bool) -> No
             lines = [line.removeprefix("data: ") for line in answer.text.splitlines() if streams and "{" in line]
             for line in lines or [answer.text]:
                 json.loads(line, parse_constant=lambda constant: pytest.fail(f"{constant} is not JSON"))
-            assert (answer.status_code, "\ufffd" in answer.text, "null, null, null" in answer.text) == (200, True, True)
+            assert (
+                answer.status_code,
+                "\ufffd" in answer.text,
+                "null, 1.7976931348623157e+308, null" in answer.text,
+            ) == (200, True, True)
     finally:
         server.stop()
 

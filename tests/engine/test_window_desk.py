@@ -41,7 +41,7 @@ class OneScheduler(TinyEngine):
         return LiveRows(self.loaded, self.scheduler)
 
     def begin(self, messages: Any, sampling: SamplingParams, *, on_end: Any, on_begin: Any, **told: Any) -> None:
-        told.pop("on_reasoning")
+        del told["on_reasoning"], told["on_calls"]
         self.scheduler.submit(BatchRequest(0, tuple(messages), sampling=sampling, **told), on_end, on_begin)
 
     @property

@@ -7,16 +7,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 
+from engine.common.chat import Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.process.remote import RemoteChats
 from engine.process.requests import RequestQueue
-from engine.protocol import ChatMessage, Event, Failed, Finished, Generate, Token, decode, encode
+from engine.protocol import Called, ChatMessage, Event, Failed, Finished, Generate, Token, decode, encode
 from engine.remote.endpoint import Found, RemoteModel, endpoint_at
 from engine.telemetry.lanes import ELSEWHERE, WRITTEN_ELSEWHERE
 from engine.telemetry.recorder import RECORDER
@@ -93,6 +94,30 @@ def test_calls_of_a_server_s_own_tools_are_shown(process: Process, server: BadEn
     process.wait_for(Finished)
     text = "".join(event.text for event in process.events if isinstance(event, Token))
     assert text.strip() == '```\nsearch({"for": "rain"})\n```'
+
+
+def test_tools_are_offered_and_calls_of_them_come_back(process: Process, server: BadEndpoint) -> None:
+    def answer(asked: Asked) -> None:
+        asked.begin_stream()
+        function = {"name": "search", "arguments": '{"for": "rain"}'}
+        asked.chunk({"tool_calls": [{"index": 0, "id": "c", "function": function}]}, "tool_calls")
+        asked.raw(b"data: [DONE]\n\n")
+
+    server.answer = answer
+    tool = Tool("search", "Searches.", '{"type": "object"}')
+    remote = RemoteModel(endpoint_at(server.url, "rack"))
+    process.chats.begin(Generate("r", (ChatMessage("user", "Hi"),), SamplingParams(), remote, tools=(tool,)))
+    called = process.wait_for(Called)
+    assert isinstance(called, Called)
+    assert called.calls == (ToolCall("c", "search", '{"for": "rain"}'),)
+    process.wait_for(Finished)
+    assert server.posted[0].body["tools"][0]["function"]["name"] == "search"
+    unable = replace(endpoint_at(server.url, "old"), found=Found(lacks=("tools",)))
+    asked = Generate("s", (ChatMessage("user", "Hi"),), SamplingParams(), RemoteModel(unable), tools=(tool,))
+    process.chats.begin(asked)
+    failed = process.wait_for(Failed, "s")
+    assert isinstance(failed, Failed)
+    assert "takes no tools" in failed.message
 
 
 def test_only_what_was_chosen_is_sent(process: Process, server: BadEndpoint) -> None:

@@ -10,6 +10,8 @@ from app.services.chat_store.records import (
     MessageState,
     SearchHit,
     Source,
+    Step,
+    ToolUse,
     new_id,
 )
 from app.services.chat_store.store import ChatStore
@@ -27,5 +29,7 @@ __all__ = [
     "MessageTree",
     "SearchHit",
     "Source",
+    "Step",
+    "ToolUse",
     "new_id",
 ]

@@ -21,6 +21,7 @@ from app.services.chat_store.records import (
     Message,
     MessageState,
     Source,
+    Step,
     attachment_from_dict,
     attachment_to_dict,
     clean_text,
@@ -29,6 +30,8 @@ from app.services.chat_store.records import (
     sampling_to_json,
     sources_from_json,
     sources_to_json,
+    steps_from_json,
+    steps_to_json,
 )
 from app.services.chat_store.schema import transaction
 from engine.batch_files.documents import Part
@@ -40,7 +43,9 @@ PURGE_AFTER_S = 3600.0
 
 _LEAST_MOMENT, _LAST_MOMENT = 1.0, 2.0**32
 
-CONVERSATION_COLUMNS = "id, title, pinned, created_at, updated_at, system_prompt, sampling, model, draft, folder_id"
+CONVERSATION_COLUMNS = (
+    "id, title, pinned, created_at, updated_at, system_prompt, sampling, model, draft, folder_id, tools"
+)
 MESSAGE_COLUMNS = (
     "id, conversation_id, parent_id, role, content, state, reason, reason_code, model, created_at, stats, chosen, "
     "reasoning, reasoning_s"
@@ -50,7 +55,7 @@ _PLACES = ",".join("?" * len(MESSAGE_COLUMNS.split(",")))
 
 def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
     """A record from a row of CONVERSATION_COLUMNS."""
-    id_, title, pinned, created, updated, system_prompt, sampling, model, draft, folder_id = row
+    id_, title, pinned, created, updated, system_prompt, sampling, model, draft, folder_id, tools = row
     return Conversation(
         id=text_of(id_),
         title=text_of(title),
@@ -62,6 +67,7 @@ def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
         model=text_of(model),
         draft=text_of(draft),
         folder_id=text_of(folder_id),
+        tools=text_of(tools),
     )
 
 
@@ -78,6 +84,7 @@ def conversation_values(conversation: Conversation) -> tuple[Any, ...]:
         clean_text(conversation.model),
         clean_text(conversation.draft),
         conversation.folder_id,
+        conversation.tools,
     )
 
 
@@ -210,7 +217,7 @@ class ChatDatabase:
     def add_whole(self, conversation: Conversation, messages: Iterable[Message]) -> None:
         """As `add_conversations`, within `changing`."""
         self.connection.execute(
-            f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?)",
+            f"INSERT INTO conversations ({CONVERSATION_COLUMNS}) VALUES (?,?,?,?,?,?,?,?,?,?,?)",
             conversation_values(conversation),
         )
         for message in messages:
@@ -322,6 +329,11 @@ class ChatDatabase:
         with transaction(self.connection):
             self._insert_sources(message)
 
+    def set_steps(self, message: Message) -> None:
+        """What came before an answer's text, with the calls of tools in it."""
+        with transaction(self.connection):
+            self._insert_steps(message)
+
     def set_deleted(self, conversation_id: str, at: float | None) -> None:
         """Hide a conversation (`at` in Unix seconds), or restore it (None)."""
         with transaction(self.connection) as c:
@@ -339,7 +351,7 @@ class ChatDatabase:
         ask = self.connection.execute
         gone = "SELECT message_id FROM deleted_messages WHERE deleted_at < ?"
         ask(f"UPDATE messages SET content = '', reasoning = '', stats = NULL WHERE id IN ({gone})", (limit,))
-        for what in ("pictures", "attachments", "sources"):
+        for what in ("pictures", "attachments", "sources", "steps"):
             ask(f"DELETE FROM {what} WHERE message_id IN ({gone})", (limit,))
         leaves = (
             f"DELETE FROM messages WHERE id IN ({gone}) AND NOT EXISTS "
@@ -394,13 +406,14 @@ class ChatDatabase:
         )
         pictures, attachments = self._pictures(conversation_id), self._attachments(conversation_id)
         sources, folds = self._sources(conversation_id), self._folds(conversation_id)
-        deleted = self._deleted(conversation_id)
+        deleted, steps = self._deleted(conversation_id), self._steps(conversation_id)
         return tuple(
             dataclasses.replace(
                 each,
                 pictures=tuple(pictures.get(each.id, ())),
                 attachments=tuple(attachments.get(each.id, ())),
                 sources=sources.get(each.id, ()),
+                steps=steps.get(each.id, ()),
                 fold=folds.get(each.id),
                 deleted_at=deleted.get(each.id, 0.0),
             )
@@ -428,6 +441,15 @@ class ChatDatabase:
             (conversation_id,),
         )
         return {text_of(message_id): sources_from_json(text_of(listed)) for message_id, listed in rows}
+
+    def _steps(self, conversation_id: str) -> dict[str, tuple[Step, ...]]:
+        """By the ids of their answers."""
+        rows = self.connection.execute(
+            "SELECT message_id, listed FROM steps "
+            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
+            (conversation_id,),
+        )
+        return {text_of(message_id): steps_from_json(text_of(listed)) for message_id, listed in rows}
 
     def _folds(self, conversation_id: str) -> dict[str, Fold]:
         """By the ids of their messages."""
@@ -469,6 +491,8 @@ class ChatDatabase:
         self._attach("attachments", "message_id", message.id, message.attachments)
         if message.sources:
             self._insert_sources(message)
+        if message.steps:
+            self._insert_steps(message)
         if message.fold is not None:
             self._put_fold(message.id, message.fold)
         if message.deleted_at:
@@ -478,6 +502,12 @@ class ChatDatabase:
         self.connection.execute(
             "INSERT OR REPLACE INTO sources (message_id, listed) VALUES (?, ?)",
             (message.id, sources_to_json(message.sources)),
+        )
+
+    def _insert_steps(self, message: Message) -> None:
+        self.connection.execute(
+            "INSERT OR REPLACE INTO steps (message_id, listed) VALUES (?, ?)",
+            (message.id, steps_to_json(message.steps)),
         )
 
     def _attach(self, table: str, column: str, owner: str, attachments: Iterable[Attachment]) -> None:

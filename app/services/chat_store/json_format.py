@@ -25,6 +25,7 @@ from app.services.chat_store.records import (
     parts_from_list,
     sampling_from_dict,
     sources_from_list,
+    steps_from_list,
 )
 from app.services.chat_store.tree import sound
 from engine.common.chat import Picture
@@ -63,7 +64,7 @@ def to_json(chats: Iterable[tuple[Conversation, Iterable[Message]]], folders: It
 def _message_fields(message: Message) -> dict[str, Any]:
     fields = dataclasses.asdict(message)
     del fields["conversation_id"]
-    for name in ("attachments", "sources"):
+    for name in ("attachments", "sources", "steps"):
         if not fields[name]:
             del fields[name]
     if message.attachments:
@@ -126,6 +127,8 @@ def _conversation(raw: dict[str, Any]) -> Whole:
         model=_text(raw.get("model", "")),
         draft=_text(raw.get("draft", "")),
         folder_id=_text(raw.get("folder_id", "")),
+        # What may be called unasked is for this PC's own owner to say.
+        tools="[]" if raw.get("tools") else "",
     )
     return conversation, sound(_message(entry, conversation.id) for entry in raw["messages"])
 
@@ -154,6 +157,7 @@ def _message(raw: dict[str, Any], conversation_id: str) -> Message:
         pictures=tuple(map(_picture, raw.get("pictures", ()))),
         attachments=tuple(map(_attachment, raw.get("attachments", ()))),
         sources=sources_from_list(raw.get("sources", [])),
+        steps=steps_from_list(raw.get("steps", [])),
         fold=_fold(raw.get("fold")),
         deleted_at=max(_time(raw.get("deleted_at", 0.0)), 0.0),
     )

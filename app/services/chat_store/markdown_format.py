@@ -24,7 +24,7 @@ _THOUGHT = re.compile(
     r"(.*?)\n\n</details>\n<!-- switchyard:answer -->\n\n",
     re.DOTALL,
 )
-_SHOWN = re.compile(r"<!-- switchyard:pictures -->\n[^\n]*\n<!-- switchyard:text -->\n\n")
+_SHOWN = re.compile(r"<!-- switchyard:pictures -->\n(?:[^\n]*\n)*?<!-- switchyard:text -->\n\n")
 _FOREIGN = re.compile(r"^#{1,6}[ \t]*(you|user|human|assistant|system|system prompt)[ \t]*:?[ \t]*\r?$", re.I | re.M)
 _FOREIGN_ROLES: dict[str, Role] = {"assistant": "assistant", "system": "system", "system prompt": "system"}
 
@@ -46,7 +46,7 @@ def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
         parts.append(_turn("system", conversation.system_prompt))
     for message in path:
         by = " ".join(message.model.split()) if message.role == "assistant" else ""
-        parts.append(_turn(message.role, message.content, _folded(message) + _shown(message), by))
+        parts.append(_turn(message.role, message.content, _shown(message) + _folded(message), by))
     return "".join(parts)
 
 
@@ -64,8 +64,18 @@ def _folded(message: Message) -> str:
     return f"{head}{_escaped(message.reasoning)}\n\n</details>\n{_MARK}answer -->\n\n"
 
 
+def _called(message: Message) -> str:
+    """What tools an answer called, with what they returned, as sections that viewers fold."""
+    parts = []
+    for step in message.steps:
+        for call in step.calls:
+            summary = f"<summary>{_plain(call.name)}({_plain(call.arguments)[:200]})</summary>"
+            parts.append(f"<details>\n{summary}\n\n{_escaped(call.result)}\n\n</details>\n")
+    return "".join(parts)
+
+
 def _shown(message: Message) -> str:
-    """That a message had pictures and documents, which are not in this one, or an answer sources."""
+    """That a message had pictures and documents, which are not in this one, or an answer calls and sources."""
     count = len(message.pictures)
     named = [] if not count else ["A picture"] if count == 1 else [f"{count} pictures"]
     named += [_plain(one.name) for one in message.attachments]
@@ -75,7 +85,8 @@ def _shown(message: Message) -> str:
             f"[{one.number}] {_plain(one.name)}{f', page {one.page}' if one.page else ''}"
             for one in shown_sources(message)
         )
-    return f"{_MARK}pictures -->\n*{shown}*\n{_MARK}text -->\n\n" if shown else ""
+    shown = _called(message) + (f"*{shown}*\n" if shown else "")
+    return f"{_MARK}pictures -->\n{shown}{_MARK}text -->\n\n" if shown else ""
 
 
 def _plain(name: str) -> str:

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from engine.batch_files.documents import Part
 from engine.common.chat import Picture
@@ -101,6 +101,40 @@ class Source:
     is_best: bool = False
 
 
+CallState = Literal["asked", "running", "done", "failed", "denied"]
+"""Of a call: waiting to be allowed, and what became of it then.  Stored on disk: never rename one."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """A call of a tool in an answer.
+
+    Attributes:
+        id: by which the model's server knows it; `name` as the model called it.
+        arguments: a JSON object, as text.
+        result: what the tool returned, or in one sentence why it did not.
+        server: where the tool is from, for people to read; empty for those built in.
+        seconds: that it took.
+    """
+
+    id: str
+    name: str
+    arguments: str = "{}"
+    result: str = ""
+    state: CallState = "asked"
+    server: str = ""
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What a model wrote before it went on with the results of tools: a text, what it thought, and its calls."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: tuple[ToolUse, ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class Fold:
     """What a model gets instead of a message and all turns before it, on every path that leads through it.
@@ -133,6 +167,7 @@ class Message:
         pictures: what a user's message shows; never changed after it was added.
         attachments: documents that go with a user's message.
         sources: what an answer was given to read of documents.
+        steps: what came before `content` in an answer that called tools.
         fold: what is sent instead of it and of the turns before it, if anything is.
         deleted_at: when it was deleted, or 0; its place in the tree is kept for what follows it.
     """
@@ -154,6 +189,7 @@ class Message:
     pictures: tuple[Picture, ...] = ()
     attachments: tuple[Attachment, ...] = ()
     sources: tuple[Source, ...] = ()
+    steps: tuple[Step, ...] = ()
     fold: Fold | None = None
     deleted_at: float = 0.0
 
@@ -164,6 +200,7 @@ class Conversation:
 
     Attributes:
         folder_id: the folder that it lies in, or empty.
+        tools: empty where the model is offered none; else a JSON list of those that it may call unasked here.
     """
 
     id: str
@@ -176,6 +213,7 @@ class Conversation:
     model: str = ""
     draft: str = ""
     folder_id: str = ""
+    tools: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +348,35 @@ def sources_from_list(raw: object) -> tuple[Source, ...]:
     return tuple(one for one in found if isinstance(one, Source))
 
 
-def _record(kind: type[Attachment] | type[Source], raw: object) -> Attachment | Source | None:
+def steps_to_json(steps: Iterable[Step]) -> str:
+    """The steps as a JSON object."""
+    return json.dumps({"steps": [dataclasses.asdict(step) for step in steps]}, ensure_ascii=False)
+
+
+def steps_from_json(text: str) -> tuple[Step, ...]:
+    """Those that are sound."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError):
+        return ()
+    return steps_from_list(raw.get("steps")) if isinstance(raw, dict) else ()
+
+
+def steps_from_list(raw: object) -> tuple[Step, ...]:
+    """As `steps_from_json`, from parsed JSON."""
+    found = []
+    for entry in raw if isinstance(raw, list) else ():
+        if isinstance(entry, dict) and isinstance(entry.get("calls"), list):
+            calls = (_record(ToolUse, call) for call in entry["calls"])
+            uses = tuple(call for call in calls if isinstance(call, ToolUse) and call.state in get_args(CallState))
+            text, thought = (
+                clean_text(said) if isinstance(said := entry.get(name), str) else "" for name in ("text", "reasoning")
+            )
+            found.append(Step(text, thought, uses))
+    return tuple(found)
+
+
+def _record(kind: type[Attachment] | type[Source] | type[ToolUse], raw: object) -> Attachment | Source | ToolUse | None:
     """A record of plain fields; None if one that has no default is missing, or one is of another type."""
     if not isinstance(raw, dict):
         return None

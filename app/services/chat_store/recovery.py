@@ -37,6 +37,7 @@ from app.services.chat_store.records import (
     Source,
     attachment_from_dict,
     sources_from_json,
+    steps_from_json,
 )
 from app.services.chat_store.schema import check_contents, check_header, connect, damaged, is_damage, migrate
 from app.services.chat_store.tree import sound
@@ -53,7 +54,7 @@ _SURE_CHARACTERS = 16
 _MESSAGE_VALUES = tuple(1 + len(MESSAGE_COLUMNS.split(",")) - newer for newer in (0, 2))
 """Columns of a message, and of one that was written before there was reasoning."""
 
-_DELETED_AT = len(CONVERSATION_COLUMNS.split(","))
+_DELETED_AT = len(CONVERSATION_COLUMNS.split(",")) - 1
 """The column of a conversation, which stands before its folder."""
 
 _SIDE_FILES = ("-wal", "-shm")
@@ -196,6 +197,7 @@ def _salvage(path: Path) -> _Salvaged:
             picture = Picture(media_of(data), base64.b64encode(data).decode("ascii"))
             shown.setdefault(text_of(owner), []).append((place, picture))
     attached, sources = _documents(pages)
+    steps = {text_of(row.values[1]): steps_from_json(text_of(row.values[2])) for row in pages.rows(_is_steps)}
     folds = {text_of(row.values[1]): fold_from_row(row.values[2:]) for row in pages.rows(_is_fold) if row.is_whole}
     gone = {text_of(row.values[1]): float(row.values[2]) for row in pages.rows(_is_deletion)}  # type: ignore[arg-type]
     folders = {text_of(row.values[1]): folder_from_row(row.values[1:]) for row in pages.rows(_is_folder)}
@@ -222,6 +224,7 @@ def _salvage(path: Path) -> _Salvaged:
             pictures=_in_places(shown.get(each.id, ())),
             attachments=_in_places(attached.get(each.id, ())),
             sources=sources.get(each.id, ()),
+            steps=steps.get(each.id, ()),
             fold=folds.get(each.id),
             deleted_at=gone.get(each.id, 0.0),
         )
@@ -320,7 +323,7 @@ class _Index:
 
 def _is_conversation(values: tuple[Value, ...]) -> bool:
     return (
-        len(values) in (_DELETED_AT + 1, _DELETED_AT + 2)  # without a folder, and with one
+        len(values) in range(_DELETED_AT + 1, _DELETED_AT + 4)  # without a folder and tools, and with them
         and values[0] is None
         and all(isinstance(values[place], str | bytes) for place in (1, 2))
         and all(isinstance(values[place], int | float) for place in (3, 4, 5))
@@ -376,6 +379,10 @@ def _is_sources(values: tuple[Value, ...]) -> bool:
     return len(values) == 3 and isinstance(values[1], str) and isinstance(values[2], str) and values[2][:1] == "["
 
 
+def _is_steps(values: tuple[Value, ...]) -> bool:
+    return len(values) == 3 and isinstance(values[1], str) and isinstance(values[2], str) and values[2][:1] == "{"
+
+
 _Shown = TypeVar("_Shown", Picture, Attachment)
 
 
@@ -402,8 +409,8 @@ def _nearest(value: Value, allowed: Iterable[str]) -> str | None:
 
 
 def _conversation(row: Record) -> Conversation:
-    folder_id = row.values[_DELETED_AT + 1] if len(row.values) > _DELETED_AT + 1 else ""
-    return conversation_from_row((*row.values[1:_DELETED_AT], folder_id))
+    folder_id, tools = (*row.values[_DELETED_AT + 1 :], "", "")[:2]
+    return conversation_from_row((*row.values[1:_DELETED_AT], folder_id, tools))
 
 
 def _message(row: Record) -> Message:

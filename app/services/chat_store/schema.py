@@ -201,7 +201,21 @@ _VERSION_7: Migration = (
     """,
 )
 
-MIGRATIONS: tuple[Migration, ...] = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7)
+# Calls of tools in answers, and whether chats offer any.
+_VERSION_8: Migration = (
+    """
+    CREATE TABLE steps (
+        seq INTEGER PRIMARY KEY,
+        message_id TEXT NOT NULL UNIQUE REFERENCES messages (id) ON DELETE CASCADE,
+        listed TEXT NOT NULL
+    )
+    """,
+    "ALTER TABLE conversations ADD COLUMN tools TEXT NOT NULL DEFAULT ''",
+)
+
+MIGRATIONS: tuple[Migration, ...] = (
+    *(_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4, _VERSION_5, _VERSION_6, _VERSION_7, _VERSION_8),
+)
 """Entry n migrates a file of version n to version n + 1.  Append only."""
 
 BUSY_TIMEOUT_MS = 2000

@@ -264,6 +264,12 @@ class ChatStore(QObject):
             return
         self._write(lambda database: database.set_sources(answer))
 
+    def set_steps(self, answer: Message) -> None:
+        """Write what came before an answer's text, with the calls of tools in it."""
+        if self.leaves_out(answer.conversation_id):
+            return
+        self._write(lambda database: database.set_steps(answer))
+
     def document_parts(self, document_id: str, timeout_s: float = CLOSE_S) -> tuple[Part, ...]:
         """The text of a document; waits for the store, so not for the window's thread."""
         found: list[tuple[Part, ...]] = []

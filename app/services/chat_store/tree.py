@@ -181,7 +181,7 @@ def without_deleted(messages: Iterable[Message]) -> list[Message]:
         if message.deleted_at and message.id not in followed:
             continue
         followed.add(message.parent_id)
-        said = replace(message, content="", reasoning="", pictures=(), attachments=(), sources=())
+        said = replace(message, content="", reasoning="", pictures=(), attachments=(), sources=(), steps=())
         kept.append(said if message.deleted_at else message)
     return kept[::-1]
 

@@ -179,6 +179,22 @@ class Documents(QObject):
 
         self._asking.add(look, done, lambda _error: done(("", source.text, "")))
 
+    def find(
+        self,
+        attachments: Sequence[Attachment],
+        question: str,
+        done: Callable[[str], object],
+        failed: Callable[[Exception], object],
+    ) -> None:
+        """The passages of these documents that fit a question best, each with the name of its file; empty if none."""
+
+        def look() -> str:
+            self._ensure(attachments)
+            found = self._asked_index.search([one.id for one in attachments], question)
+            return "\n\n".join(f"{piece.name}\n{piece.text}" for piece in found)
+
+        self._asking.add(look, done, failed)
+
     def sample(self, attachment: Attachment, done: Callable[[tuple[str, ...]], object]) -> None:
         """Some pieces from all over a document, by which its tokens are counted."""
 

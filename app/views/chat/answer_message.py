@@ -13,6 +13,7 @@ from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import Message, MessageState
 from app.services.chat_store.records import shown_sources
 from app.theme import scaled, use_tabular_figures
+from app.views.chat.calls import CallsView
 from app.views.chat.icon_button import IconButton
 from app.views.chat.message_editor import MessageEditor
 from app.views.chat.phrases import phase_text, ran_out, stats_text, trouble_text
@@ -36,13 +37,14 @@ Action = Literal["regenerate", "branch", "continue", "restart", "stop", "delete"
 
 class AnswerMessage(QWidget):
     """Signals: `acted` (an `Action`), `edited` (another text), `version_stepped` (-1 or 1), `link_activated`,
-    `source_opened` (a `Source`)."""
+    `source_opened` (a `Source`), `decided` (see `CallsView`)."""
 
     acted = Signal(str)
     edited = Signal(str)
     version_stepped = Signal(int)
     link_activated = Signal(QUrl)
     source_opened = Signal(object)
+    decided = Signal(str, str)
 
     def __init__(self, row: MessageRow, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -54,6 +56,8 @@ class AnswerMessage(QWidget):
         self._looked_for = ""
         self.thought: Thought | None = None
         """What was thought before it, if anything was."""
+        self.calls: CallsView | None = None
+        """The tools that it called, if it called any."""
         self.body = AnswerView(self)
         self.body.link_activated.connect(self.link_activated)
         self.body.reference_activated.connect(self._open_reference)
@@ -115,6 +119,7 @@ class AnswerMessage(QWidget):
         self._row = row
         message = row.message
         streaming = message.state is MessageState.STREAMING
+        self._show_calls(message)
         self._show_thought(message)
         self.body.show_growing(message.content, grows=streaming)
         self.body.setVisible(bool(message.content) and self._editor is None)
@@ -191,11 +196,19 @@ class AnswerMessage(QWidget):
 
     # --- inside ---
 
+    def _show_calls(self, message: Message) -> None:
+        if message.steps and self.calls is None:
+            self.calls = CallsView(self)
+            self.calls.decided.connect(self.decided)
+            self._column.insertWidget(0, self.calls)
+        if self.calls is not None:
+            self.calls.set_message(message)
+
     def _show_thought(self, message: Message) -> None:
         if message.reasoning and self.thought is None:
             self.thought = thought = Thought(self)
             thought.link_activated.connect(self.link_activated)
-            self._column.insertWidget(0, thought)
+            self._column.insertWidget(self._column.indexOf(self.body), thought)
             before = self.body.previousInFocusChain()
             while before is not None and before.focusPolicy() == Qt.FocusPolicy.NoFocus:
                 before = before.previousInFocusChain()

@@ -72,6 +72,7 @@ from engine.common.settings import STARTER
 from engine.remote.endpoint import RemoteModel, called
 
 if TYPE_CHECKING:
+    from app.services.tools.service import Tools
     from app.views.chat.chat_transfer import ChatTransfer
     from app.views.chat.side_by_side import SideBySide
 
@@ -107,6 +108,7 @@ class ChatView(Page):
         documents: Documents,
         prompts: SavedPrompts,
         presets: SavedPresets,
+        tools: Callable[[], Tools],
         parent: QWidget | None = None,
     ) -> None:
         super().__init__(parent)
@@ -116,7 +118,7 @@ class ChatView(Page):
         self._endpoints = endpoints
         list_model = ConversationListModel(_group_title, translate("Chat", "New chat"), is_scratch=store.leaves_out)
         list_model.setParent(self)
-        self.presenter = ChatPresenter(client, store, settings, answers, endpoints, documents, list_model, self)
+        self.presenter = ChatPresenter(client, store, settings, answers, endpoints, documents, tools, list_model, self)
         self.documents = documents
         self.title_bar = TitleBar(client, library, self)
         self.picker = ModelPicker(client, settings, library, speeds, endpoints, self)
@@ -258,6 +260,8 @@ class ChatView(Page):
         self.transcript.version_stepped.connect(do.step_version)
         self.transcript.link_activated.connect(self._open_link)
         self.transcript.source_opened.connect(self._open_source)
+        self.transcript.decided.connect(do.decide)
+        self.composer.tools_wanted.connect(do.set_tools)
         self.transcript.attachment_opened.connect(self._open_attachment)
         self.empty.example_chosen.connect(self._send_example)
         self.empty.model_wanted.connect(self._choose_first)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from PySide6.QtCore import QEvent, QPoint, Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, QVBoxLayout, QWidget
 
+from app.icons import icon
 from app.models.context_use import ContextUse
 from app.services.chat_store import Attachment, Conversation
 from app.services.kept import SavedPresets
@@ -63,7 +64,7 @@ class SystemPromptPopover(Popover):
 class Composer(QFrame):
     """Signals: `sent` (the text), `stopped`, `edited` (the text after every key), and each setting after an edit;
     `files_wanted` and `folder_wanted` (choose some), `given` (what was pasted or dropped and is no text),
-    `picture_removed` (which) and `attachment_removed` (its id)."""
+    `picture_removed` (which), `attachment_removed` (its id) and `tools_wanted` (whether any are offered)."""
 
     sent = Signal(str)
     files_wanted = Signal()
@@ -75,6 +76,7 @@ class Composer(QFrame):
     edited = Signal(str)
     system_prompt_changed = Signal(str)
     sampling_changed = Signal(object)
+    tools_wanted = Signal(bool)
 
     def __init__(
         self,
@@ -89,7 +91,7 @@ class Composer(QFrame):
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)  # beside the box, which then gets it
         self._conversation: Conversation | None = None
         self._answering = False
-        self._is_fitting = self._must_fit = False
+        self._is_fitting = self._must_fit = self._shows_tools_in_menu = False
         self.box = GrowingEdit(self)
         self.box.setPlaceholderText(self.tr("Message Switchyard…"))
         self.box.setAccessibleName(self.tr("Message"))
@@ -106,6 +108,8 @@ class Composer(QFrame):
         self._shelves = (Shelf(self.attachments, self), Shelf(self.pictures, self))
         self._has_more = False
         self.attach_button = IconButton("attach", self.tr("Attach files or a folder"), self._choose, self)
+        self.tools_button = IconButton("tools", "", self._toggle_tools, self)
+        self.tools_button.setCheckable(True)
         self.system_button = self._chip(self.tr("System prompt"))
         self.system_button.clicked.connect(self.edit_system_prompt)
         self.sampling_button = self._chip("")
@@ -123,10 +127,11 @@ class Composer(QFrame):
             presets.changed.connect(self._on_presets)
         self._row = row = QHBoxLayout()
         row.setSpacing(SPACING_PX)
-        self._tools: list[IconButton] = [self.attach_button]
+        self._tools: list[IconButton] = [self.attach_button, self.tools_button]
         self._tool_row = QHBoxLayout()
         self._tool_row.setSpacing(TOOL_SPACING_PX)
         self._tool_row.addWidget(self.attach_button)
+        self._tool_row.addWidget(self.tools_button)
         row.addLayout(self._tool_row)
         row.addWidget(self.system_button)
         row.addWidget(self.sampling_button)
@@ -168,8 +173,21 @@ class Composer(QFrame):
         unset = self.tr("Instructions the model reads first")
         self.system_button.setToolTip(conversation.system_prompt[:400] or unset)
         self._show_sampling(conversation)
+        self._show_tools(offers=bool(conversation.tools))
         if with_draft:
             self.set_text(conversation.draft)
+
+    def _show_tools(self, *, offers: bool) -> None:
+        self.tools_button.setChecked(offers)
+        words = self.tr("The model may call tools in this chat") if offers else self.tr("Let the model call tools")
+        self.tools_button.setIcon(icon("tools", "accent" if offers else "muted"))
+        self._fit_meter()
+        self.tools_button.setToolTip(words)
+        self.tools_button.setAccessibleName(words)
+
+    def _toggle_tools(self) -> None:
+        self._show_tools(offers=self.tools_button.isChecked())
+        self.tools_wanted.emit(self.tools_button.isChecked())
 
     def set_model(self, model: ModelInfo | None) -> None:
         """The loaded model, whose own settings hold where a chat has none."""
@@ -224,6 +242,11 @@ class Composer(QFrame):
         menu.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         menu.addAction(self.tr("Files…"), self.files_wanted.emit)
         menu.addAction(self.tr("Folder…"), self.folder_wanted.emit)
+        menu.addSeparator()
+        tools = menu.addAction(self.tr("Let the model call tools"))
+        tools.setCheckable(True)
+        tools.setChecked(self.tools_button.isChecked())
+        tools.triggered.connect(self.tools_button.click)
         return menu
 
     def _choose(self) -> None:
@@ -272,16 +295,23 @@ class Composer(QFrame):
         metrics = self.system_button.fontMetrics()
         frame = self.system_button.sizeHint().width() - metrics.horizontalAdvance(self.system_button.text())
         all_tools = sum(_width(tool) + TOOL_SPACING_PX for tool in self._tools)
-        extra = self._tools[-2] if len(self._tools) > 2 else None
+        extra = self._tools[-2] if len(self._tools) > 3 else None
         fewer_tools = all_tools - (_width(extra) + TOOL_SPACING_PX if extra is not None else 0)
+        # The switch for tools is in the menu of the button before it, too, which then shows whether it is on.
+        fewest = fewer_tools - _width(self.tools_button) - TOOL_SPACING_PX
         left, is_short, tools = 0, False, all_tools
-        for is_short, tools in ((False, all_tools), (True, all_tools), (True, fewer_tools)):
+        for is_short, tools in ((False, all_tools), (True, all_tools), (True, fewer_tools), (True, fewest)):
             name = metrics.horizontalAdvance(self._system_name(is_short=is_short))
             left = room - tools - max(frame + name, LEAST_CHIP_PX)
             if left >= self.meter.least_width:
                 break
         if extra is not None:
             extra.setVisible(tools == all_tools)
+        self.tools_button.setVisible(tools >= fewer_tools)
+        offers = self.tools_button.isChecked() and tools < fewer_tools
+        if offers != self._shows_tools_in_menu:
+            self._shows_tools_in_menu = offers
+            self.attach_button.setIcon(icon("attach", "accent" if offers else "muted"))
         if self.system_button.text() != self._system_name(is_short=is_short):
             self._name_system(is_short=is_short)
         self.meter.fit(left)

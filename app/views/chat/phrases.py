@@ -34,6 +34,12 @@ def phase_text(phase: Phase) -> str:
         return translate("Chat", "waiting for the model to load") + part
     if phase.stage is Stage.LOOKING_UP:
         return translate("Chat", "looking into the documents")
+    if phase.stage is Stage.STARTING_TOOLS:
+        return translate("Chat", "starting the servers with the tools")
+    if phase.stage is Stage.ALLOWING:
+        return translate("Chat", "waiting for you to allow a call")
+    if phase.stage is Stage.CALLING:
+        return translate("Chat", "waiting for a tool")
     if phase.stage is Stage.QUEUED:
         return translate("Chat", "waiting for another answer")
     if phase.stage is Stage.ASKING:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
+from app.engine_words import said
 from app.models.conversation import ConversationModel
 from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
-from app.services.answer_queue import AnswerQueue, instructions_with, prompt_of
+from app.services.answer_queue import AnswerQueue, Stage, ToolOffer, instructions_with, prompt_of
 from app.services.chat_store import Attachment, ChatStore, Conversation, Message, MessageState, MessageTree, new_id
 from app.services.chat_store.records import new_conversation
 from app.services.chat_store.tree import without_deleted
@@ -25,6 +27,11 @@ from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.remote.endpoint import RemoteModel, is_remote
+
+if TYPE_CHECKING:
+    from app.services.tools.service import Tools
+
+Permission = Literal["once", "chat", "always", "deny"]
 
 DRAFT_MS = 400
 ROOM_UNKNOWN = 2500
@@ -71,6 +78,7 @@ class ChatPresenter(QObject):
         answers: AnswerQueue,
         endpoints: Endpoints,
         documents: Documents,
+        tools: Callable[[], Tools],
         list_model: ConversationListModel,
         parent: QObject | None = None,
         *,
@@ -82,6 +90,7 @@ class ChatPresenter(QObject):
         self._settings = settings
         self._endpoints = endpoints
         self._documents = documents
+        self._tools = tools
         self._now = now
         self.list_model = list_model
         self.model = ConversationModel(self)
@@ -439,6 +448,31 @@ class ChatPresenter(QObject):
         self.list_model.put(conversation)
         self._show(conversation, MessageTree(copies), stored=True)
 
+    def set_tools(self, offers: bool) -> None:
+        """Offer tools to who answers in this chat, or none."""
+        self._store_if_new()
+        self._change(self._conversation.id, tools="[]" if offers else "")
+
+    def decide(self, message_id: str, call_id: str, answer: Permission) -> None:
+        """Let a call of a tool run, or not; with `chat` and `always` further ones of the same tool, too."""
+        if message_id not in self.model.tree:
+            return
+        tools = self._tools()
+        uses = [use for step in self.model.tree[message_id].steps for use in step.calls]
+        name = next((use.name for use in uses if use.id == call_id), "")
+        offered = next((each for each in tools.offered() if each.tool.name == name), None)
+        if offered is not None and answer == "always":
+            tools.allow_always(offered.key)
+        if offered is not None and answer == "chat":
+            allowed = sorted({*allowed_in(self._conversation), offered.key})
+            self._change(self._conversation.id, tools=json.dumps(allowed))
+            self.queue.allow_in_chat(message_id, offered.key)
+        self.queue.decide(message_id, call_id, allowed=answer != "deny")
+        if answer in ("chat", "always"):
+            for other in uses:
+                if other.name == name and other.id in self.queue.waiting_calls(message_id):
+                    self.queue.decide(message_id, other.id, allowed=True)
+
     def step_version(self, message_id: str, offset: int) -> None:
         """Show another version of a turn, and what follows it."""
         sibling = self.model.tree.sibling(message_id, offset)
@@ -550,6 +584,7 @@ class ChatPresenter(QObject):
         """Asks as the chat does, or in a way of its own."""
         way = way or Way(self._conversation.model, self._conversation.sampling)
         remote = self._endpoints.find(way.model)
+        with_tools = self._conversation.tools
         answer = Message(
             new_id(), self._conversation.id, parent_id, "assistant", "", MessageState.STREAMING, created_at=self._now()
         )
@@ -559,12 +594,45 @@ class ChatPresenter(QObject):
         self._store.add_message(answer)
         if is_remote(way.model) and remote is None:
             self.queue.refuse(answer, gone_text(way.model))
-        elif any(message.attachments for message in lineage):
-            self._ask_with_documents(answer, instructions, lineage, way.sampling, remote)
+        elif with_tools:
+            self.queue.hold(answer, Stage.STARTING_TOOLS)
+            self._tools().when_known(lambda: self._ask_with_tools(answer, instructions, lineage, way.sampling, remote))
         else:
-            messages = prompt_of(instructions, lineage, sees=self._sees(remote))
-            self.queue.ask(answer, messages, way.sampling, remote)
+            self._ask(answer, instructions, lineage, way.sampling, remote)
         return answer.id
+
+    def _ask_with_tools(
+        self,
+        answer: Message,
+        instructions: str,
+        lineage: Sequence[Message],
+        sampling: SamplingParams | None,
+        remote: RemoteModel | None,
+    ) -> None:
+        """Asks once it is known which tools there are."""
+        if not self.queue.is_held(answer.id):
+            return  # it was stopped
+        tools, chat = self._tools(), self.list_model.conversation(answer.conversation_id) or self._conversation
+        if tools.problems:
+            self.told.emit(" ".join(map(said, tools.problems.values())))
+        attached = {one.id: one for message in lineage for one in message.attachments}
+        offer = ToolOffer(tools, tools.offered(), allowed_in(chat), tuple(attached.values()))
+        self._ask(answer, instructions, lineage, sampling, remote, offer if offer.offered else None)
+
+    def _ask(
+        self,
+        answer: Message,
+        instructions: str,
+        lineage: Sequence[Message],
+        sampling: SamplingParams | None,
+        remote: RemoteModel | None,
+        offer: ToolOffer | None = None,
+    ) -> None:
+        if any(message.attachments for message in lineage):
+            self._ask_with_documents(answer, instructions, lineage, sampling, remote, offer)
+        else:
+            messages = prompt_of(instructions, lineage, sees=self._sees(remote), calls=offer is not None)
+            self.queue.ask(answer, messages, sampling, remote, offer)
 
     def _ask_with_documents(
         self,
@@ -573,6 +641,7 @@ class ChatPresenter(QObject):
         lineage: Sequence[Message],
         sampling: SamplingParams | None,
         remote: RemoteModel | None,
+        offer: ToolOffer | None,
     ) -> None:
         """Asks once it has been found out what the model is given to read of them."""
         sees = self._sees(remote)
@@ -587,8 +656,9 @@ class ChatPresenter(QObject):
                 self._on_answer(told)
             if given.left_out:
                 self.told.emit(left_out_text(given.left_out))
-            messages = prompt_of(instructions, lineage, sees=sees, given=given.before)
-            self.queue.ask(told, messages, sampling, remote)
+            calls = offer is not None
+            messages = prompt_of(instructions, lineage, sees=sees, given=given.before, calls=calls)
+            self.queue.ask(told, messages, sampling, remote, offer)
 
         def ask_without(error: Exception) -> None:
             self.told.emit(not_looked_into_text(error))
@@ -669,6 +739,15 @@ class ChatPresenter(QObject):
         self._attached.setdefault(conversation.id, pictures)
         self._unsent.setdefault(conversation.id, attachments)
         self._show(known, tree, stored=True)
+
+
+def allowed_in(conversation: Conversation) -> tuple[str, ...]:
+    """Keys of the tools that may run unasked in a chat."""
+    try:
+        kept = json.loads(conversation.tools or "[]")
+    except ValueError:
+        return ()
+    return tuple(str(each) for each in kept) if isinstance(kept, list) else ()
 
 
 def _title_without_text(attachments: Sequence[Attachment]) -> str:

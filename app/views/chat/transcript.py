@@ -42,6 +42,7 @@ class Transcript(QScrollArea):
         rows_wanted: the text of a user's message, to be asked of every row of a file.
         link_activated: a link in an answer.
         source_opened: a `Source` of an answer.
+        decided: ids of an answer and of a call in it, and a `Permission`.
         attachment_opened: an `Attachment` of a message.
     """
 
@@ -54,6 +55,7 @@ class Transcript(QScrollArea):
     rows_wanted = Signal(str)
     link_activated = Signal(QUrl)
     source_opened = Signal(object)
+    decided = Signal(str, str, str)
     attachment_opened = Signal(object)
 
     def __init__(self, model: ConversationModel, thumbnails: Thumbnails, parent: QWidget | None = None) -> None:
@@ -225,6 +227,7 @@ class Transcript(QScrollArea):
             turn.acted.connect(lambda action: self.acted.emit(message.id, action))
             turn.link_activated.connect(self.link_activated)
             turn.source_opened.connect(self.source_opened)
+            turn.decided.connect(lambda call, answer: self.decided.emit(message.id, call, answer))
             turn.set_engine_down(self._engine_is_down)
         turn.edited.connect(lambda text: self.edited.emit(message.id, text))
         turn.version_stepped.connect(lambda step: self.version_stepped.emit(message.id, step))

@@ -29,6 +29,7 @@ from app.services.data_folder import (
 )
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
+from app.services.tools.service import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
 from app.views.settings.about import AboutCard
@@ -39,6 +40,7 @@ from app.views.settings.kept import KeptCard
 from app.views.settings.model import ModelCard
 from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
+from app.views.settings.tools import ToolsCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.card import muted_label
 from app.widgets.page import TUNE, Page
@@ -149,6 +151,7 @@ class SettingsPage(Page):
         theme: ThemeController,
         server: ApiServer,
         endpoints: Endpoints,
+        tools: Tools,
         updates: Updates | None = None,
         parent: QWidget | None = None,
     ) -> None:
@@ -166,6 +169,7 @@ class SettingsPage(Page):
         self._add_rows(TRAY_CARD)
         self.cards[SERVER_CARD] = self.others = OtherProgramsCard(settings, server, self)
         self.cards["servers"] = self.servers = ServersCard(endpoints, self)
+        self.cards["tools"] = self.tools = ToolsCard(tools, self)
         self.cards["hub"] = self.hub = HubCard(self)
         self._add_rows(MONITOR_CARD)
         for name in dict.fromkeys(each.card for each in kept_settings().values() if each.name):

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -141,7 +142,7 @@ class Tools:
             found = [part["properties"] for part in _parts(schema, root) if isinstance(part.get("properties"), Mapping)]
             declared = {key: each for keys in reversed(found) for key, each in keys.items()}
             return {key: self._typed(declared.get(key), root, each) for key, each in text.items()}
-        kinds = _kinds(schema, root, {})
+        kinds = allowed_kinds(schema, root)
         if kinds == {"string"}:
             return text
         kind, meant = _LAX_WORDS.get(text.strip().lower(), ("", None))
@@ -190,7 +191,7 @@ _MEANT = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v":
 
 
 def _value(source: Arriving, depth: int = 0) -> Reading[Any]:
-    """A value as JSON, Python or Gemma writes it; numbers that JSON cannot say are null."""
+    """A value as JSON, Python or Gemma writes it; what JSON cannot say is null, or the largest number."""
     if depth > DEEPEST:
         raise NoCall
     yield from source.run(_SPACE)
@@ -212,7 +213,7 @@ def _value(source: Arriving, depth: int = 0) -> Reading[Any]:
         value = float(word) if any(number.groups()) else int(word)
     except ValueError:  # thousands of digits
         raise NoCall from None
-    return value if isinstance(value, int) or math.isfinite(value) else None
+    return value if isinstance(value, int) or math.isfinite(value) else math.copysign(sys.float_info.max, value)
 
 
 def _list(source: Arriving, depth: int) -> Reading[list[Any]]:
@@ -327,6 +328,11 @@ def _referred(schema: Mapping[str, Any], root: Any) -> Any:
         else:
             place = place.get(step) if isinstance(place, Mapping) else None
     return place
+
+
+def allowed_kinds(schema: Any, root: Any) -> set[str]:
+    """The JSON types that a schema allows; empty if it does not say."""
+    return _kinds(schema, root, {})
 
 
 def _kinds(schema: Any, root: Any, known: dict[int, set[str]]) -> set[str]:

@@ -95,6 +95,11 @@ class ConstrainedAnswer:
         self._check()
         return bool(self._matcher.is_stopped())
 
+    def takes(self, ids: list[int]) -> bool:
+        """Goes on behind these tokens, if all of them may come next and do not complete it."""
+        is_fit = bool(self._matcher.try_consume_tokens(ids) == len(ids)) and not self._matcher.is_error()
+        return is_fit and not self._matcher.is_stopped()
+
     def _check(self) -> None:
         if self._matcher.is_error():
             raise unfit(self._matcher.get_error())

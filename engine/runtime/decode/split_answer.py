@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from engine.common.chat import Tool, ToolCall
 from engine.common.config import SamplingParams, Thinking
 from engine.families.replies.reader import Part, ReplyReader, Spoken, Thought, form_of, reply_reader
 from engine.runtime.decode.after_thought import AfterThought
@@ -75,15 +76,21 @@ class SplitAnswer:
         family: the `model_type` of who gives it.
         on_text: takes the answer's text.
         on_reasoning: takes the text of the reasoning.
+        tools: those that may be called.
 
     Attributes:
-        text, reasoning: all that came.
+        text, reasoning, calls: all that came.
     """
 
     def __init__(
-        self, family: str, on_text: TextCallback = ignore_text, on_reasoning: TextCallback = ignore_text
+        self,
+        family: str,
+        on_text: TextCallback = ignore_text,
+        on_reasoning: TextCallback = ignore_text,
+        tools: tuple[Tool, ...] = (),
     ) -> None:
-        self._family, self._on_text, self._on_reasoning = family, on_text, on_reasoning
+        self._family, self._on_text, self._on_reasoning, self._tools = family, on_text, on_reasoning, tools
+        self.calls: list[ToolCall] = []
         self._reader: ReplyReader | None = None
         self._texts: list[str] = []
         self._thoughts: list[str] = []
@@ -91,8 +98,8 @@ class SplitAnswer:
 
     def begin(self, thinks: bool) -> None:
         """The prompt is known; `thinks` if it has opened the reasoning.  Whatever came before is forgotten."""
-        self._reader = reply_reader(self._family, (), thinks=thinks, is_call=False)
-        self._texts, self._thoughts = [], []
+        self._reader = reply_reader(self._family, self._tools, thinks=thinks, is_call=False)
+        self._texts, self._thoughts, self.calls = [], [], []
 
     def take(self, text: str, tokens: int) -> None:
         """See `TextCallback`: more of what the model writes."""
@@ -115,6 +122,7 @@ class SplitAnswer:
     def _tell(self, parts: Sequence[Part]) -> None:
         thought = "".join(part.text for part in parts if isinstance(part, Thought))
         text = "".join(part.text for part in parts if isinstance(part, Spoken))
+        self.calls += [part for part in parts if isinstance(part, ToolCall)]
         if thought:
             self._thoughts.append(thought)
             self._on_reasoning(thought, self._tokens)

@@ -7,12 +7,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.batch_files.rows import Constraint
-from engine.common.chat import ChatMessage, PromptEnd, Tool
+from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.config import Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode
 from engine.common.falls import passed_over
 from engine.runtime.batch.policy import policy_for
-from engine.runtime.decode.constrained import ConstrainedAnswers
 from engine.runtime.decode.generation import GenerationResult, TokenConstraint
 from engine.runtime.decode.prompt import encode
 from engine.runtime.decode.sequence import SequenceError
@@ -46,7 +45,6 @@ class LiveRows:
         self._under_way = 0
         self._is_closing = False
         self._preparation = Preparation(loaded)
-        self._constrained: ConstrainedAnswers | None = None
         self._failed: list[BaseException] = []
         self.implied_stops = self._preparation.implied_stops
         """Strings that end every answer to a conversation."""
@@ -148,10 +146,17 @@ class LiveRows:
         Raises:
             EngineError: the model or the constraint does not allow it.
         """
-        if self._constrained is None:
-            self._constrained = ConstrainedAnswers.of(self._loaded)
-        answer = self._constrained.begin(constraint)
-        return answer if prompt is None else self._preparation.replies.free_before(answer, prompt, thinking)
+        return self._preparation.constrained(constraint, prompt, thinking)
+
+    def held_calls(
+        self, tools: tuple[Tool, ...], choice: ToolChoice, prompt: list[int], thinking: Thinking = "auto"
+    ) -> tuple[TokenConstraint | None, bool]:
+        """What holds calls of tools to their schemas, and whether the whole answer is a call as JSON.
+
+        Raises:
+            EngineError: a call is required, and the model or the tool's schema does not allow it.
+        """
+        return self._preparation.held_calls(tools, choice, prompt, thinking)
 
     def take(self, requests: Iterator[BatchRequest], on_answer: AnswerCallback) -> None:
         """Lets requests join those under way, as many as there are places; `requests` may end now and go on later.

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
+from engine.batch_files.rows import Constraint
 from engine.common import clock
-from engine.common.chat import ChatMessage, PromptEnd, Tool
+from engine.common.chat import ChatMessage, PromptEnd, Tool, ToolChoice
 from engine.common.config import SamplingParams, Thinking
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, never_cancelled
 from engine.common.pictures import pictures_of
 from engine.runtime.decode.beam_search import Beams, decode_beams
+from engine.runtime.decode.constrained import ConstrainedAnswers
+from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
 from engine.runtime.decode.encoder_decoder_session import source_prompt
 from engine.runtime.decode.generation import (
     ChanceLog,
@@ -42,6 +45,7 @@ class BatchRequest:
         row: index in the input.
         messages: the conversation to continue; empty if `ids` are given.
         ids: the prompt as tokens.
+        tools: those that the answer may call, with `messages`.
         sampling: parameters of this row.
         constraint: what the answer must satisfy, if anything.
         end_ids: tokens that end the answer; `None` for the model's own.
@@ -60,6 +64,7 @@ class BatchRequest:
     row: int
     messages: tuple[ChatMessage, ...] = ()
     ids: tuple[int, ...] = ()
+    tools: tuple[Tool, ...] = ()
     sampling: SamplingParams = field(default_factory=SamplingParams)
     constraint: TokenConstraint | None = None
     end_ids: frozenset[int] | None = None
@@ -144,6 +149,9 @@ class Preparation:
         self.implied_stops = () if self._encodes else implied_stops(loaded.tokenizer)
         """Strings that end every answer to a conversation."""
         self.replies = Replies(loaded.tokenizer, loaded.info.family)
+        self._loaded = loaded
+        self._constrained: ConstrainedAnswers | None = None
+        self._calls: CallGrammars | None = None
 
     def prompt(
         self,
@@ -167,6 +175,35 @@ class Preparation:
                 raise EngineError(ErrorCode.INVALID_REQUEST, words)
             return source_prompt(self._tokenizer, messages, cancelled)
         return chat_prompt(self._tokenizer, messages, cancelled, tools, thinking, end, most_tokens, self._sight)
+
+    def constrained(
+        self, constraint: Constraint, prompt: Sequence[int] | None, thinking: Thinking = "auto"
+    ) -> TokenConstraint:
+        """What makes an answer satisfy a constraint; see `LiveRows.constrained`."""
+        answer = self._constraints().begin(constraint)
+        return answer if prompt is None else self.replies.free_before(answer, prompt, thinking)
+
+    def held_calls(
+        self, tools: Sequence[Tool], choice: ToolChoice, prompt: Sequence[int], thinking: Thinking
+    ) -> tuple[TokenConstraint | None, bool]:
+        """See `LiveRows.held_calls`."""
+        try:
+            if self._calls is None:
+                self._calls = CallGrammars(self._constraints(), self.replies.form, self._tokenizer)
+            thinks, shown = self.replies.thinks(prompt), self.replies.shown(calls=True)
+            held = self._calls.begin(tools, choice, thinks=thinks, shown=shown)
+        except EngineError:
+            if choice.must:
+                raise
+            return None, False  # a tokenizer that cannot be constrained: the model is trusted
+        if choice.must and held is not None:
+            return self.replies.free_before(held, prompt, thinking), not isinstance(held, ConstrainedCalls)
+        return held, False
+
+    def _constraints(self) -> ConstrainedAnswers:
+        if self._constrained is None:
+            self._constrained = ConstrainedAnswers.of(self._loaded)
+        return self._constrained
 
     def fitting(self, prompt: list[int]) -> int:
         """Tokens that may follow a prompt.
@@ -211,15 +248,17 @@ class Preparation:
             constraint = request.constraint
             thinking = thinking_for(sampling, constrained=constraint is not None)
             most = self._context_tokens
-            prompt = self.prompt(request.messages, cancelled, thinking=thinking, most_tokens=most)
+            prompt = self.prompt(request.messages, cancelled, request.tools, thinking, most_tokens=most)
             stop = (*sampling.stop, *self.implied_stops)
             if sampling.repetition_penalty != 1:
-                earlier = self._earlier(request.messages, prompt, cancelled)
+                earlier = self._earlier(request, prompt, cancelled)
             text = prompt if self._sight is None else self._sight.text(prompt)
             request.on_prepared(not self._encodes and self.replies.thinks(text))
             if constraint is not None and not self._encodes:
                 constraint = self.replies.free_before(constraint, text, thinking)
-            request = replace(request, shown=self.replies.shown(calls=False), constraint=constraint)
+            elif request.tools:
+                constraint, _is_call = self.held_calls(request.tools, ToolChoice(), text, thinking)
+            request = replace(request, shown=self.replies.shown(calls=bool(request.tools)), constraint=constraint)
         end_ids = self._end_ids if request.end_ids is None else request.end_ids
         limits = AnswerLimits.within(self.fitting(prompt), sampling, end_ids, stop)
         layout = self._sight.layout(prompt) if self._sight is not None else None
@@ -237,13 +276,14 @@ class Preparation:
 
         return PreparedRows(prepare, requests, on_row)
 
-    def _earlier(self, messages: Sequence[ChatMessage], ids: list[int], cancelled: CancelCheck) -> int:
+    def _earlier(self, request: BatchRequest, ids: list[int], cancelled: CancelCheck) -> int:
         """How many tokens of a conversation, at its beginning, lie before what has been asked since the last answer."""
+        messages = request.messages
         answers = [number for number, message in enumerate(messages[:-1]) if message.role == "assistant"]
         if not answers or self._encodes:
             return 0
         try:
-            before = self.prompt(messages[: answers[-1] + 1], cancelled)
+            before = self.prompt(messages[: answers[-1] + 1], cancelled, request.tools)
         except EngineError:  # a template that wants a question in the end
             return 0
         return next((at for at, (one, other) in enumerate(zip(before, ids, strict=False)) if one != other), 0)

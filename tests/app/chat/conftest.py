@@ -17,6 +17,7 @@ from app.services.model_speeds import ModelSpeeds
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
+from app.services.tools.service import Tools
 from app.views.chat.chat_view import ChatView
 from tests.app.scripted_engine import ScriptedEngine
 
@@ -40,6 +41,7 @@ def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callabl
         speeds = ModelSpeeds(settings)
         answers, counter = AnswerQueue(engine, store), TokenCounter()  # type: ignore[arg-type]
         documents, prompts, presets = Documents(store), SavedPrompts(), SavedPresets()
+        tools = Tools(settings, lambda: documents, lambda _prompt, rows: f"{len(rows)} rows")
         page = ChatView(
             engine,  # type: ignore[arg-type]
             store,
@@ -52,9 +54,10 @@ def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callabl
             documents,
             prompts,
             presets,
+            lambda: tools,
         )
         page.restart_wanted.connect(ModelStart(engine, settings, page).restart)  # type: ignore[arg-type]
-        kept = (documents.close, prompts.close, presets.close)
+        kept = (tools.close, documents.close, prompts.close, presets.close)
         closing = (page.close_down, counter.close, library.close, speeds.close, *kept)
         qtbot.addWidget(page, before_close_func=lambda _page: [one() for one in closing])
         page.resize(1072, 800)

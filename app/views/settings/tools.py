@@ -1,0 +1,293 @@
+"""Settings: tools that chats may offer to models, and the servers that bring them."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import replace
+
+from PySide6.QtCore import QCoreApplication, Qt
+from PySide6.QtWidgets import (
+    QCheckBox,
+    QDialog,
+    QDialogButtonBox,
+    QFormLayout,
+    QHBoxLayout,
+    QLineEdit,
+    QPushButton,
+    QVBoxLayout,
+    QWidget,
+)
+
+from app.engine_words import said
+from app.services.tools.built_in import BUILT_IN
+from app.services.tools.servers import ServerError, ToolServer, server_of, servers_of
+from app.services.tools.service import Outcome, Tools
+from app.theme import scaled, set_look
+from app.views.settings.card import SettingsCard
+from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.flow_layout import Flow
+from app.widgets.text_box import TextBox
+from app.widgets.wrapped_label import WrappedLabel
+
+translate = QCoreApplication.translate
+
+WIDTH_PX = 560
+_MOST_NAMES = 12
+
+
+class ToolsCard(SettingsCard):
+    """The built-in tools, each with a switch, and a row for each server."""
+
+    def __init__(self, tools: Tools, parent: QWidget | None = None) -> None:
+        super().__init__(translate("ToolsCard", "Tools"), parent)
+        self._tools = tools
+        words = {
+            "calculator": (self.tr("Calculator"), self.tr("Computes what models get wrong. Runs without asking.")),
+            "clock": (self.tr("Clock"), self.tr("Tells the date and the time. Runs without asking.")),
+            "read_file": (self.tr("Read a file"), self.tr("Of folders that are attached to the chat.")),
+            "run_batch": (self.tr("Run a batch"), self.tr("Starts a job that answers a prompt for each of many rows.")),
+            "search_documents": (
+                self.tr("Search documents"),
+                self.tr("Those that are attached to the chat. Runs without asking."),
+            ),
+        }
+        intro = muted_label(
+            self,
+            self.tr(
+                "Offered to the model in chats where the switch at the message box is on. Before a tool runs you are "
+                "asked, unless you allowed it."
+            ),
+        )
+        self.add_wide(intro)
+        self.switches: dict[str, QCheckBox] = {}
+        for tool in BUILT_IN:
+            box = self.switches[tool.name] = QCheckBox(self)
+            box.setChecked(tools.is_on(tool.name))
+            box.toggled.connect(lambda on, name=tool.name: tools.set_on(name, on))
+            self.add_row(*words[tool.name], box)
+        self.ask_again = QPushButton(self.tr("Ask again for all"), self)
+        self.ask_again.clicked.connect(tools.ask_again)
+        self._allowed = self.add_row(self.tr("Always allowed"), "-", self.ask_again)
+        self.add = QPushButton(self.tr("Add…"), self)
+        self.add.setAccessibleName(self.tr("Add a server with tools"))
+        self.add.clicked.connect(lambda: self.edit(None))
+        words_of_servers = self.tr(
+            "Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program "
+            "runs on this PC with your rights: add only what you trust."
+        )
+        self.add_row(self.tr("MCP servers"), words_of_servers, self.add)
+        self.rows = QWidget(self)
+        self._lines = QVBoxLayout(self.rows)
+        self._lines.setContentsMargins(0, 0, 0, 0)
+        self._lines.setSpacing(12)
+        self.add_wide(self.rows)
+        self.dialog: ToolServerDialog | None = None
+        tools.changed.connect(self._show)
+        self._show()
+
+    def edit(self, server: ToolServer | None) -> None:
+        """Opens the dialog for a server, or for new ones."""
+        self.dialog = ToolServerDialog(self._tools, server, self.window())
+        self.dialog.open()
+
+    def _show(self) -> None:
+        allowed = self._tools.always_allowed
+        self._allowed.setText(
+            ", ".join(key.strip("/").replace("/", ": ") for key in allowed) or self.tr("No tool yet.")
+        )
+        self.ask_again.setEnabled(bool(allowed))
+        while (item := self._lines.takeAt(0)) is not None:
+            if (row := item.widget()) is not None:
+                row.hide()
+                row.deleteLater()
+        for server in self._tools.servers:
+            self._lines.addWidget(self._row(server))
+        self.rows.setVisible(bool(self._tools.servers))
+
+    def _row(self, server: ToolServer) -> QWidget:
+        row = QWidget(self.rows)
+        name = WrappedLabel(server.name, row)
+        words = WrappedLabel(server.place, row)
+        words.setProperty("role", "secondary")
+        told = WrappedLabel(self._told(server), row)
+        told.setProperty("role", "secondary")
+        left = QVBoxLayout()
+        left.setSpacing(2)
+        for label in (name, words, told):
+            left.addWidget(label)
+        left.addSpacing(4)
+        is_on = QCheckBox(row)
+        is_on.setChecked(server.is_on)
+        is_on.setAccessibleName(self.tr("Offer the tools of {0}").format(server.name))
+        is_on.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
+        is_on.toggled.connect(lambda on: self._tools.put(replace(server, is_on=on)))
+        edit = QPushButton(self.tr("Edit…"), row)
+        edit.setAccessibleName(self.tr("Edit {0}").format(server.name))
+        edit.clicked.connect(lambda: self.edit(server))
+        remove = QPushButton(self.tr("Remove"), row)
+        remove.setAccessibleName(self.tr("Remove {0}").format(server.name))
+        remove.clicked.connect(lambda: self._tools.remove(server.name))
+        left.addWidget(Flow(edit, remove, parent=row))
+        line = QHBoxLayout(row)
+        line.setContentsMargins(0, 0, 0, 0)
+        line.setSpacing(8)
+        line.addLayout(left, 1)
+        line.addWidget(is_on, 0, Qt.AlignmentFlag.AlignTop)
+        return row
+
+    def _told(self, server: ToolServer) -> str:
+        if problem := self._tools.problems.get(server.name):
+            return said(problem)
+        if server.tools is None:
+            return self.tr("Its tools are asked for when a chat needs them.")
+        if not server.tools:
+            return self.tr("It has no tools.")
+        names = [tool.name for tool in server.tools]
+        shown = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
+        return self.tr("{0} tools: {1}", "", len(names)).format(len(names), shown)
+
+
+def _parts(command: str) -> list[str]:
+    if sys.platform == "win32":  # where a backslash is no quote
+        return [part.strip('"') for part in shlex.split(command, posix=False)]
+    return shlex.split(command)
+
+
+class ToolServerDialog(QDialog):
+    """A server's command or address; for new ones also a block of JSON as other programs have it."""
+
+    def __init__(self, tools: Tools, server: ToolServer | None, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._tools, self._old = tools, server
+        self._tested: tuple[ToolServer, ...] = ()
+        self.setWindowTitle(self.tr("Add a server with tools") if server is None else server.name)
+        self.setMinimumWidth(scaled(WIDTH_PX))
+        self.name = self._line(self.tr("Name"), self.tr("for example files"))
+        self.command = self._line(self.tr("Command"), "npx -y some-server")
+        self.address = self._line(self.tr("or address"), "https://example.org/mcp")
+        self.variables = self._box(self.tr("Variables or headers"), self.tr("NAME=value, one on each line"))
+        self.pasted = self._box(
+            self.tr("or JSON"), '{"mcpServers": {"files": {"command": "npx", "args": ["-y", "…"]}}}'
+        )
+        form = QFormLayout()
+        form.setFieldGrowthPolicy(QFormLayout.FieldGrowthPolicy.AllNonFixedFieldsGrow)
+        form.setRowWrapPolicy(QFormLayout.RowWrapPolicy.WrapLongRows)
+        form.setVerticalSpacing(10)
+        for field in (self.name, self.command, self.address, self.variables, self.pasted):
+            if field is self.pasted and server is not None:
+                field.hide()
+                continue
+            form.addRow(field.accessibleName(), field)
+        self.said = muted_label(self)
+        self.trouble = warning_label(self)
+        self.test = QPushButton(self.tr("Test"), self)
+        self.test.clicked.connect(self._test)
+        self.buttons = QDialogButtonBox(self)
+        self.keep = self.buttons.addButton(self.tr("Keep"), QDialogButtonBox.ButtonRole.AcceptRole)
+        set_look(self.keep, "kind", "primary")
+        self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
+        self.buttons.addButton(self.test, QDialogButtonBox.ButtonRole.ActionRole)
+        self.buttons.accepted.connect(self._keep)
+        self.buttons.rejected.connect(self.reject)
+        self.finished.connect(self._end_tests)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(20, 18, 20, 16)
+        column.setSpacing(12)
+        column.addLayout(form)
+        column.addWidget(self.said)
+        column.addWidget(self.trouble)
+        column.addWidget(self.buttons)
+        set_message(self.trouble, "")
+        self.said.hide()
+        if server is not None:
+            self.name.setText(server.name)
+            self.command.setText(server.place if server.command else "")
+            self.address.setText(server.url)
+            pairs = server.headers if server.url else server.env
+            self.variables.setPlainText("\n".join(f"{key}={value}" for key, value in pairs))
+
+    def _line(self, name: str, example: str) -> QLineEdit:
+        line = QLineEdit(self)
+        line.setPlaceholderText(example)
+        line.setAccessibleName(name)
+        return line
+
+    def _box(self, name: str, example: str) -> TextBox:
+        box = TextBox(self)
+        box.setPlaceholderText(example)
+        box.setAccessibleName(name)
+        box.setTabChangesFocus(True)
+        box.setFixedHeight(scaled(72))
+        return box
+
+    def entered(self) -> tuple[ToolServer, ...]:
+        """What was entered.
+
+        Raises:
+            ServerError: it makes no sense.
+        """
+        pasted = self.pasted.toPlainText().strip()
+        if pasted and self._old is None:
+            return servers_of(pasted)
+        try:
+            command, *args = _parts(self.command.text()) or [""]
+        except ValueError:
+            raise ServerError(self.tr("The command has a quote that does not end: correct it.")) from None
+        lines = [line for line in self.variables.toPlainText().splitlines() if line.strip()]
+        if any("=" not in line for line in lines):
+            raise ServerError(self.tr("Each variable or header is NAME=value, on a line of its own."))
+        pairs = {key.strip(): value.strip() for key, value in (line.split("=", 1) for line in lines)}
+        address = self.address.text().strip()
+        raw = {"command": command, "args": args, "url": address, "headers" if address else "env": pairs}
+        is_on = self._old.is_on if self._old is not None else True
+        return (server_of(self.name.text(), {**raw, "on": is_on}),)
+
+    def _entered(self) -> tuple[ToolServer, ...]:
+        try:
+            found = self.entered()
+            taken = {each.name for each in self._tools.servers if self._old is None or each.name != self._old.name}
+            for server in found:
+                if server.name in taken:
+                    raise ServerError(self.tr("There is a server named {0}: choose another name.").format(server.name))
+        except ServerError as error:
+            self.said.hide()
+            set_message(self.trouble, said(str(error)))
+            return ()
+        set_message(self.trouble, "")
+        return found
+
+    def _keep(self) -> None:
+        if found := self._entered():
+            for server in found:
+                self._tools.put(server, instead_of=self._old.name if self._old is not None else "")
+            self.accept()
+
+    def _test(self) -> None:
+        found = self._entered()
+        if not found:
+            return
+        self.test.setEnabled(False)
+        self._tell(self.tr("Starting…"))
+        self._told: list[str] = []
+        self._tested += found
+        self._left = len(found)
+        for server in found:
+            self._tools.look(server, lambda outcome, server=server: self._on_tested(server, outcome))
+
+    def _end_tests(self) -> None:
+        """What was only tried does not go on."""
+        for server in self._tested:
+            if all(each.entry != server.entry for each in self._tools.servers):
+                self._tools.stop(server.name)
+
+    def _on_tested(self, server: ToolServer, outcome: Outcome) -> None:
+        self._told.append(said(outcome.text) if outcome.failed else f"{server.name}: {outcome.text}")
+        self._left -= 1
+        if not self._left:
+            self.test.setEnabled(True)
+            self._tell("\n".join(self._told))
+
+    def _tell(self, words: str) -> None:
+        self.said.setText(words)
+        self.said.setVisible(bool(words))

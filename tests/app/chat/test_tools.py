@@ -1,0 +1,222 @@
+"""Chats whose model calls tools: the loop, what it asks for, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from PySide6.QtWidgets import QPushButton
+from pytestqt.qtbot import QtBot
+
+from app.services import answer_queue
+from app.services.chat_store import ChatStore, MessageState
+from app.services.chat_store.records import Attachment
+from app.services.tools.servers import ToolServer
+from app.services.tools.service import OfferedTool, Outcome, Tools
+from app.views.chat.answer_message import AnswerMessage
+from app.views.chat.chat_view import ChatView
+from engine.common.chat import Tool
+from engine.remote.endpoint import endpoint_at, save_endpoint
+from tests.app.scripted_engine import ScriptedEngine
+
+WEB = ToolServer("web", "npx", tools=(Tool("search", "Searches.", '{"type": "object"}'),))
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """What servers' tools were called with; they answer at once, with their arguments."""
+    calls: list[tuple[str, str]] = []
+    run = Tools.run
+
+    def scripted(
+        self: Tools,
+        offered: OfferedTool,
+        arguments: str,
+        attached: Sequence[Attachment],
+        done: Callable[[Outcome], Any],
+    ) -> Callable[[], None]:
+        if not offered.server:
+            return run(self, offered, arguments, attached, done)
+        calls.append((offered.name, arguments))
+        done(Outcome(f"found {arguments}"))
+        return lambda: None
+
+    monkeypatch.setattr(Tools, "run", scripted)
+    return calls
+
+
+def begin(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, text: str = "How much is it?") -> None:
+    page.presenter._tools().put(WEB)
+    page.composer.tools_button.click()
+    before = len(engine.requests)
+    page.presenter.send(text)
+    qtbot.waitUntil(lambda: len(engine.requests) > before)
+
+
+def answer_of(page: ChatView) -> AnswerMessage:
+    turn = page.transcript.turns[-1]
+    assert isinstance(turn, AnswerMessage)
+    return turn
+
+
+def test_tools_are_off_until_a_chat_switches_them_on(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    page.presenter.send("Hi")
+    assert engine.requests[0].command.tools == ()
+    engine.finish()
+    page.composer.tools_button.click()
+    page.presenter.send("Hi again")
+    qtbot.waitUntil(lambda: len(engine.requests) == 2)
+    names = [tool.name for tool in engine.requests[1].command.tools]
+    assert names == ["calculator", "clock", "read_file", "run_batch", "search_documents"]
+    engine.finish()
+    page.composer.tools_button.click()
+    page.presenter.send("And again")
+    assert engine.requests[2].command.tools == ()
+
+
+def test_a_round_of_calls_and_the_answer_behind_it(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, store: ChatStore
+) -> None:
+    begin(page, engine, qtbot)
+    engine.think("Hm.")
+    engine.write("I compute.")
+    engine.call(("calculator", '{"expression": "6*7"}'), ("nothing", "{}"), ("calculator", '{"expression": "1/0"}'))
+    qtbot.waitUntil(lambda: len(engine.requests) == 2)
+    said = engine.requests[1].command.messages[-4:]
+    assert [(turn.role, turn.content) for turn in said] == [
+        ("assistant", "I compute."),
+        ("tool", "42"),
+        ("tool", "There is no tool of this name."),
+        ("tool", "The expression divides by zero."),
+    ]
+    assert (said[0].reasoning, [call.id for call in said[0].tool_calls]) == ("Hm.", [turn.answers for turn in said[1:]])
+    engine.write("It is 42.")
+    engine.finish()
+    message = page.presenter.model.rows[-1].message
+    assert (message.content, message.state, len(message.steps)) == ("It is 42.", MessageState.COMPLETE, 1)
+    assert [use.state for use in message.steps[0].calls] == ["done", "failed", "failed"]
+    rows = answer_of(page).calls
+    assert rows is not None
+    assert len(rows.rows) == 3
+    row = next(iter(rows.rows.values()))
+    row.header.click()
+    assert row._result.toPlainText() == "42"
+    # It is kept, goes into the next prompt, into branches, and into exports.
+    page.presenter.branch(message.id)
+    kept = page.presenter.model.rows[-1].message
+    assert kept.steps == message.steps
+    page.presenter.send("Thanks")
+    qtbot.waitUntil(lambda: len(engine.requests) == 3)
+    roles = [turn.role for turn in engine.requests[2].command.messages]
+    assert roles == ["user", "assistant", "tool", "tool", "tool", "assistant", "user"]
+    engine.finish()
+    read: list[Any] = []
+    store.loaded.connect(lambda _chat, messages, *_more: read.append(messages))
+    store.load(page.presenter.conversation.id)
+    qtbot.waitUntil(lambda: bool(read))
+    assert read[0][1].steps == message.steps
+
+
+def test_it_asks_before_a_tool_of_a_server_runs(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, ran: list[tuple[str, str]]
+) -> None:
+    begin(page, engine, qtbot)
+    for answer, runs in (("Deny", 0), ("Allow once", 1), ("Allow in this chat", 2)):
+        engine.call(("search", json.dumps({"for": answer})))
+        calls = answer_of(page).calls
+        assert calls is not None
+        row = list(calls.rows.values())[-1]
+        assert row.card is not None
+        assert len(ran) == max(runs - 1, 0)
+        before = len(engine.requests)
+        (button,) = [each for each in row.card.findChildren(QPushButton) if each.text() == answer]
+        button.click()
+        qtbot.waitUntil(lambda before=before: len(engine.requests) > before)
+        assert row.card is None
+        assert len(ran) == runs
+    assert engine.requests[1].command.messages[-1].content == "The user did not allow this call."
+    engine.call(("search", "{}"))  # which this chat allows now
+    assert len(ran) == 3
+    engine.write("Done.")
+    engine.finish()
+    page.presenter.new_chat()
+    page.presenter.set_tools(True)
+    page.presenter.send("Another")
+    qtbot.waitUntil(lambda: len(engine.requests) == 6)
+    engine.call(("search", "{}"), ("search", '{"a": 1}'))
+    message_id = page.presenter.answering_id
+    assert message_id is not None
+    assert len(page.presenter.queue.waiting_calls(message_id)) == 2
+    page.presenter.decide(message_id, page.presenter.queue.waiting_calls(message_id)[0], "always")
+    assert len(ran) == 5  # both of them
+    assert page.presenter._tools().always_allowed == ("web/search",)
+
+
+def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    begin(page, engine, qtbot)
+    for number in range(3):
+        engine.call(("clock", "{}"))
+        if number < 2:
+            qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
+    message = page.presenter.model.rows[-1].message
+    assert message.state is MessageState.PARTIAL
+    assert "clock with the same arguments 3 times" in answer_of(page).note
+
+
+def test_rounds_and_calls_at_once_are_limited(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_queue, "MOST_ROUNDS", 3)
+    monkeypatch.setattr(answer_queue, "MOST_CALLS", 2)
+    begin(page, engine, qtbot)
+    for number in range(4):
+        engine.call(("calculator", json.dumps({"expression": str(number)})))
+        if number < 3:
+            qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
+    assert "3 times in a row" in answer_of(page).note
+    page.presenter.send("Again")
+    qtbot.waitUntil(lambda: len(engine.requests) == 5)
+    engine.call(*[("calculator", json.dumps({"expression": str(number)})) for number in range(3)])
+    assert "more than 2 tools at once" in answer_of(page).note
+
+
+def test_an_answer_that_waits_for_a_tool_can_be_stopped(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    begin(page, engine, qtbot)
+    engine.write("One moment.")
+    engine.call(("search", "{}"))
+    assert not page.presenter.queue.is_idle
+    assert page.presenter.stop()
+    message = page.presenter.model.rows[-1].message
+    assert (message.state, page.presenter.queue.is_idle, len(engine.requests)) == (MessageState.PARTIAL, True, 1)
+    page.presenter.regenerate(message.id)
+    qtbot.waitUntil(lambda: len(engine.requests) == 2)
+
+
+def test_models_of_other_servers_use_the_same_loop(
+    open_page: Callable[[], ChatView], engine: ScriptedEngine, qtbot: QtBot
+) -> None:
+    save_endpoint(endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m"))
+    page = open_page()
+    page.presenter.choose_model("endpoint:Here/m")
+    begin(page, engine, qtbot)
+    engine.call(("calculator", '{"expression": "2+2"}'))
+    qtbot.waitUntil(lambda: len(engine.requests) == 2)
+    command = engine.requests[1].command
+    assert command.remote is not None
+    assert (command.messages[-1].content, len(command.tools)) == ("4", 6)
+
+
+def test_without_tools_earlier_calls_are_only_their_texts(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
+    begin(page, engine, qtbot)
+    engine.write("I compute.")
+    engine.call(("calculator", '{"expression": "6*7"}'))
+    qtbot.waitUntil(lambda: len(engine.requests) == 2)
+    engine.write("It is 42.")
+    engine.finish()
+    page.composer.tools_button.click()
+    page.presenter.send("Thanks")
+    said = engine.requests[2].command.messages
+    assert [(turn.role, turn.content) for turn in said[:2]][1] == ("assistant", "I compute.\n\nIt is 42.")
+    assert len(said) == 3
