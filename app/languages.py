@@ -17,21 +17,10 @@ import PySide6
 from PySide6.QtCore import QCoreApplication, QLibraryInfo, QLocale, QObject, QTranslator, Signal
 
 from engine.common.paths import cache_dir, resources_dir
+from engine.common.settings import ENGLISH, LANGUAGES, SYSTEM
 
 _log = logging.getLogger("switchyard.window")
 translate = QCoreApplication.translate
-
-SYSTEM = "system"
-ENGLISH = "en"
-LANGUAGES = {
-    ENGLISH: "English",
-    "de": "Deutsch",
-    "es": "Español",
-    "fr": "Français",
-    "ja": "日本語",
-    "zh_CN": "简体中文",
-}
-"""Each under its own name."""
 
 _COMPILING_S = 60.0
 

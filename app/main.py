@@ -328,7 +328,9 @@ def _batch(services: Services) -> Page:
 def _monitor(services: Services) -> Page:
     from app.views.monitor import MonitorPage
 
-    return MonitorPage(services.client, services.telemetry, services.settings)
+    return MonitorPage(
+        services.client, services.telemetry, services.settings, first_words=services.store.first_words_after
+    )
 
 
 def _tune(services: Services) -> Page:
@@ -357,7 +359,7 @@ def _settings(services: Services) -> Page:
 
     updates = services.updates if can_update() else None
     page = SettingsPage(services.settings, services.theme, services.api_server, services.endpoints, updates)
-    page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.device))
+    page.catalogue_changed.connect(lambda: services.hub.look_again(services.settings.engine("").device))
     page.token_forgotten.connect(lambda: services.downloads.use_new_tokens())
     page.reload_wanted.connect(lambda: before_loading(services.jobs, page, services.model_start.begin))
     timing = services.speed_test

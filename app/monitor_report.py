@@ -43,6 +43,7 @@ class MonitorReport(QObject):
         client.model_loaded.connect(self._begin)
 
     def _begin(self, _model: ModelInfo) -> None:
+        self._window.services.settings.monitor_details = True
         self._window.show_page(MONITOR)
         self._ask()
         QTimer.singleShot(round(1000 * self._seconds), self, self._begin_share)

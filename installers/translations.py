@@ -49,10 +49,35 @@ def texts(checkout: Path = CHECKOUT) -> list[Text]:
             key = (text.context, text.source)
             if key not in found or text.has_number:
                 found[key] = text
+    for context, said in _words_of_entries(checkout):
+        found[context, said] = Text(context, said)
     for entry in json.loads((checkout / "resources" / "catalogue" / "catalogue.json").read_text("utf-8"))["models"]:
         for said in (entry["strengths"], entry["languages"]):
             found["Catalogue", said] = Text("Catalogue", said)
     return sorted(found.values(), key=lambda text: text.context)
+
+
+def _words_of_entries(checkout: Path) -> Iterator[tuple[str, str]]:
+    """(context, text) of what the window shows of the entries of settings and of lanes."""
+    sys.path.insert(0, str(checkout))
+    try:
+        from engine.common.lanes import LANES, SENSOR_LANES
+        from engine.common.schema import Choice, Number
+        from engine.common.settings import LANGUAGES, kept_settings
+    finally:
+        sys.path.remove(str(checkout))
+    said = ["Automatic"]
+    for setting in kept_settings().values():
+        if setting.name:
+            said += [setting.card, setting.name, setting.help]
+            if isinstance(setting.kind, Choice):
+                said += [name for name in setting.kind.names.values() if name not in LANGUAGES.values()]
+            elif isinstance(setting.kind, Number):
+                said.append(setting.kind.special)
+    for lane in (*LANES, *SENSOR_LANES):
+        yield from (("Lane", text) for text in (lane.title, lane.help))
+        yield from (("Lane", text) for track in lane.tracks for text in (track.words, track.short) if text)
+    yield from (("Setting", text) for text in said if text)
 
 
 def _texts_in(node: ast.AST, around: str) -> Iterator[Text]:

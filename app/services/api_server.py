@@ -12,8 +12,8 @@ from PySide6.QtNetwork import QAbstractSocket, QNetworkInterface
 
 from app.services.background import LatestTask
 from app.services.engine_client import EngineClient, EngineState
-from app.services.model_start import ModelStart, wanted_config
-from app.services.settings import ServedTo, Settings
+from app.services.model_start import ModelStart
+from app.services.settings import Settings
 from engine.common.errors import EngineError
 from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import python_module
@@ -91,10 +91,11 @@ class ApiServer(QObject):
         """Of this PC in its network; looked up once for each start of the server."""
         self._keys = LatestTask(self)
         self.requests: deque[Served] = deque(maxlen=MOST_SERVED)
-        self._beside, self._rules = Beside(""), Rules("", is_loading=False, config=wanted_config(settings, ""))
+        self._beside, self._rules = Beside(""), Rules("", is_loading=False, config=settings.engine(""))
         self._wait_for_room: Callable[[], None] | None = None
-        for news in (client.state_changed, client.model_loaded, settings.changed):
+        for news in (client.state_changed, client.model_loaded):
             news.connect(lambda _news: self._tell_rules())
+        settings.changed.connect(self._on_setting)
         if start is not None:
             start.aside_changed.connect(self._tell_rules)
             start.make_room = self.make_room
@@ -141,21 +142,6 @@ class ApiServer(QObject):
         if self._settings.serves_others:
             self._apply()
 
-    def set_on(self, on: bool) -> None:
-        """Turns it on or off."""
-        self._settings.serves_others = on
-        self._apply()
-
-    def set_served(self, to: ServedTo) -> None:
-        """Which programs may ask."""
-        self._settings.serves = to
-        self._apply()
-
-    def set_port(self, port: int) -> None:
-        """Where it listens."""
-        self._settings.server_port = port
-        self._apply()
-
     def make_key(self) -> None:
         """A new key; the one before is good for nothing any more."""
         self._keys.ask(_new_key, self._on_key)
@@ -193,6 +179,11 @@ class ApiServer(QObject):
                 process.kill()
                 process.waitForFinished(STOP_MS)
                 forget_link(self._link)
+
+    def _on_setting(self, key: str) -> None:
+        if key in ("serve_others", "serve_to", "serve_port"):
+            self._apply()
+        self._tell_rules()
 
     # --- the process ------------------------------------------------------------------------------
 
@@ -247,7 +238,7 @@ class ApiServer(QObject):
         return Rules(
             window=config.model if config is not None else start.aside if start is not None else "",
             is_loading=config is not None and client.state in (EngineState.STARTING, EngineState.LOADING),
-            config=wanted_config(settings, ""),
+            config=settings.engine(""),
             idle_s=60.0 * minutes if minutes else None,
             wakes=start is not None and start.is_aside,
             gives_way=start is not None and settings.gives_way,

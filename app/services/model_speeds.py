@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from PySide6.QtCore import QObject, Signal
 
 from app.services.background import LatestTask
-from app.services.model_start import wanted_config
 from app.services.settings import Settings
+from engine.common.settings import kept_settings
 
 
 class ModelSpeeds(QObject):
@@ -47,7 +47,8 @@ class ModelSpeeds(QObject):
         self._task.close()
 
     def _on_setting(self, key: str) -> None:
-        if key in ("threads", "device", "kv_precision"):
+        setting = kept_settings().get(key)
+        if setting is not None and setting.applies == "load":
             self._known.clear()
 
     def _keep(self, path: str, tokens_per_s: float, is_measured: bool) -> None:
@@ -57,10 +58,10 @@ class ModelSpeeds(QObject):
         from app.services.planning import PlanQuestion, answer  # imports the planner, too slow for start-up
         from engine.tuning.machine_state import look_at_machine
 
-        look = look_at_machine(self._settings.device)
+        look = look_at_machine(self._settings.engine("").device)
         for path in paths:
             if stopping.is_set():
                 return
-            plan = answer(PlanQuestion(look, wanted_config(self._settings, path))).plan
+            plan = answer(PlanQuestion(look, self._settings.engine(path))).plan
             if plan is not None:
                 self.found.emit(path, plan.speed.decode_tokens_per_s, bool(plan.speed.timed_at))

@@ -14,9 +14,9 @@ from app.services.background import LatestTask
 from app.services.engine_client import EngineClient
 from app.services.engine_part import is_needed
 from app.services.engine_request import Request
-from app.services.settings import STARTER, Settings
-from engine.common.config import EngineConfig, Guesses
+from app.services.settings import Settings
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.settings import STARTER
 from engine.protocol import Failed, TerminalEvent
 
 GIVES_WAY_MS = 60_000
@@ -168,7 +168,7 @@ class ModelStart(QObject):
 
     def _begin_load(self, path: Path) -> None:
         def begin() -> None:
-            self._follow(self._client.load(wanted_config(self._settings, str(path))))
+            self._follow(self._client.load(self._settings.engine(str(path))))
             self._set_aside("")
 
         self._is_put_off = False
@@ -193,23 +193,6 @@ class ModelStart(QObject):
         # The end of the engine is reported once, by the banner that offers to restart it.
         if isinstance(event, Failed) and event.code is not ErrorCode.ENGINE_DIED:
             self.problem.emit(event.message)
-
-
-def wanted_config(settings: Settings, model: str) -> EngineConfig:
-    """The user's configuration for a model; the engine or its tuning decides what the settings leave open."""
-    guesses: Guesses = "auto" if settings.speculation else "off"
-    return EngineConfig(
-        model=model,
-        device=settings.device,
-        precision=settings.precision,
-        vram_bytes=settings.vram_bytes,
-        ram_bytes=settings.ram_bytes,
-        cache_policy=settings.cache_policy,
-        threads=settings.threads,
-        speculation=guesses,
-        kv_precision=settings.kv_precision,
-        context_tokens=settings.context_of(model),
-    )
 
 
 def _resolve(model: str) -> Path:

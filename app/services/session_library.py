@@ -18,7 +18,7 @@ from engine.common.plain_text import plain_line
 from engine.protocol import decode
 from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace
 from engine.telemetry.records import Records
-from engine.telemetry.session_file import RecordedSession, list_sessions, read_session
+from engine.telemetry.session_file import RecordedSession, list_sessions, model_of, read_session
 
 _PIECE = 2**15
 _LONGEST_PLACE = 40
@@ -35,12 +35,14 @@ class SessionEntry:
     Attributes:
         name: of its files: the time it began, in UTC.
         nbytes: of all its files.
+        model: its name; empty if none was loaded, or it cannot be read.
     """
 
     name: str
     paths: tuple[Path, ...]
     nbytes: int
     started_s: float
+    model: str = ""
 
 
 @dataclass
@@ -68,7 +70,7 @@ def sessions_in(folder: Path) -> list[SessionEntry]:
             started = time.mktime(time.strptime(name[:15], "%Y%m%d-%H%M%S")) - time.timezone
         except (OSError, ValueError, OverflowError):
             continue
-        entries.append(SessionEntry(name, tuple(paths), nbytes, started))
+        entries.append(SessionEntry(name, tuple(paths), nbytes, started, plain_line(model_of(paths[0]))))
     return entries[::-1]
 
 

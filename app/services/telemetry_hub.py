@@ -24,7 +24,6 @@ from engine.telemetry.messages import CacheReport, ExpertMap, RequestPlace
 if TYPE_CHECKING:
     from app.services.history.history import History
 
-RECORD_SETTING = "record_sessions"
 _PULSE_S = 10.0
 """How often the expert map is requested for the recording while no page shows it."""
 
@@ -113,7 +112,7 @@ class TelemetryHub(QObject):
     @property
     def is_recording(self) -> bool:
         """Whether sessions are written to disk."""
-        return self._settings.get(RECORD_SETTING, default=True)
+        return self._settings.record_sessions
 
     def subscribe(self, subscriber: object, *, experts: bool = False) -> None:
         """Keeps figures up to date for `subscriber`, a visible widget; `experts` includes the expert map."""
@@ -172,7 +171,7 @@ class TelemetryHub(QObject):
             self.recorder.begin_session(None)  # ends the one before; the next engine may be asked for no model
 
     def _on_setting(self, key: str) -> None:
-        if key == RECORD_SETTING:
+        if key == "record_sessions":
             self._watch()
             self.recorder.write_sessions(self.is_recording)
 

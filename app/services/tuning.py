@@ -9,7 +9,6 @@ from PySide6.QtCore import QObject, Signal
 from app.services.background import LatestTask, TaskQueue
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import TuningRun
-from app.services.model_start import wanted_config
 from app.services.settings import Settings
 from engine.hardware.measured import Measurements
 from engine.protocol import Failed
@@ -68,7 +67,7 @@ class Tuning(QObject):
 
     def look(self) -> None:
         """Queries the machine; `looked` follows."""
-        setting, device = self._settings.device, self._device
+        setting, device = self._settings.engine("").device, self._device
         self._looking.ask(lambda: look_at_machine(setting, device), self._on_looked, self._on_failed)
 
     def start(self, model: str, kind: TuningKind, until: Until = "timed", *, measure_again: bool = False) -> None:
@@ -78,7 +77,7 @@ class Tuning(QObject):
         if self._client.state in (EngineState.STOPPED, EngineState.DIED):
             self._client.start()
         self.stage, self._cancelling = None, False
-        config = wanted_config(self._settings, model)
+        config = self._settings.engine(model)
         self._run = run = self._client.start_tuning(config, kind, until, measure_again=measure_again)
         run.progressed.connect(self._on_progressed)
         run.measured.connect(self._on_measured)
@@ -103,7 +102,7 @@ class Tuning(QObject):
 
         def loaded(_path: object) -> None:
             if self._run is None:
-                self._client.load(wanted_config(self._settings, result.asked.model))
+                self._client.load(self._settings.engine(result.asked.model))
             self.chosen.emit(name)
 
         self._keeping.add(lambda: save_result(kept), loaded, self._on_failed)
@@ -116,7 +115,7 @@ class Tuning(QObject):
             if result is None or not result.winner:
                 return
             if self._run is None:
-                self._client.load(wanted_config(self._settings, result.asked.model))
+                self._client.load(self._settings.engine(result.asked.model))
             self.chosen.emit(result.winner)
 
         self._keeping.add(lambda: keep_anyway(result, measurements), kept, self._on_failed)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download
     from engine.parts.updates import Update
 
-WANTED_KEY, LOOKED_KEY = "look_for_updates", "looked_for_updates"
+LOOKED_KEY = "looked_for_updates"
 """Settings: whether to look when a window opens, and when that was last done, in seconds since the epoch."""
 _DAY_S = 86_400
 _BUSY_MS = 3000
@@ -63,7 +63,7 @@ class Updates(QObject):
     ) -> None:
         """`is_busy`: whether an answer is written or a job runs; `command` replaces what installs."""
         super().__init__(parent)
-        self._settings, self._downloads, self._is_busy = settings, downloads, is_busy
+        self.settings, self._downloads, self._is_busy = settings, downloads, is_busy
         self._looking, self._doing = LatestTask(self), TaskQueue(self)
         self._installation = Installation("engine.parts.updates", self, command=command)
         self._installation.step_changed.connect(self.changed)
@@ -77,15 +77,6 @@ class Updates(QObject):
         downloads.changed.connect(self._on_downloads)
         downloads.part_finished.connect(self._on_fetched)
         downloads.problem.connect(self._on_problem)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether to look when a window opens: off until people want it."""
-        return self._settings.get(WANTED_KEY, default=False)
-
-    @is_wanted.setter
-    def is_wanted(self, on: bool) -> None:
-        self._settings.set(WANTED_KEY, on)
 
     @property
     def step(self) -> str:
@@ -108,13 +99,13 @@ class Updates(QObject):
 
     def begin(self) -> None:
         """Looks, if people want it and it was not done today."""
-        if self.is_wanted and time.time() - self._settings.get(LOOKED_KEY, 0) > _DAY_S:
+        if self.settings.look_for_updates and time.time() - self.settings.get(LOOKED_KEY, 0) > _DAY_S:
             self.look()
 
     def look(self) -> None:
         """Asks for the newest version."""
         if self.stage in (UpdateStage.IDLE, UpdateStage.NEWEST, UpdateStage.OFFERED, UpdateStage.FAILED):
-            self._settings.set(LOOKED_KEY, int(time.time()))
+            self.settings.set(LOOKED_KEY, int(time.time()))
             self._set(UpdateStage.LOOKING)
             self._looking.ask(_look, self._on_looked, self._on_failed)
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QProgressBar, QPushButton, QVBoxLayout, QWidget
 
-from app.services.settings import STARTER
 from app.services.starter_download import StarterDownload
 from app.widgets.card import muted_label, set_message
 from app.widgets.flow_layout import Flow
+from engine.common.settings import STARTER
 
 if TYPE_CHECKING:
     from app.services.library import Library

@@ -5,74 +5,270 @@ Plain frozen dataclasses: they travel over the protocol, so their fields are JSO
 
 from __future__ import annotations
 
-import math
+import re
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.schema import Choice, Number, Size, Texts, entry, settings_of
 
 Misses = Literal["mixed", "cpu", "fetch", "off", "layer"]
-MISSES: tuple[Misses, ...] = ("mixed", "cpu", "fetch", "off", "layer")
+MISSES: tuple[Misses, ...] = get_args(Misses)
 Prefetch = Literal["auto", "off", "previous", "gate", "correlation", "mlp"]
-PREFETCHES: tuple[Prefetch, ...] = ("auto", "off", "previous", "gate", "correlation", "mlp")
+PREFETCHES: tuple[Prefetch, ...] = get_args(Prefetch)
 CachePolicy = Literal["auto", "lru", "fifo", "lfu", "lfru", "random", "static"]
-CACHE_POLICIES: tuple[CachePolicy, ...] = ("auto", "lru", "fifo", "lfu", "lfru", "random", "static")
+CACHE_POLICIES: tuple[CachePolicy, ...] = get_args(CachePolicy)
 Guesses = Literal["auto", "heads", "off"]
-GUESSES: tuple[Guesses, ...] = ("auto", "heads", "off")
 KvPrecision = Literal["auto", "bf16", "fp16", "int8"]
-KV_PRECISIONS: tuple[KvPrecision, ...] = ("auto", "bf16", "fp16", "int8")
 Graphs = Literal["auto", "on", "off"]
-GRAPHS: tuple[Graphs, ...] = ("auto", "on", "off")
 Sharing = Literal["auto", "layers", "experts"]
-SHARINGS: tuple[Sharing, ...] = ("auto", "layers", "experts")
+
+PRECISIONS = ("auto", "fp32", "bf16", "int8", "int4", "lut4", "stored")
+"""Of weights in memory: formats of `engine.formats` that a user may choose."""
+
+MODEL_CARD, COMPUTING_CARD, EXPERTS_CARD = "Model", "Speed and memory", "For experts"
+_RUNS, _CACHE = "where and how the model runs", "the expert cache, for models bigger than the graphics card"
+_AUTOMATIC = {"auto": "Automatic"}
+LEAST_BUDGET = 2**28
+"""Bytes: less holds no model, and was not meant."""
+LEAST_CONTEXT = 512
+"""Tokens: less holds no conversation."""
+_DEVICE = re.compile(r"(cuda|xpu):\d+(,\1:\d+)*|emulated:[\w.-]+(\?host=(fixed|only))?", re.ASCII)
+
+
+def is_device(text: str) -> bool:
+    """Whether a device can be called so; whether it exists is checked when a model is loaded."""
+    return text in ("auto", "cpu", "cuda", "xpu", "mps") or _DEVICE.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """One model and the resources it may use.  `None` means: let the engine decide.
 
+    A field that is a setting is all that an option of every verb that runs a model, a value in the settings file and a
+    row of the Settings page need.
+
     Attributes:
         model: `starter`, a library name, or the path of a checkpoint directory.
         device: `auto`, `cpu`, `cuda` (every card), `cuda:N`, `xpu` likewise for Intel's,
             several with commas, `emulated:NAME` or `emulated:NAMExN` for N of them.
-        precision: of the weights in memory: `auto`, or the name of one of `engine.formats.PRECISIONS`.
-        vram_bytes, ram_bytes: budgets in bytes.
-        threads: CPU threads that compute; `None` is one per fast physical core.
-        context_tokens: longest context to allow; `None` is the model's own limit.
-        cache_slots: experts kept in the memory of each device; `None` is as many as fit, 0 keeps none.
+        threads: `None` is one per fast physical core.
+        context_tokens: `None` is the model's own limit.
+        cache_slots: `None` is as many as fit, 0 keeps none.
         cache_ways: slots of each layer (N indexes of M ways); `None` lets all layers share one pool.
-        cache_policy: the eviction policy; `auto` picks one while running.
         misses: how a miss (an expert that is not on the device) is served: `mixed` computes it on the CPU or fetches
             it, whichever finishes first; the others are for measurements: `cpu`, `fetch`, `off` (as mixed, without a
             cache) and `layer` (every layer is fetched whole, one ahead).
-        prefetch: predictor of the experts of coming layers; `auto` uses the best one, if any pays off.
-        graphs: whether decode steps are captured and replayed as graphs; `auto` captures on graphics cards, not on
-            emulated ones, where it gains nothing.
-        sharing: how several cards share a model: `layers` gives each a run of layers, `experts` each a part of every
-            layer's experts, the rest to the first; `auto` is as a plan says, and layers without one.
-        speculation: `auto` guesses the next tokens of an answer that quotes, and tries them together where that is
-            measured to pay; answers are the same.  `heads` also loads the layer that guesses tokens, where a checkpoint
-            has one and the CPU computes the model.
-        kv_precision: how keys and values are held: `auto` is the model's own type; `int8` takes half of that, with a
-            scale for each head and token.  A model that cannot use it keeps its own, and its note says so.
+        sharing: `auto` is as a plan says, and layers without one.
+        speculation: `heads` also loads the layer that guesses tokens, where a checkpoint has one and the CPU computes
+            the model.
+        kv_precision: `auto` is the model's own type; `int8` takes half of that, with a scale for each head and token.
+            A model that cannot use it keeps its own, and its note says so.
     """
 
     model: str
-    device: str = "auto"
-    precision: str = "auto"
-    vram_bytes: int | None = None
-    ram_bytes: int | None = None
-    threads: int | None = None
-    context_tokens: int | None = None
-    cache_slots: int | None = None
-    cache_ways: int | None = None
-    cache_policy: CachePolicy = "auto"
-    misses: Misses = "mixed"
-    prefetch: Prefetch = "auto"
-    graphs: Graphs = "auto"
-    sharing: Sharing = "auto"
-    speculation: Guesses = "auto"
-    kv_precision: KvPrecision = "auto"
+    device: str = entry(
+        "auto",
+        Choice(("auto", "cpu"), {**_AUTOMATIC, "cpu": "Processor only"}, others=is_device),
+        name="Runs on",
+        help="Automatic takes the graphics card, if there is one, and the processor for what does not fit.",
+        card=COMPUTING_CARD,
+        applies="load",
+        option="--device",
+        words="auto, cpu, cuda, xpu or emulated:NAME",
+        metavar="D",
+        group=_RUNS,
+    )
+    precision: str = entry(
+        "auto",
+        Choice(PRECISIONS, _AUTOMATIC),
+        name="Precision",
+        help="Automatic keeps the best that fits. Coarser weights take less memory and are faster.",
+        card=COMPUTING_CARD,
+        applies="load",
+        option="--precision",
+        words="of the weights in memory; auto keeps the best that fits, stored keeps those of the file",
+        group=_RUNS,
+    )
+    vram_bytes: int | None = entry(
+        None,
+        Size(LEAST_BUDGET),
+        name="Graphics memory to use",
+        help="For experts that are used often; the rest is left to other programs.",
+        card=COMPUTING_CARD,
+        applies="load",
+        option="--vram",
+        words="limit of video memory, such as 8GB",
+        metavar="SIZE",
+        group=_RUNS,
+    )
+    ram_bytes: int | None = entry(
+        None,
+        Size(LEAST_BUDGET),
+        name="RAM to use",
+        help="For the model; what does not fit is read from the disk again and again.",
+        card=COMPUTING_CARD,
+        applies="load",
+        option="--ram",
+        words="limit of RAM, such as 512MiB",
+        metavar="SIZE",
+        group=_RUNS,
+    )
+    threads: int | None = entry(
+        None,
+        Number(1, 1024),
+        name="CPU threads",
+        help="Automatic uses one per core. Fewer leave room for other programs.",
+        card=COMPUTING_CARD,
+        applies="load",
+        option="--threads",
+        words="number of CPU threads",
+        metavar="N",
+        group=_RUNS,
+    )
+    context_tokens: int | None = entry(
+        None,
+        Number(1),
+        option="--context",
+        words="longest context, in tokens (default: the model's own)",
+        metavar="N",
+        group=_RUNS,
+    )
+    cache_slots: int | None = entry(
+        None,
+        Number(0, 10**7),
+        name="Experts on each card",
+        help="Automatic keeps as many as fit; 0 keeps none.",
+        card=EXPERTS_CARD,
+        applies="load",
+        option="--cache-slots",
+        words="experts cached on each device (default: as many as fit)",
+        metavar="N",
+        group=_CACHE,
+    )
+    cache_ways: int | None = entry(
+        None,
+        Number(1, 10**6),
+        name="Slots for each layer",
+        help="Automatic lets all layers share the slots; a number gives each layer that many of its own.",
+        card=EXPERTS_CARD,
+        applies="load",
+        option="--cache-ways",
+        words="slots per layer (default: one pool for all layers)",
+        metavar="M",
+        group=_CACHE,
+    )
+    cache_policy: CachePolicy = entry(
+        "auto",
+        Choice(
+            CACHE_POLICIES,
+            {
+                **_AUTOMATIC,
+                "lru": "Recently used ones",
+                "fifo": "Newest ones",
+                "lfu": "Often used ones",
+                "lfru": "Recently and often used ones",
+                "random": "Random ones",
+                "static": "Popular ones, fixed",
+            },
+        ),
+        name="Which experts stay on the card",
+        help="Automatic watches which rule would have kept the right ones, and takes that one.",
+        card=COMPUTING_CARD,
+        applies="load",
+        option="--cache-policy",
+        words="eviction policy of the expert cache",
+        group=_CACHE,
+    )
+    misses: Misses = entry(
+        "mixed",
+        Choice(
+            MISSES,
+            {
+                "mixed": "Whichever is faster",
+                "cpu": "Processor computes",
+                "fetch": "Card fetches",
+                "off": "Nothing is kept",
+                "layer": "Whole layers",
+            },
+        ),
+        name="Experts that are not on the card",
+        help="All but the first are for comparisons.",
+        card=EXPERTS_CARD,
+        applies="load",
+        option="--misses",
+        words="how cache misses are served; all but mixed are for measurements",
+        group=_CACHE,
+    )
+    prefetch: Prefetch = entry(
+        "auto",
+        Choice(
+            PREFETCHES,
+            {
+                **_AUTOMATIC,
+                "off": "Off",
+                "previous": "Those of the last token",
+                "gate": "The next layer’s router",
+                "correlation": "What usually follows",
+                "mlp": "A trained predictor",
+            },
+        ),
+        name="Guessing which experts come next",
+        help="Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.",
+        card=EXPERTS_CARD,
+        applies="load",
+        option="--prefetch",
+        words="predictor of later layers' experts; auto uses the best one, if any pays off",
+        group=_CACHE,
+    )
+    graphs: Graphs = entry(
+        "auto",
+        Choice(get_args(Graphs), {**_AUTOMATIC, "on": "On", "off": "Off"}),
+        name="Replay steps on the card",
+        help="The card replays a recorded step (a CUDA graph) instead of being told each operation.",
+        card=EXPERTS_CARD,
+        applies="load",
+        option="--graphs",
+        words="whether a card replays decode steps as graphs; auto does on real cards",
+        group=_RUNS,
+    )
+    sharing: Sharing = entry(
+        "auto",
+        Choice(get_args(Sharing), {**_AUTOMATIC, "layers": "By layers", "experts": "By experts"}),
+        name="Several graphics cards",
+        help="By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.",
+        card=EXPERTS_CARD,
+        applies="load",
+        option="--sharing",
+        words="several cards: layers gives each a run of layers, experts each a part of every layer's experts",
+        group=_RUNS,
+    )
+    speculation: Guesses = entry(
+        "auto",
+        Choice(get_args(Guesses), {"auto": "Where it pays", "heads": "With the model’s own layer", "off": "Off"}),
+        name="Speculative decoding",
+        help="Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as "
+        "long as that pays. Answers stay the same.",
+        card=MODEL_CARD,
+        applies="load",
+        option="--speculation",
+        words="speculative decoding: answers that quote are drafted and checked together where that is faster; answers "
+        "stay the same. heads: also loads a model's own layer for drafting (DeepSeek-V3, GLM-4.5, Qwen3-Next, "
+        "Qwen3.5)",
+        group=_RUNS,
+    )
+    kv_precision: KvPrecision = entry(
+        "auto",
+        Choice(get_args(KvPrecision), {"auto": "As in the model"}),
+        name="Keys and values",
+        help="What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly "
+        "(with the starter, perplexity rose by 0.08%).",
+        card=MODEL_CARD,
+        applies="load",
+        option="--kv-precision",
+        words="of keys and values: int8 takes about half the memory, so that longer contexts and more rows fit",
+        group=_RUNS,
+    )
 
     @property
     def asked(self) -> str:
@@ -103,7 +299,8 @@ CACHE_FIELDS = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch
 """Those fields' names."""
 
 Thinking = Literal["auto", "off", "on", "low", "medium", "high"]
-THINKINGS: tuple[Thinking, ...] = ("auto", "off", "on", "low", "medium", "high")
+THINKINGS: tuple[Thinking, ...] = get_args(Thinking)
+_DRAWN = "how tokens are chosen"
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
 """llama.cpp's and KoboldCpp's: they keep the turns of a chat template and the punctuation of lists unpunished."""
@@ -125,22 +322,15 @@ class SamplingParams:
 
     Attributes:
         temperature: below 1e-5 is greedy; otherwise logits are divided by it.
-        top_k: keep the k most likely tokens; 0 keeps all.
         top_p: keep the smallest set whose probability reaches p; 1 keeps all.
-        min_p: drop tokens less likely than min_p times the likeliest; 0 keeps all.
         repetition_penalty: divides (multiplies, if negative) logits of tokens already in the context; 1 is off.
         seed: same seed, same prompt, same machine: same tokens (docs/command-line.md says where).  `None` draws a fresh
             one.
         stop: strings that end the answer, excluded from it.
-        max_tokens: most tokens to generate.
-        beams: width of beam search; 1 is none.  Beam search ignores temperature and its filters.
-        dry_multiplier: strength of DRY ("don't repeat yourself"), which ends loops; 0 is off.  A token that would
-            prolong a repetition of n tokens loses dry_multiplier * dry_base^(n - dry_allowed_length).
-        dry_base: by how much the penalty grows with each repeated token.
-        dry_allowed_length: repetitions shorter than this are free.
-        dry_range: how many of the last tokens are searched for repetitions, prompts and earlier answers included; -1 is
-            the answer itself, 0 turns DRY off.
-        dry_breakers: texts that no repetition extends across.
+        beams: 1 is none.  Beam search ignores temperature and its filters.
+        dry_multiplier: a token that would prolong a repetition of n tokens loses
+            dry_multiplier * dry_base^(n - dry_allowed_length).
+        dry_range: how many of the last tokens are searched for repetitions, prompts and earlier answers included.
         presence_penalty, frequency_penalty: subtracted from the logit of a token that the answer contains: once, and
             once for each time (OpenAI's); 0 is off.
         logit_bias: (token id, added to its logit), for any number of tokens.
@@ -148,49 +338,119 @@ class SamplingParams:
             `auto` is as the model does, or not at all if the answer must satisfy a schema.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    max_tokens: int = 512
-    beams: int = 1
-    dry_multiplier: float = 0.0
-    dry_base: float = 1.75
-    dry_allowed_length: int = 2
-    dry_range: int = -1
-    dry_breakers: tuple[str, ...] = DRY_BREAKERS
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    temperature: float = entry(
+        0.0,
+        Number(0, 10, whole=False),
+        option="--temperature",
+        words="0 always takes the most likely token",
+        metavar="X",
+        group=_DRAWN,
+    )
+    top_k: int = entry(
+        0,
+        Number(0, allowed="0 (off) or more"),
+        option="--top-k",
+        words="sample from the K most likely tokens; 0 is all",
+        metavar="K",
+        group=_DRAWN,
+    )
+    top_p: float = entry(
+        1.0,
+        Number(_LEAST, 1, f"above 0 and at most 1 (below {_LEAST} counts as 0)", whole=False),
+        option="--top-p",
+        words="sample from the most likely tokens with total probability P; 1 is all",
+        metavar="P",
+        group=_DRAWN,
+    )
+    min_p: float = entry(
+        0.0,
+        Number(0, 1, "at least 0 and below 1", below=True, whole=False),
+        option="--min-p",
+        words="drop tokens less likely than P times the most likely one",
+        metavar="P",
+        group=_DRAWN,
+    )
+    repetition_penalty: float = entry(
+        1.0,
+        Number(_LEAST, 10, f"above 0 and at most 10 (below {_LEAST} counts as 0)", whole=False),
+        option="--repetition-penalty",
+        words="above 1 makes repetition less likely",
+        metavar="X",
+        group=_DRAWN,
+    )
+    seed: int | None = entry(
+        None,
+        Number(0, 2**63 - 1, "a whole number from 0 to 9223372036854775807"),
+        option="--seed",
+        words="the same seed gives the same answer on the same machine",
+        metavar="S",
+        group=_DRAWN,
+    )
+    stop: tuple[str, ...] = entry(
+        (), Texts(), option="--stop", words="end an answer before S; may be repeated", metavar="S", group=_DRAWN
+    )
+    max_tokens: int = entry(
+        512, Number(1), option="--max-tokens", words="longest answer (default 512)", metavar="N", group=_DRAWN
+    )
+    beams: int = entry(1, Number(1, 64), option="--beams", words="beam search with width B", metavar="B", group=_DRAWN)
+    dry_multiplier: float = entry(
+        0.0,
+        Number(0, 100, "between 0 (off) and 100", whole=False),
+        option="--dry-multiplier",
+        words='strength of DRY ("don\'t repeat yourself"), which ends loops; 0 is off, 0.8 is usual',
+        metavar="X",
+        group=_DRAWN,
+    )
+    dry_base: float = entry(
+        1.75,
+        Number(1, 10, whole=False),
+        option="--dry-base",
+        words="how fast DRY grows with each repeated token (default 1.75)",
+        metavar="X",
+        group=_DRAWN,
+    )
+    dry_allowed_length: int = entry(
+        2,
+        Number(0),
+        option="--dry-allowed-length",
+        words="repetitions shorter than N tokens are free of DRY (default 2)",
+        metavar="N",
+        group=_DRAWN,
+    )
+    dry_range: int = entry(
+        -1,
+        Number(-1, allowed="-1 (the answer), 0 (off) or more"),
+        option="--dry-range",
+        words="DRY searches the last N tokens; -1 is the answer itself (default), 0 is off",
+        metavar="N",
+        group=_DRAWN,
+    )
+    dry_breakers: tuple[str, ...] = entry(
+        DRY_BREAKERS,
+        Texts(escapes=True),
+        option="--dry-breaker",
+        words="DRY counts no repetition across S; may be repeated; none for no breakers (default: line break, "
+        "colon, double quote, asterisk)",
+        metavar="S",
+        group=_DRAWN,
+    )
+    presence_penalty: float = entry(0.0, Number(-2, 2, whole=False))
+    frequency_penalty: float = entry(0.0, Number(-2, 2, whole=False))
     logit_bias: tuple[tuple[int, float], ...] = ()
-    thinking: Thinking = "auto"
+    thinking: Thinking = entry(
+        "auto",
+        Choice(THINKINGS),
+        option="--thinking",
+        words="whether, and how much, the model thinks before it answers, if its chat template can tell it "
+        "(default: auto, as the model does)",
+        group=_DRAWN,
+    )
 
     def __post_init__(self) -> None:
-        checks = (
-            ("temperature", 0 <= self.temperature <= 10, "between 0 and 10"),
-            ("top_k", self.top_k >= 0, "0 (off) or more"),
-            ("top_p", _LEAST <= self.top_p <= 1, f"above 0 and at most 1 (below {_LEAST} counts as 0)"),
-            ("min_p", 0 <= self.min_p < 1, "at least 0 and below 1"),
-            (
-                "repetition_penalty",
-                _LEAST <= self.repetition_penalty <= 10,
-                f"above 0 and at most 10 (below {_LEAST} counts as 0)",
-            ),
-            ("max_tokens", self.max_tokens >= 1, "1 or more"),
-            ("beams", 1 <= self.beams <= 64, "between 1 and 64"),
-            ("dry_multiplier", 0 <= self.dry_multiplier <= 100, "between 0 (off) and 100"),
-            ("dry_base", 1 <= self.dry_base <= 10, "between 1 and 10"),
-            ("dry_allowed_length", self.dry_allowed_length >= 0, "0 or more"),
-            ("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2"),
-            ("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2"),
-            ("dry_range", self.dry_range >= -1, "-1 (the answer), 0 (off) or more"),
-        )
-        for name, holds, allowed in checks:
-            value = getattr(self, name)
-            if not holds or not math.isfinite(value):
-                raise EngineError(ErrorCode.INVALID_REQUEST, f"{name} is {value}, but must be {allowed}.")
+        for setting in settings_of(SamplingParams):
+            value, kind = getattr(self, setting.key), setting.kind
+            if isinstance(kind, Number) and setting.key != "seed" and not kind.holds(value):
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"{setting.key} is {value}, but must be {kind.words}.")
         if self.thinking not in THINKINGS:
             raise EngineError(
                 ErrorCode.INVALID_REQUEST, f"thinking is {self.thinking!r}, but must be one of {', '.join(THINKINGS)}."

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from engine.common.config import PRECISIONS
 from engine.formats.ggml import GGML
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
@@ -79,12 +80,6 @@ LADDER: tuple[str, ...] = tuple(each.name for each in _ALL if each.worth)
 AUTO = "auto"
 STORED = AS_IN_FILE.name
 """What `auto` tries first for checkpoints that are quantised already."""
-PRECISIONS: tuple[str, ...] = (
-    AUTO,
-    *(each.name for each in _ALL if each.native is not None or each in (FP32, AS_IN_FILE)),
-)
-"""Precisions that a user may choose."""
-
 SMALLEST = 64 * 1024
 """Weights of a linear layer below which it stays plain: the product costs less than handing it to threads."""
 ROUTERS = ("gate", "router", "wg", "classifier")

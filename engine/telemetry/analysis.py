@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.planner.simulator.timeline import LANES
-from engine.telemetry.lanes import DECODE, FOR_LATER, PHASE, REQUESTS, SAMPLE
+from engine.common.lanes import WORK
+from engine.telemetry.lanes import DECODE, FOR_LATER, PHASE, SAMPLE
 from engine.telemetry.records import COUNTERS, Records
 
 OTHER = "other"
@@ -36,12 +36,12 @@ def lane_seconds(spans: Records, start_ns: int, end_ns: int) -> dict[str, float]
     """Busy seconds of each lane in [start, end); idle lanes are left out."""
     seconds = {}
     for lane in np.unique(spans["lane"]).tolist():
-        if lane == PHASE or not 0 <= lane < len(LANES):
+        if lane == PHASE or not 0 <= lane < len(WORK):
             continue
         mine = spans[spans["lane"] == lane]
         starts, ends = _union(mine["start_ns"].clip(start_ns, end_ns), mine["end_ns"].clip(start_ns, end_ns))
         if len(starts):
-            seconds[LANES[lane]] = float((ends - starts).sum()) / 1e9
+            seconds[WORK[lane]] = float((ends - starts).sum()) / 1e9
     return {name: took for name, took in seconds.items() if took > 0}
 
 
@@ -64,7 +64,7 @@ def critical_path(spans: Records, start_ns: int, end_ns: int) -> list[PathSegmen
     Backwards from the end: the last span to end was waited for, and its own dependency ended before it began. Work for
     later (post-fetches, prefetches) is never waited for.
     """
-    waited = (spans["lane"] != PHASE) & (spans["lane"] < REQUESTS) & ~np.isin(spans["name"], list(FOR_LATER))
+    waited = (spans["lane"] != PHASE) & (spans["lane"] < len(WORK)) & ~np.isin(spans["name"], list(FOR_LATER))
     inside = waited & (spans["end_ns"] > start_ns) & (spans["start_ns"] < end_ns)
     numbers = np.flatnonzero(inside)
     order = np.argsort(spans["end_ns"][numbers], kind="stable")
@@ -120,7 +120,7 @@ def waiting(spans: Records, steps: Records) -> Waiting:
     """What these steps waited for: the sum of their critical paths."""
     if not len(steps):
         return Waiting(0, 0.0, {})
-    spent = dict.fromkeys((*LANES, OTHER), 0)
+    spent = dict.fromkeys((*WORK, OTHER), 0)
     spans = spans[(spans["end_ns"] > steps["start_ns"].min()) & (spans["start_ns"] < steps["end_ns"].max())]
     spans = spans[np.argsort(spans["start_ns"], kind="stable")]
     longest = int((spans["end_ns"] - spans["start_ns"]).max(initial=0))
@@ -131,7 +131,7 @@ def waiting(spans: Records, steps: Records) -> Waiting:
         mine = spans[first:last]
         for segment in critical_path(mine, int(step["start_ns"]), int(step["end_ns"])):
             lane = int(mine["lane"][segment.span]) if segment.span >= 0 else -1
-            spent[LANES[lane] if 0 <= lane < len(LANES) else OTHER] += segment.end_ns - segment.start_ns
+            spent[WORK[lane] if 0 <= lane < len(WORK) else OTHER] += segment.end_ns - segment.start_ns
     total = max(1, sum(spent.values()))
     share = {name: part / total for name, part in sorted(spent.items(), key=lambda item: -item[1]) if part}
     return Waiting(int(steps["tokens"].sum()), total / 1e9, share)
@@ -168,9 +168,9 @@ def range_averages(spans: Records, steps: Records, start_ns: int, end_ns: int) -
     rates = {}
     for lane in np.unique(spans["lane"]).tolist():
         mine = spans[(spans["lane"] == lane) & (spans["end_ns"] > start_ns) & (spans["end_ns"] <= end_ns)]
-        if (moved := int(mine["nbytes"].sum())) and 0 <= lane < len(LANES):
+        if (moved := int(mine["nbytes"].sum())) and 0 <= lane < len(WORK):
             starts, ends = _union(mine["start_ns"], mine["end_ns"])
-            rates[LANES[lane]] = moved / max(int((ends - starts).sum()), 1)
+            rates[WORK[lane]] = moved / max(int((ends - starts).sum()), 1)
     return RangeAverages(
         seconds,
         tokens,

@@ -1,19 +1,19 @@
 """Lanes and names of spans, encoded as small integers.
 
-Lanes match the simulator's, so that a predicted timeline can be shown under a recorded one.
+What lanes there are stands in `engine.common.lanes`; the simulator has those of work, too, so that a predicted timeline
+can be shown under a recorded one.
 """
 
 from __future__ import annotations
 
 import re
 
-from engine.planner.simulator.timeline import LANES
+from engine.common.lanes import TRACKS, track_number
 
-PHASE, GPU, H2D, D2H, CPU_EXPERTS, CPU_ATTENTION, DISK, SMALL_COPY = range(len(LANES))
-REQUESTS, SWEEPS = len(LANES), len(LANES) + 1
-"""What requests are doing, and what each sweep through the layers was made of: no work of their own, so that nothing
-waits for it, and the simulator has none."""
-ALL_LANES = (*LANES, "requests", "sweeps")
+PHASE, GPU, H2D, D2H = map(track_number, ("phase", "gpu", "h2d", "d2h"))
+CPU_EXPERTS, CPU_ATTENTION, DISK = map(track_number, ("cpu_experts", "cpu_attention", "disk"))
+SMALL_COPY, REQUESTS, SWEEPS = map(track_number, ("small_copy", "requests", "sweeps"))
+ALL_LANES = tuple(track.name for track in TRACKS)
 
 NAMES = (
     "prefill",  # phase: a chunk of a prompt

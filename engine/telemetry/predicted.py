@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from engine.planner.simulator.timeline import LANES, Span
+from engine.common.lanes import track_number
+from engine.planner.simulator.timeline import Span
 from engine.telemetry import lanes
 from engine.telemetry.records import COUNTERS, SPAN, STEP, Records, no_spans, no_steps
 
@@ -64,7 +65,7 @@ def predicted_records(spans: Sequence[Span], *, first_layer: int = 0) -> tuple[R
         name = _name(span)
         times = _nanoseconds(span.start), _nanoseconds(span.end)
         of_what = (span.nbytes, _REQUEST, phase, layer, span.expert, span.count)
-        rows.append((*times, *of_what, LANES.index(span.lane), _DEVICE, name))
+        rows.append((*times, *of_what, track_number(span.lane), _DEVICE, name))
         for counter, amount in _amounts(span, name) if phases else ():
             counted[phase][counter] += amount
     steps = []

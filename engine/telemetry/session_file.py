@@ -181,6 +181,15 @@ def list_sessions(folder: Path) -> dict[str, list[Path]]:
     return sessions
 
 
+def model_of(path: Path) -> str:
+    """The name of the model that a session's first file begins with; empty if it cannot be read."""
+    try:
+        kind, payload = next(_chunks(path, must_be_one=True))
+        return str(_object(payload).get("model", "")) if kind == Chunk.ABOUT else ""
+    except (EngineError, StopIteration, ValueError, TypeError):
+        return ""
+
+
 def read_session(paths: list[Path]) -> RecordedSession:
     """Reads a session's files, up to any damage.
 

@@ -19,7 +19,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from engine.common.files import NewFile
-from engine.telemetry.lanes import ALL_LANES, GRAPH, PHASE, REQUESTS, SWEEPS, lane_name, span_name
+from engine.common.lanes import TRACKS
+from engine.telemetry.lanes import ALL_LANES, GRAPH, PHASE, lane_name, span_name
 from engine.telemetry.recorder import RECORDER, Recorder
 from engine.telemetry.records import COUNTERS, Records, no_spans, no_steps
 
@@ -120,7 +121,9 @@ def _track(track: Records, tid: int, name: str, begin_ns: int) -> Iterator[dict[
 def _args(span: np.void) -> dict[str, int]:
     fields = ("request", "step", "layer", "expert")
     shown = {field: int(span[field]) for field in fields if span[field] >= 0}
-    amount = "tokens" if span["lane"] in (PHASE, REQUESTS, SWEEPS) else "layers" if span["name"] == GRAPH else "experts"
+    lane = int(span["lane"])
+    counts = TRACKS[lane].counts if 0 <= lane < len(TRACKS) else "experts"
+    amount = "layers" if span["name"] == GRAPH else counts
     shown |= {amount: int(span["count"])} if span["count"] > 1 else {}
     return shown | ({"bytes": int(span["nbytes"])} if span["nbytes"] else {})
 

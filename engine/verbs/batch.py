@@ -21,8 +21,14 @@ from engine.common.falls import FALLS
 from engine.common.foreign import DEEPEST, parse_json, read_foreign, reason
 from engine.formats import AUTO, is_precision
 from engine.remote.job import OwnModel, endpoints_of, run_remote_job, run_remote_sample
-from engine.verbs.chat import add_sampling_options, given_sampling, load_engine
-from engine.verbs.options import add_engine_options, engine_config, positive_int
+from engine.verbs.chat import load_engine
+from engine.verbs.options import (
+    add_engine_options,
+    add_sampling_options,
+    engine_config,
+    given_sampling,
+    positive_int,
+)
 from engine.verbs.output import emit, note, show_progress
 
 if TYPE_CHECKING:
@@ -67,7 +73,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--model", default="starter", metavar="M", help="starter, a library name or a folder")
     parser.add_argument("--template", default="", metavar="T", help="the prompt, such as 'Summarise: {{text}}'")
     parser.add_argument("--system", default="", metavar="S", help="system prompt of every row")
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
     add_sampling_options(parser, beams=False)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--schema", metavar="FILE", help="a JSON schema that every answer satisfies")

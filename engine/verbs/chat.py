@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from engine.common.chat import ChatMessage, parts_with
-from engine.common.config import THINKINGS, SamplingParams
+from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.common.pictures import pictures_in_files
 from engine.remote.endpoint import is_remote
 from engine.verbs.models.progress import ProgressLine
-from engine.verbs.options import add_engine_options, breaker, engine_config, positive_int, seed, stop_string
+from engine.verbs.options import add_engine_options, add_sampling_options, engine_config, given_sampling
 from engine.verbs.output import emit, note, write_aside, write_text
 from engine.verbs.tracing import traced
 
@@ -163,50 +163,6 @@ def _stopped_by_ctrl_c() -> Iterator[Callable[[], bool]]:
         signal.signal(signal.SIGINT, previous)
 
 
-SAMPLING_OPTIONS: tuple[tuple[str, Callable[[str], Any], str, str], ...] = (
-    ("--temperature", float, "X", "0 always takes the most likely token"),
-    ("--top-k", int, "K", "sample from the K most likely tokens; 0 is all"),
-    ("--top-p", float, "P", "sample from the most likely tokens with total probability P; 1 is all"),
-    ("--min-p", float, "P", "drop tokens less likely than P times the most likely one"),
-    ("--repetition-penalty", float, "X", "above 1 makes repetition less likely"),
-    ("--dry-multiplier", float, "X", "strength of DRY, which ends loops; 0 is off, 0.8 is usual"),
-    ("--dry-base", float, "X", "how fast DRY grows with each repeated token (default 1.75)"),
-    ("--dry-allowed-length", int, "N", "repetitions shorter than N tokens are free of DRY (default 2)"),
-    ("--dry-range", int, "N", "DRY searches the last N tokens; -1 is the answer itself (default), 0 is off"),
-    ("--seed", seed, "S", "the same seed gives the same answer on the same machine"),
-    ("--beams", int, "B", "beam search with width B"),
-)
-
-
-def add_sampling_options(parser: argparse.ArgumentParser, *, beams: bool = True) -> None:
-    """Add the options that say how tokens are chosen."""
-    group = parser.add_argument_group(
-        "how tokens are chosen",
-        "In this order: repetition penalty, DRY, top-k, top-p, min-p, temperature.  Tokens that end an answer are "
-        "never penalised.",
-    )
-    for name, kind, metavar, text in SAMPLING_OPTIONS:
-        if beams or name != "--beams":
-            group.add_argument(name, type=kind, metavar=metavar, help=text)
-    group.add_argument(
-        "--dry-breaker",
-        type=breaker,
-        action="append",
-        metavar="S",
-        help="DRY counts no repetition across S; may be repeated; none for no breakers (default: line break, colon, "
-        "double quote, asterisk)",
-    )
-    group.add_argument(
-        "--stop", type=stop_string, action="append", metavar="S", help="end an answer before S; may be repeated"
-    )
-    group.add_argument(
-        "--thinking",
-        choices=THINKINGS,
-        help="whether, and how much, the model thinks before it answers, if its chat template can tell it (default: "
-        "auto, as the model does)",
-    )
-
-
 def add_parser(subparsers: Any) -> None:
     parser: argparse.ArgumentParser = subparsers.add_parser(
         "chat",
@@ -226,7 +182,6 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="a PNG, JPEG, WebP or GIF file to send with the prompt to a model that sees; may be repeated",
     )
-    parser.add_argument("--max-tokens", type=positive_int, metavar="N", help="longest answer (default 512)")
     add_sampling_options(parser)
     parser.add_argument(
         "--record-routing", type=_trace_file, metavar="FILE", help="write the routing, for `switchyard cache`"
@@ -278,17 +233,6 @@ def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | 
         return 0
 
     return remote_chat.run(args, given, use)
-
-
-def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """The `SamplingParams` fields given as options."""
-    names = [*(name.removeprefix("--").replace("-", "_") for name, *_ in SAMPLING_OPTIONS), "max_tokens", "thinking"]
-    given = {name: value for name in names if (value := getattr(args, name, None)) is not None}
-    if args.stop:
-        given["stop"] = tuple(args.stop)
-    if args.dry_breaker:
-        given["dry_breakers"] = () if args.dry_breaker == ["none"] else tuple(args.dry_breaker)
-    return given
 
 
 _DOING: dict[LoadPhase, str] = {

@@ -30,6 +30,7 @@ from engine.common import installed
 from engine.common.anonymous import of_log, without_names
 from engine.common.files import disk_errors_explained, write_whole
 from engine.common.paths import log_dir, python_module
+from engine.common.settings import SettingsFile, kept_settings, read_settings, said, settings_path
 from engine.hardware.measured import described
 from engine.hardware.probe import Probe, probe
 from engine.hardware.surroundings import DISPLAY_VARIABLES, has_display
@@ -200,6 +201,37 @@ def tuning_findings(hardware: Probe) -> list[Finding]:
     return [Finding("tuning", Status.OK, "; ".join(said) + more)]
 
 
+def settings_findings() -> list[Finding]:
+    """What people have changed in the settings, without what names things of theirs."""
+    path = settings_path()
+    try:
+        file = read_settings(path)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is damaged"
+        return [
+            Finding("settings", Status.ADVICE, f"{path} cannot be read ({why}).", "The window uses the usual ones.")
+        ]
+    changed = [
+        f"{setting.key} {'(changed)' if setting.is_private else said(setting, value)}"
+        for setting in kept_settings().values()
+        if (setting.name or setting.option) and (value := file.value(setting)) != setting.default
+    ]
+    detail = ", ".join(changed) or "the usual ones"
+    if file.odd:
+        action = "The usual ones are used instead: change them in the window's Settings, or take them out of the file."
+        return [Finding("settings", Status.ADVICE, f"{file.problem} The others: {detail}.", action)]
+    return [Finding("settings", Status.OK, detail)]
+
+
+def all_settings() -> dict[str, object]:
+    """Every setting that is no private text, by key, for `--json`."""
+    try:
+        file = read_settings(settings_path())
+    except (OSError, ValueError):
+        file = SettingsFile()
+    return {key: file.value(each) for key, each in kept_settings().items() if not each.is_private}
+
+
 _MARKS = {Status.OK: "ok", Status.ADVICE: "note", Status.PROBLEM: "PROBLEM"}
 _GIB = 2**30
 
@@ -229,6 +261,7 @@ def run(args: argparse.Namespace) -> int:
         *proof_findings(hardware),
         *measurement_findings(hardware),
         *tuning_findings(hardware),
+        *settings_findings(),
         *display_findings(),
         *folder_findings(hardware),
     ]
@@ -236,6 +269,7 @@ def run(args: argparse.Namespace) -> int:
         "healthy": all(finding.status != Status.PROBLEM for finding in findings),
         "hardware": hardware,
         "findings": findings,
+        "settings": all_settings(),
     }
     if args.report is not None:
         with disk_errors_explained(args.report.parent):

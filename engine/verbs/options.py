@@ -4,20 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
 
-from engine.common.config import (
-    CACHE_POLICIES,
-    GRAPHS,
-    GUESSES,
-    KV_PRECISIONS,
-    MISSES,
-    PREFETCHES,
-    SHARINGS,
-    EngineConfig,
-)
-from engine.formats import AUTO, FORMATS, PRECISIONS
+from engine.common.config import EngineConfig, SamplingParams, is_device
+from engine.common.schema import Choice, Number, Setting, Size, Switch, Texts, settings_of
+from engine.common.settings import SCHEMAS
 
 _UNITS = {
     "B": 1,
@@ -54,13 +46,6 @@ def positive_int(text: str) -> int:
     return value
 
 
-def count(text: str) -> int:
-    """A non-negative integer."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
-    return int(text)
-
-
 def amount(text: str) -> float:
     """A number above 0, such as a price."""
     try:
@@ -89,114 +74,111 @@ def time_span(text: str) -> float:
     return seconds
 
 
-def seed(text: str) -> int:
-    """A random seed: an integer from 0 to 2^63 - 1."""
-    if not (text.isascii() and text.isdecimal() and len(text) < 20 and int(text) < 2**63):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 9223372036854775807")
-    return int(text)
-
-
-def stop_string(text: str) -> str:
-    """A string that ends an answer; must not be empty."""
-    if not text:
-        raise argparse.ArgumentTypeError("a stop string must not be empty")
+def device_name(text: str) -> str:
+    """A value of `EngineConfig.device`."""
+    if not is_device(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda, xpu, mps or emulated:NAME")
     return text
 
 
-def breaker(text: str) -> str:
-    r"""A text that ends repetitions for DRY; `\n` and `\t` mean the characters, which a shell cannot easily give."""
-    if not text:
-        raise argparse.ArgumentTypeError("a breaker must not be empty")
-    return text.replace("\\n", "\n").replace("\\t", "\t")
+def _one_text(kind: Texts) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if not text:
+            raise argparse.ArgumentTypeError("it must not be empty")
+        return text.replace("\\n", "\n").replace("\\t", "\t") if kind.escapes else text
+
+    return read
 
 
-def device_name(text: str) -> str:
-    """A value of `EngineConfig.device`; whether the device exists is checked when a model is loaded."""
-    if text in ("auto", "cpu", "cuda", "xpu", "mps") or re.fullmatch(
-        r"(cuda|xpu):\d+(,\1:\d+)*|emulated:[\w.-]+(\?host=(fixed|only))?", text, re.ASCII
-    ):
-        return text
-    raise argparse.ArgumentTypeError(f"{text!r} is not a device; use auto, cpu, cuda, xpu, mps or emulated:NAME")
+def _number(kind: Number) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        try:
+            value: float = int(text) if kind.whole else float(text)
+        except ValueError:
+            value = float("nan")
+        if not kind.holds(value):
+            raise argparse.ArgumentTypeError(f"it must be {kind.words}, not {text!r}")
+        return value
+
+    return read
 
 
-def add_kv_precision(parser: argparse._ActionsContainer) -> None:
-    """Add `--kv-precision`."""
-    parser.add_argument(
-        "--kv-precision",
-        choices=KV_PRECISIONS,
-        default="auto",
-        help="of keys and values: int8 takes about half the memory, so that longer contexts and more rows fit",
-    )
+def _how(setting: Setting[Any]) -> dict[str, Any]:
+    """How argparse reads a setting of this kind."""
+    kind = setting.kind
+    match kind:
+        case Switch():
+            return {"action": argparse.BooleanOptionalAction}
+        case Choice(others=None):
+            return {"choices": tuple(kind.values)}
+        case Choice():
+            return {"type": device_name}
+        case Number():
+            return {"type": _number(kind)}
+        case Size():
+            return {"type": parse_size}
+        case Texts():
+            return {"action": "append", "type": _one_text(kind)}
+    return {}
+
+
+def add_settings(
+    parser: argparse.ArgumentParser, settings: Iterable[Setting[Any]], *, defaults: bool = True, about: str = ""
+) -> None:
+    """Adds the options of settings, each under its heading; `args` has them by key.
+
+    Args:
+        defaults: False leaves what is not given at None.
+        about: a sentence below the headings.
+    """
+    groups: dict[str, argparse._ArgumentGroup] = {}
+    for setting in settings:
+        if setting.option:
+            group = groups.get(setting.group) or parser.add_argument_group(setting.group, about or None)
+            groups[setting.group] = group
+            how = _how(setting)
+            if setting.metavar is not None:
+                how["metavar"] = setting.metavar
+            default = setting.default if defaults else None
+            group.add_argument(setting.option, dest=setting.key, default=default, help=setting.said, **how)
+
+
+def engine_settings(*keys: str) -> list[Setting[Any]]:
+    """Those that every verb has which runs a model; or these of them."""
+    return [
+        each for schema in SCHEMAS for each in settings_of(schema) if each.option and (not keys or each.key in keys)
+    ]
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--device`, `--vram`, `--ram`, `--threads`, `--precision` and those of the expert cache."""
-    group = parser.add_argument_group("where and how the model runs")
-    group.add_argument(
-        "--device",
-        type=device_name,
-        default="auto",
-        metavar="D",
-        help="auto, cpu, cuda, xpu or emulated:NAME",
-    )
-    group.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
-    group.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 512MiB")
-    group.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
-    kinds = "; ".join(f"{name} is {FORMATS[name].words}" for name in PRECISIONS if name in FORMATS)
-    group.add_argument("--precision", choices=PRECISIONS, default=AUTO, help=f"of the weights in memory: {kinds}")
-    add_kv_precision(group)
-    group.add_argument("--graphs", choices=GRAPHS, default="auto", help="whether a card replays decode steps as graphs")
-    group.add_argument(
-        "--speculation",
-        choices=GUESSES,
-        default="auto",
-        help="speculative decoding: answers that quote are drafted and checked together where that is faster; answers "
-        "stay the same. heads: also loads a model's own layer for drafting (DeepSeek-V3, GLM-4.5, Qwen3-Next, Qwen3.5)",
-    )
-    group.add_argument(
-        "--sharing",
-        choices=SHARINGS,
-        default="auto",
-        help="several cards: layers gives each a run of layers, experts each a part of every layer's experts",
-    )
-    cache = parser.add_argument_group("the expert cache, for models bigger than the graphics card")
-    cache.add_argument(
-        "--cache-slots", type=count, metavar="N", help="experts cached on each device (default: as many as fit)"
-    )
-    cache.add_argument(
-        "--cache-ways", type=positive_int, metavar="M", help="slots per layer (default: one pool for all layers)"
-    )
-    cache.add_argument(
-        "--cache-policy", choices=CACHE_POLICIES, default="auto", help="eviction policy of the expert cache"
-    )
-    cache.add_argument(
-        "--misses",
-        choices=MISSES,
-        default="mixed",
-        help="how cache misses are served; all but mixed are for measurements",
-    )
-    cache.add_argument("--prefetch", choices=PREFETCHES, default="auto", help="predictor of later layers' experts")
+    """Adds the options of `EngineConfig`."""
+    add_settings(parser, engine_settings())
 
 
 def engine_config(args: argparse.Namespace, model: str) -> EngineConfig:
     """The engine settings from the options of `add_engine_options`."""
-    return EngineConfig(
-        model=model,
-        device=args.device,
-        precision=args.precision,
-        vram_bytes=args.vram,
-        ram_bytes=args.ram,
-        threads=args.threads,
-        cache_slots=args.cache_slots,
-        cache_ways=args.cache_ways,
-        cache_policy=args.cache_policy,
-        misses=args.misses,
-        prefetch=args.prefetch,
-        graphs=args.graphs,
-        sharing=args.sharing,
-        speculation=args.speculation,
-        kv_precision=args.kv_precision,
+    return EngineConfig(model, **{each.key: getattr(args, each.key) for each in settings_of(EngineConfig)})
+
+
+def add_sampling_options(parser: argparse.ArgumentParser, *, beams: bool = True) -> None:
+    """Adds the options of `SamplingParams`."""
+    add_settings(
+        parser,
+        (each for each in settings_of(SamplingParams) if beams or each.key != "beams"),
+        defaults=False,
+        about="In this order: repetition penalty, DRY, top-k, top-p, min-p, temperature.  Tokens that end an answer "
+        "are never penalised.",
     )
+
+
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The `SamplingParams` fields given as options."""
+    given = {each.key: getattr(args, each.key, None) for each in settings_of(SamplingParams)}
+    if given["dry_breakers"] == ["none"]:
+        given["dry_breakers"] = []
+    return {
+        key: tuple(value) if isinstance(value, list) else value for key, value in given.items() if value is not None
+    }
 
 
 MODEL = "`starter`, the name of a model on this machine, a checkpoint directory or a GGUF file"

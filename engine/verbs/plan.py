@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import AUTO, LADDER, STORED
-from engine.verbs.options import add_kv_precision, amount, parse_size, positive_int, time_span, two_prices
+from engine.verbs.options import add_settings, amount, engine_settings, positive_int, time_span, two_prices
 from engine.verbs.output import emit
 
 if TYPE_CHECKING:
@@ -43,18 +43,14 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
 
 def add_limit_options(parser: argparse.ArgumentParser) -> None:
     """Add what bounds the memory and names the context and the precision."""
-    parser.add_argument("--device", choices=["auto", "cpu"], default="auto", help="cpu: do not use the graphics card")
     parser.add_argument(
         "--precision",
         choices=[AUTO, STORED, *LADDER],
         default=AUTO,
         help="of the experts; stored: as they are in the files",
     )
-    parser.add_argument("--vram", type=parse_size, metavar="SIZE", help="limit of video memory, such as 8GB")
-    parser.add_argument("--ram", type=parse_size, metavar="SIZE", help="limit of RAM, such as 16GB")
-    parser.add_argument("--threads", type=positive_int, metavar="N", help="number of CPU threads")
-    parser.add_argument("--context", type=positive_int, metavar="N", help="longest supported context")
-    add_kv_precision(parser)
+    limits = ("device", "vram_bytes", "ram_bytes", "threads", "context_tokens", "kv_precision")
+    add_settings(parser, engine_settings(*limits))
 
 
 def asked_limits(args: argparse.Namespace) -> Limits:
@@ -62,10 +58,10 @@ def asked_limits(args: argparse.Namespace) -> Limits:
     from engine.planner.plan import Limits
 
     return Limits(
-        vram_bytes=args.vram,
-        ram_bytes=args.ram,
+        vram_bytes=args.vram_bytes,
+        ram_bytes=args.ram_bytes,
         threads=args.threads,
-        context_tokens=args.context,
+        context_tokens=args.context_tokens,
         precision=args.precision,
         use_card=args.device != "cpu",
         kv_precision=args.kv_precision,
@@ -123,9 +119,9 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     asked = EngineConfig(
         args.model,
         args.device,
-        vram_bytes=args.vram,
-        ram_bytes=args.ram,
-        context_tokens=args.context,
+        vram_bytes=args.vram_bytes,
+        ram_bytes=args.ram_bytes,
+        context_tokens=args.context_tokens,
         kv_precision=args.kv_precision,
     )
     return plan_here(look, model, asked, limits)

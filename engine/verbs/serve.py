@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.kept_context import OTHER_PROGRAMS, keeping_requests
+from engine.common.settings import DEFAULT_SERVER_PORT
 from engine.verbs.options import add_engine_options, engine_config, positive_int
 from engine.verbs.output import emit, note
 
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from engine.serving.server import Address
 
 _KEY_VARIABLE = "SWITCHYARD_KEY"
-DEFAULT_PORT = 8490
 _ENGINE_ENDED = "switchyard: The engine stopped unexpectedly. The next request starts it again."
 
 
@@ -39,7 +39,7 @@ def add_parser(subparsers: Any) -> None:
         (
             "--port",
             "P",
-            {"type": _port, "default": DEFAULT_PORT, "help": f"default {DEFAULT_PORT}; 0: any"},
+            {"type": _port, "default": DEFAULT_SERVER_PORT, "help": f"default {DEFAULT_SERVER_PORT}; 0: any"},
         ),
         ("--key-file", "FILE", {"type": Path, "help": f"holds the key that clients send (or set {_KEY_VARIABLE})"}),
         ("--name", "N", {"action": "append", "default": [], "help": "another name of this machine; may be repeated"}),

@@ -233,53 +233,6 @@ negativ</translation>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>Darstellung</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>Farbschema</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>„System“ folgt der Einstellung des Desktops.</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>System</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>Sprache</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>„System“ ist die Sprache dieses PCs, sonst Englisch.</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>Textgröße</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>Hell</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>Dunkel</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>Farbschema: {0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2275,50 +2228,6 @@ negativ</translation>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>Geschwindigkeit und Speicher</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>Automatisch</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>Nur Prozessor</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>Läuft auf</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>„Automatisch“ nutzt die Grafikkarte, falls vorhanden, und den Prozessor für das, was nicht hineinpasst.</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>Genauigkeit</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>„Automatisch“ behält die beste, die passt. Gröbere Gewichte brauchen weniger Speicher und sind schneller.</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>CPU-Threads</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>„Automatisch“ nutzt einen pro Kern. Weniger lassen Platz für andere Programme.</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>Nutzbarer Grafikspeicher</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>Nutzbarer RAM</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>Messen</translation>
         </message>
@@ -2335,14 +2244,6 @@ negativ</translation>
             <translation>Änderungen gelten ab dem nächsten Start oder mit diesen Schaltflächen sofort.</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>Welche Experten auf der Karte bleiben</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>„Automatisch“ beobachtet, welche Regel die richtigen behalten hätte, und nimmt diese.</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>Modell wird geladen und gemessen…</translation>
         </message>
@@ -2355,32 +2256,16 @@ negativ</translation>
             <translation>Startmodell</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>Hier rechnet keine Grafikkarte.</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0}: {1} Token/s, gemessen</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0}: etwa {1} Token/s, {2} bis {3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>Für häufig genutzte Experten; der Rest bleibt anderen Programmen.</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>Hier rechnet keine Grafikkarte.</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>Für das Modell; was nicht hineinpasst, wird immer wieder vom Datenträger gelesen.</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>alles, was frei ist</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>höchstens {0}</translation>
         </message>
     </context>
     <context>
@@ -4385,6 +4270,245 @@ negativ</translation>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>Phase</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>Was das Modell tut: einen Prompt lesen (Prefill), eine Antwort Token für Token schreiben (Decode) oder einen Stapelschritt, der viele Zeilen zugleich durch das Modell führt. Jede Marke ist ein Token: ein Wort oder ein Teil davon.</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>Anfragen</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>Eine Zeile für jede Antwort in Arbeit, für dieses Fenster oder andere Programme, hier oder auf einem anderen Server: wartend (schraffiert), ihr Prompt wird gelesen (blass), ihre Antwort wird geschrieben. Auch ein Stapelauftrag hat eine Zeile (umrandet).</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>Durchläufe</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>Was gemeinsam durch die Schichten läuft: ein Token jeder Antwort, die geschrieben wird, und (schraffiert) Stücke von Prompts, die gelesen werden. Stapelaufträge haben eigene Durchläufe. Aus der Nähe ist jeder Durchlauf ein Block mit seinen Token.</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>Wie stark unser Modell die Grafikkarte auslastet. In Lücken wartet sie auf etwas anderes, meist auf Gewichte oder den Prozessor.</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>Rechnen auf der GPU</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>Zur GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>Gewichte, die vom RAM zur Grafikkarte kopiert werden. Das ist der Preis eines Fehlzugriffs: ein Experte, der gebraucht wird, aber nicht im Speicher der Karte liegt.</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>Kopieren von Gewichten zur GPU</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>zur GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>Übergabe von Ergebnissen an die GPU</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>Ergebnisse</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>Von der GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>Kopien von der Grafikkarte in den RAM, meist kleine Ergebnisse. Große Mengen sind Daten eines Stapels, die auf der Karte keinen Platz haben.</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>Kopieren von der GPU</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>von der GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>Wie stark unser Modell den Prozessor auslastet: mit Experten, den Teilen einer Schicht, von denen jedes Token nur wenige nutzt, und mit der Attention, die auf den bisherigen Text zurückblickt. Zusammen können sie die Spur füllen.</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>Rechnen von Experten auf der CPU</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>Experten auf der CPU</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>Attention und andere Schichten auf der CPU</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>Attention auf der CPU</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>Datenträger</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>Experten, die vom Datenträger gelesen werden, weil im RAM kein Platz ist. Ist diese Spur oft voll, hilft mehr RAM oder eine geringere Genauigkeit am meisten.</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>Lesen vom Datenträger</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>Datenträger</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>Experten</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>Wo die gebrauchten Experten waren: im Speicher der Karte (ein Treffer), erst dorthin kopiert (geholt, ein Fehlzugriff) oder stattdessen auf dem Prozessor berechnet. Mehr Treffer heißt weniger Warten; ohne Grafikkarte wird alles auf dem Prozessor berechnet.</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>Token/s</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>Wie viele Token pro Sekunde geschrieben werden, während das Modell arbeitet. Bei einem Stapel zählen die Token aller Zeilen, mit ihren Prompts.</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>GPU-Last</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>Wie stark alle Programme die Grafikkarte auslasten.</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>CPU-Last</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>Wie stark der ganze Prozessor ausgelastet ist: gefüllt für Switchyard, gestrichelt für alle Programme. Ein großer Abstand ist das, was andere Programme nutzen.</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Belegter Speicher: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Belegter Speicher der Karte: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>Verkehr am Steckplatz der Grafikkarte, in beide Richtungen, von allen Programmen.</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>Seitenfehler</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>Speicherseiten, die das System erst zuordnen musste: Viele davon bremsen.</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>Datenträger</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>Lesen vom Datenträger und (gestrichelt) Schreiben, von allen Programmen.</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>GPU-Leistung</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>Die Leistung, die die Grafikkarte aufnimmt.</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>CPU-Leistung</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>Die Leistung, die der Prozessor aufnimmt.</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>GPU-Takt</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>Der Takt der Grafikkarte: Er sinkt, wenn die Karte zu heiß wird.</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>CPU-Takt</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>Der Takt des Prozessors: Er sinkt bei Hitze oder um Strom zu sparen.</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>GPU-Temperatur</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>Wie heiß die Grafikkarte ist.</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>CPU-Temperatur</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>Wie heiß der Prozessor ist.</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -4931,62 +5055,6 @@ negativ</translation>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>Modell</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>Standardmodell</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Wird beim Start von Switchyard geladen.</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>Spekulatives Decoding</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>Antworten, die zitieren, etwa bearbeitete Texte, kommen schneller: Wahrscheinliche nächste Wörter werden gemeinsam geprüft, nur solange es sich lohnt. Die Antworten bleiben gleich.</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>Wie im Modell</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>Keys und Values</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>Was das Modell von einem Gespräch behält. int8 braucht etwa halb so viel Speicher; Antworten können leicht abweichen (beim Startmodell stieg die Perplexität um 0,08 %).</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>Nie</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>Speicher freigeben nach</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>Wenn niemand das Modell so lange nutzt; die nächste Frage lädt es wieder.</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>Stapelaufträge zugleich</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>Sie teilen sich jeden Durchlauf durch das Modell; weitere warten, bis sie an der Reihe sind.</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>Optimieren…</translation>
         </message>
@@ -5370,21 +5438,6 @@ negativ</translation>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>Monitor</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>Sitzungen aufzeichnen</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>Zeiten und Zähler, die der Monitor später öffnen kann: keine Prompts, keine Antworten. Sie bleiben auf diesem Rechner und belegen bis zu 512 MB; die ältesten werden gelöscht.</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5399,6 +5452,14 @@ negativ</translation>
             <translation>Zurück zu live</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>Spuren und Werte ausblenden</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>Spuren, Caches und Speicher im Einzelnen zeigen</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>Eine aufgezeichnete Sitzung: {0}.</translation>
         </message>
@@ -5409,10 +5470,6 @@ negativ</translation>
         <message>
             <source>Compared with</source>
             <translation>Verglichen mit</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>In dieser Sitzung wurde nichts decodiert.</translation>
         </message>
     </context>
     <context>
@@ -5597,38 +5654,6 @@ negativ</translation>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>API-Server</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>Apps die Modelle dieses PCs nutzen lassen</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>Dieser PC</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>Dieser PC, mit Schlüssel</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>Netzwerk, mit Schlüssel</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>Wer ihn nutzen darf</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>Port</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>Ein anderer, falls ein Programm hier ihn schon verwendet.</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>Wie Programme ihn erreichen</translation>
         </message>
@@ -5667,26 +5692,6 @@ negativ</translation>
         <message>
             <source>Models asked for by name</source>
             <translation>Namentlich angeforderte Modelle</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>Geladen lassen</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>Ein von einem Programm angefordertes Modell wird freigegeben, wenn es so lange kein Programm genutzt hat.</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>Freigeben nach</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>Wo nicht beide hineinpassen, wird Ihres beiseitegelegt und für Ihre nächste Frage wieder geladen.</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>Mein Modell macht ihnen Platz</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7761,6 +7766,393 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>Automatisch</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>Geschwindigkeit und Speicher</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>Läuft auf</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>„Automatisch“ nutzt die Grafikkarte, falls vorhanden, und den Prozessor für das, was nicht hineinpasst.</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>Nur Prozessor</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>Genauigkeit</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>„Automatisch“ behält die beste, die passt. Gröbere Gewichte brauchen weniger Speicher und sind schneller.</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>Nutzbarer Grafikspeicher</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>Für häufig genutzte Experten; der Rest bleibt anderen Programmen.</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>Nutzbarer RAM</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>Für das Modell; was nicht hineinpasst, wird immer wieder vom Datenträger gelesen.</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>CPU-Threads</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>„Automatisch“ nutzt einen pro Kern. Weniger lassen Platz für andere Programme.</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>Für Fachleute</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>Experten je Grafikkarte</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>Automatisch behält so viele, wie passen; 0 behält keine.</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>Plätze je Schicht</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>Automatisch teilen sich alle Schichten die Plätze; eine Zahl gibt jeder Schicht so viele eigene.</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>Welche Experten auf der Karte bleiben</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>„Automatisch“ beobachtet, welche Regel die richtigen behalten hätte, und nimmt diese.</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>Zuletzt benutzte</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>Neueste</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>Oft benutzte</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>Zuletzt und oft benutzte</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>Zufällige</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>Beliebte, fest</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>Experten, die nicht auf der Karte sind</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>Alle außer dem Ersten dienen Vergleichen.</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>Was schneller ist</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>Prozessor rechnet</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>Karte holt sie</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>Nichts wird behalten</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>Ganze Schichten</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>Erraten, welche Experten folgen</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>Erratene Experten werden im Voraus auf die Karte kopiert. Automatisch nimmt, was sich lohnt, wenn sich etwas lohnt.</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>Aus</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>Die des letzten Tokens</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>Router der nächsten Schicht</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>Was meist folgt</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>Ein trainierter Vorhersager</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>Schritte auf der Karte wiedergeben</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>Die Karte gibt einen aufgezeichneten Schritt wieder (CUDA-Graph), statt jeden Befehl einzeln zu erhalten.</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>Ein</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>Mehrere Grafikkarten</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>Nach Schichten hat jede Karte einen Abschnitt der Schichten; nach Experten hat jede einen Teil der Experten jeder Schicht.</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>Nach Schichten</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>Nach Experten</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>Modell</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>Spekulatives Decoding</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>Antworten, die zitieren, etwa bearbeitete Texte, kommen schneller: Wahrscheinliche nächste Wörter werden gemeinsam geprüft, nur solange es sich lohnt. Die Antworten bleiben gleich.</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>Wo es sich lohnt</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>Mit der Schicht des Modells</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>Keys und Values</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>Was das Modell von einem Gespräch behält. int8 braucht etwa halb so viel Speicher; Antworten können leicht abweichen (beim Startmodell stieg die Perplexität um 0,08 %).</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>Wie im Modell</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>Darstellung</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>Farbschema</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>„System“ folgt der Einstellung des Desktops.</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>System</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>Hell</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>Dunkel</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>Sprache</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>„System“ ist die Sprache dieses PCs, sonst Englisch.</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>Textgröße</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>Von allem in diesem Fenster.</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>Standardmodell</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Wird beim Start von Switchyard geladen.</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>Speicher freigeben nach</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>Wenn niemand das Modell so lange nutzt; die nächste Frage lädt es wieder.</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>Nie</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>Stapelaufträge zugleich</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>Sie teilen sich jeden Durchlauf durch das Modell; weitere warten, bis sie an der Reihe sind.</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>Schnelle Frage</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>Symbol im Infobereich</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>Ein Klick darauf stellt von überall eine Frage, in einem kleinen Fenster über den anderen.</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>Weiterlaufen, wenn das Fenster geschlossen wird</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>Das Modell bleibt im Speicher; Antworten und Stapelaufträge gehen weiter. Beenden Sie das Programm im Menü des Symbols oder mit Strg+Q.</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>API-Server</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>Apps die Modelle dieses PCs nutzen lassen</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>Wer ihn nutzen darf</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>Dieser PC</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>Dieser PC, mit Schlüssel</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>Netzwerk, mit Schlüssel</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>Port</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>Ein anderer, falls ein Programm hier ihn schon verwendet.</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>Freigeben nach</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>Ein von einem Programm angefordertes Modell wird freigegeben, wenn es so lange kein Programm genutzt hat.</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>Geladen lassen</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>Mein Modell macht ihnen Platz</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>Wo nicht beide hineinpassen, wird Ihres beiseitegelegt und für Ihre nächste Frage wieder geladen.</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>Monitor</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>Sitzungen aufzeichnen</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>Zeiten und Zähler, die der Monitor später öffnen kann: keine Prompts, keine Antworten. Sie bleiben auf diesem Rechner und belegen bis zu 512 MB; die ältesten werden gelöscht.</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>Aktualisierungen</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>Nach Aktualisierungen suchen</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>Einmal täglich, beim Start. Über Sie wird nichts gesendet, und nichts wird ungefragt heruntergeladen.</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7771,12 +8163,59 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Die Einstellungen in {0} konnten nicht gelesen werden ({1}), daher gelten die Standardwerte.</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>Einige Einstellungen in {0} ergeben keinen Sinn ({1}): Statt dieser gelten die üblichen.</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>Die Einstellungsdatei war beschädigt; sie bleibt als {0} erhalten, und die Standardwerte gelten.</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>Ausblenden</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>Anzeigen</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>Erfordert Neuladen.</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>Erfordert einen Neustart.</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>alles, was frei ist</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>höchstens {0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>Dieser Desktop hat keinen Infobereich für Symbole.</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>Keine Einstellung enthält diese Wörter.</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>Einstellung suchen</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>Einstellungen</translation>
@@ -8080,6 +8519,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Der Rechner wird trotzdem gezeigt. Laden Sie in den Einstellungen ein Modell und fragen Sie dann etwas im Chat.</translation>
         </message>
         <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>In dieser Sitzung wurde nichts decodiert.</translation>
+        </message>
+        <message>
             <source>Nothing has been decoded yet.</source>
             <translation>Noch wurde nichts decodiert.</translation>
         </message>
@@ -8369,192 +8812,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Auswahl aufheben</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>Was das Modell tut: einen Prompt lesen (Prefill), eine Antwort Token für Token schreiben (Decode) oder einen Stapelschritt, der viele Zeilen zugleich durch das Modell führt. Jede Marke ist ein Token: ein Wort oder ein Teil davon.</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>Eine Zeile für jede Antwort in Arbeit, für dieses Fenster oder andere Programme, hier oder auf einem anderen Server: wartend (schraffiert), ihr Prompt wird gelesen (blass), ihre Antwort wird geschrieben. Auch ein Stapelauftrag hat eine Zeile (umrandet).</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>Was gemeinsam durch die Schichten läuft: ein Token jeder Antwort, die geschrieben wird, und (schraffiert) Stücke von Prompts, die gelesen werden. Stapelaufträge haben eigene Durchläufe. Aus der Nähe ist jeder Durchlauf ein Block mit seinen Token.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>Wie stark unser Modell die Grafikkarte auslastet. In Lücken wartet sie auf etwas anderes, meist auf Gewichte oder den Prozessor.</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>Gewichte, die vom RAM zur Grafikkarte kopiert werden. Das ist der Preis eines Fehlzugriffs: ein Experte, der gebraucht wird, aber nicht im Speicher der Karte liegt.</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>Kopien von der Grafikkarte in den RAM, meist kleine Ergebnisse. Große Mengen sind Daten eines Stapels, die auf der Karte keinen Platz haben.</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>Wie stark unser Modell den Prozessor auslastet: mit Experten, den Teilen einer Schicht, von denen jedes Token nur wenige nutzt, und mit der Attention, die auf den bisherigen Text zurückblickt. Zusammen können sie die Spur füllen.</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>Experten, die vom Datenträger gelesen werden, weil im RAM kein Platz ist. Ist diese Spur oft voll, hilft mehr RAM oder eine geringere Genauigkeit am meisten.</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>Wo die gebrauchten Experten waren: im Speicher der Karte (ein Treffer), erst dorthin kopiert (geholt, ein Fehlzugriff) oder stattdessen auf dem Prozessor berechnet. Mehr Treffer heißt weniger Warten; ohne Grafikkarte wird alles auf dem Prozessor berechnet.</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>Wie viele Token pro Sekunde geschrieben werden, während das Modell arbeitet. Bei einem Stapel zählen die Token aller Zeilen, mit ihren Prompts.</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>Wie stark der ganze Prozessor ausgelastet ist: gefüllt für Switchyard, gestrichelt für alle Programme. Ein großer Abstand ist das, was andere Programme nutzen.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>Wie stark alle Programme die Grafikkarte auslasten.</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Belegter Speicher: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Belegter Speicher der Karte: gefüllt für Switchyard, gestrichelt für alle Programme.</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>Verkehr am Steckplatz der Grafikkarte, in beide Richtungen, von allen Programmen.</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>Speicherseiten, die das System erst zuordnen musste: Viele davon bremsen.</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>Lesen vom Datenträger und (gestrichelt) Schreiben, von allen Programmen.</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>Die Leistung, die die Grafikkarte aufnimmt.</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>Die Leistung, die der Prozessor aufnimmt.</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>Der Takt der Grafikkarte: Er sinkt, wenn die Karte zu heiß wird.</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>Der Takt des Prozessors: Er sinkt bei Hitze oder um Strom zu sparen.</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>Wie heiß die Grafikkarte ist.</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>Wie heiß der Prozessor ist.</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>Dies kommt von einem Sensor oder Treiber, nicht von der Engine.</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>Phase</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>Anfragen</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>Durchläufe</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>Zur GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>Von der GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>Datenträger</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>Experten</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>Token/s</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>GPU-Last</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>CPU-Last</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>Seitenfehler</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>Datenträger</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>GPU-Leistung</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>CPU-Leistung</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>GPU-Takt</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>CPU-Takt</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>GPU-Temperatur</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>CPU-Temperatur</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>Sampling und Verwaltung</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8571,6 +8834,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>fetched</source>
             <translation>geholt</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8609,38 +8876,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Obergrenze {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>Rechnen auf der GPU</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>Kopieren von Gewichten zur GPU</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>Kopieren von der GPU</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>Rechnen von Experten auf der CPU</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>Attention und andere Schichten auf der CPU</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>Lesen vom Datenträger</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>Übergabe von Ergebnissen an die GPU</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>Sampling und Verwaltung</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>Token von Schritt {0}: {1}</translation>
         </message>
@@ -8659,30 +8894,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} auf der CPU</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>zur GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>von der GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>Experten auf der CPU</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>Attention auf der CPU</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>Datenträger</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>Ergebnisse</translation>
         </message>
         <message>
             <source>waiting for {0}</source>
@@ -8990,33 +9201,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>Quit</source>
             <translation>Beenden</translation>
-        </message>
-    </context>
-    <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>Schnelle Frage</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>Ein Klick darauf stellt von überall eine Frage, in einem kleinen Fenster über den anderen.</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>Dieser Desktop hat keinen Infobereich für Symbole.</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>Symbol im Infobereich</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>Weiterlaufen, wenn das Fenster geschlossen wird</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>Das Modell bleibt im Speicher; Antworten und Stapelaufträge gehen weiter. Beenden Sie das Programm im Menü des Symbols oder mit Strg+Q.</translation>
         </message>
     </context>
     <context>
@@ -9389,18 +9573,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>Aktualisierungen</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>Nach Aktualisierungen suchen</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>Einmal täglich, beim Start. Über Sie wird nichts gesendet, und nichts wird ungefragt heruntergeladen.</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>Jetzt suchen</translation>

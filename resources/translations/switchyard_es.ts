@@ -233,53 +233,6 @@ negativo</translation>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>Apariencia</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>Tema</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>«Sistema» sigue el ajuste del escritorio.</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>Sistema</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>Idioma</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>«Sistema» es el idioma de este PC o, si no, inglés.</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>Tamaño del texto</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>Claro</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>Oscuro</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>Tema: {0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2275,50 +2228,6 @@ negativo</translation>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>Velocidad y memoria</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>Automático</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>Solo procesador</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>Se ejecuta en</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>«Automático» usa la tarjeta gráfica, si la hay, y el procesador para lo que no quepa.</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>Precisión</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>«Automático» conserva la mejor que quepa. Los pesos más burdos ocupan menos memoria y son más rápidos.</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>Hilos de CPU</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>«Automático» usa uno por núcleo. Menos hilos dejan sitio a otros programas.</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>Memoria gráfica que usar</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>RAM que usar</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>Medir</translation>
         </message>
@@ -2335,14 +2244,6 @@ negativo</translation>
             <translation>Los cambios se aplican en el próximo inicio, o ahora con estos botones.</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>Qué expertos se quedan en la tarjeta</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>«Automático» observa qué regla habría conservado los correctos y la adopta.</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>Cargando y midiendo el modelo…</translation>
         </message>
@@ -2355,32 +2256,16 @@ negativo</translation>
             <translation>Modelo inicial</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>Aquí no calcula ninguna tarjeta gráfica.</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0}: {1} tokens/s, medido</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0}: unos {1} tokens/s, {2} a {3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>Para los expertos más usados; el resto queda para otros programas.</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>Aquí no calcula ninguna tarjeta gráfica.</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>Para el modelo; lo que no cabe se lee del disco una y otra vez.</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>todo lo que esté libre</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>como mucho {0}</translation>
         </message>
     </context>
     <context>
@@ -4385,6 +4270,245 @@ negativo</translation>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>Fase</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>Lo que hace el modelo: leer un prompt (prellenado), escribir una respuesta token a token (decodificación) o un paso de lotes, que pasa muchas filas a la vez por el modelo. Cada marca es un token: una palabra o parte de ella.</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>Peticiones</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>Una fila por cada respuesta en curso, para esta ventana u otros programas, aquí o en otro servidor: en espera (rayado), leyendo su prompt (pálido), escribiendo su respuesta. Una tarea por lotes también tiene su fila (con borde).</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>Pasadas</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>Lo que pasa junto por las capas: un token de cada respuesta que se escribe y (rayados) trozos de prompts que se leen. Las tareas por lotes tienen sus propias pasadas. De cerca, cada pasada es un bloque con sus tokens.</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>Cuánto ocupa nuestro modelo la tarjeta gráfica. En los huecos espera otra cosa, normalmente pesos o el procesador.</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>cálculo en la GPU</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>A la GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>Pesos que se copian de la RAM a la tarjeta gráfica. Es el coste de un fallo: un experto que se necesita y no está en la memoria de la tarjeta.</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>copia de pesos a la GPU</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>a la GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>paso de resultados a la GPU</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>resultados</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>De la GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>Copias de la tarjeta gráfica a la RAM, sobre todo resultados pequeños. Las grandes cantidades son datos de un lote que no caben en la tarjeta.</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>copia desde la GPU</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>de la GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>Cuánto ocupa nuestro modelo el procesador: con los expertos, las partes de una capa de las que cada token usa pocas, y con la atención, que vuelve la vista al texto anterior. Juntos pueden llenar la pista.</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>cálculo de expertos en la CPU</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>expertos en CPU</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>atención y otras capas en la CPU</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>atención en CPU</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>Disco</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>Expertos que se leen del disco porque no caben en la RAM. Si esta pista está llena a menudo, lo que más ayuda es más RAM o menos precisión.</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>lectura del disco</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>disco</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>Expertos</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>Dónde estaban los expertos necesarios: en la memoria de la tarjeta (un acierto), copiados antes a ella (traídos, un fallo) o calculados en el procesador. Más aciertos son menos espera; sin tarjeta gráfica, todo se calcula en el procesador.</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>Tokens/s</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>Cuántos tokens por segundo se escriben mientras trabaja el modelo. En un lote se cuentan los tokens de todas las filas, con sus prompts.</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>Carga GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>Cuánto ocupan la tarjeta gráfica todos los programas.</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>Carga CPU</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>Cuán ocupado está todo el procesador: relleno para Switchyard, discontinuo para todos los programas. La distancia entre ambos es lo que usan los demás.</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Memoria en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Memoria de la tarjeta en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>Tráfico de la ranura de la tarjeta gráfica, en ambos sentidos, de todos los programas.</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>Fallos de página</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>Páginas de memoria que el sistema tuvo que asignar antes: si son muchas, ralentizan.</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>Disco</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>Lecturas del disco y (discontinuo) escrituras, de todos los programas.</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>Potencia GPU</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>La potencia que consume la tarjeta gráfica.</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>Potencia CPU</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>La potencia que consume el procesador.</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>Frecuencia GPU</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>La frecuencia de la tarjeta gráfica: baja cuando está demasiado caliente.</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>Frecuencia CPU</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>La frecuencia del procesador: baja si está demasiado caliente o ahorra energía.</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>Temperatura GPU</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>La temperatura de la tarjeta gráfica.</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>Temperatura CPU</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>La temperatura del procesador.</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -4931,62 +5055,6 @@ negativo</translation>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>Modelo</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>Modelo predeterminado</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Se carga al iniciar Switchyard.</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>Decodificación especulativa</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>Las respuestas que citan, como las que editan un texto, llegan antes: se prueban juntas las palabras siguientes probables, solo mientras compense. Las respuestas no cambian.</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>Como en el modelo</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>Claves y valores</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>Lo que el modelo guarda de una conversación. int8 ocupa cerca de la mitad de memoria; las respuestas pueden variar ligeramente (con el modelo inicial, la perplejidad subió un 0,08 %).</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>Nunca</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>Liberar la memoria tras</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>Si nadie usa el modelo durante ese tiempo; la siguiente pregunta lo carga de nuevo.</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>Tareas por lotes a la vez</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>Comparten cada pasada por el modelo; las demás esperan su turno.</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>Optimizar…</translation>
         </message>
@@ -5370,21 +5438,6 @@ negativo</translation>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>Monitor</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>Grabar sesiones</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>Tiempos y contadores que el Monitor puede abrir después: sin prompts ni respuestas. Se quedan en esta máquina y ocupan hasta 512 MB; se eliminan los más antiguos.</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5399,6 +5452,14 @@ negativo</translation>
             <translation>Volver al directo</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>Ocultar líneas y cifras</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>Mostrar líneas, cachés y memoria en detalle</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>Una sesión grabada: {0}.</translation>
         </message>
@@ -5409,10 +5470,6 @@ negativo</translation>
         <message>
             <source>Compared with</source>
             <translation>Comparado con</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>En esta sesión no se decodificó nada.</translation>
         </message>
     </context>
     <context>
@@ -5597,38 +5654,6 @@ negativo</translation>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>Servidor de API</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>Permitir que otras apps usen los modelos de este PC</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>Este PC</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>Este PC, con clave</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>Red, con clave</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>Quién puede usarlo</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>Puerto</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>Otro, si un programa de aquí ya lo usa.</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>Cómo lo alcanzan los programas</translation>
         </message>
@@ -5667,26 +5692,6 @@ negativo</translation>
         <message>
             <source>Models asked for by name</source>
             <translation>Modelos pedidos por su nombre</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>Mantener cargados</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>Un modelo pedido por un programa se libera cuando ningún programa lo ha usado durante ese tiempo.</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>Liberarlos tras</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>Si no caben los dos, el suyo se aparta y se carga de nuevo con su siguiente pregunta.</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>Mi modelo les hace sitio</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7761,6 +7766,393 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>Automático</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>Velocidad y memoria</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>Se ejecuta en</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>«Automático» usa la tarjeta gráfica, si la hay, y el procesador para lo que no quepa.</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>Solo procesador</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>Precisión</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>«Automático» conserva la mejor que quepa. Los pesos más burdos ocupan menos memoria y son más rápidos.</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>Memoria gráfica que usar</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>Para los expertos más usados; el resto queda para otros programas.</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>RAM que usar</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>Para el modelo; lo que no cabe se lee del disco una y otra vez.</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>Hilos de CPU</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>«Automático» usa uno por núcleo. Menos hilos dejan sitio a otros programas.</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>Para expertos</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>Expertos en cada tarjeta</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>Automático guarda tantos como quepan; 0 no guarda ninguno.</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>Huecos por capa</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>En automático, todas las capas comparten los huecos; un número da a cada capa esa cantidad propia.</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>Qué expertos se quedan en la tarjeta</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>«Automático» observa qué regla habría conservado los correctos y la adopta.</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>Los usados hace poco</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>Los más nuevos</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>Los más usados</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>Los recientes y más usados</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>Al azar</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>Los más populares, fijos</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>Expertos que no están en la tarjeta</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>Todas menos la primera son para comparar.</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>Lo más rápido</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>Calcula el procesador</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>La tarjeta los trae</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>No se guarda nada</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>Capas enteras</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>Adivinar qué expertos siguen</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>Los expertos previstos se copian antes a la tarjeta. Automático usa lo que compensa, si algo compensa.</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>Desactivado</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>Los del último token</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>El router de la capa siguiente</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>Lo que suele seguir</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>Un predictor entrenado</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>Reproducir pasos en la tarjeta</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>La tarjeta reproduce un paso grabado (un grafo CUDA) en vez de recibir cada operación.</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>Activado</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>Varias tarjetas gráficas</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>Por capas, cada tarjeta tiene una serie de capas; por expertos, cada una tiene parte de los expertos de cada capa.</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>Por capas</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>Por expertos</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>Modelo</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>Decodificación especulativa</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>Las respuestas que citan, como las que editan un texto, llegan antes: se prueban juntas las palabras siguientes probables, solo mientras compense. Las respuestas no cambian.</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>Donde compensa</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>Con la capa del modelo</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>Claves y valores</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>Lo que el modelo guarda de una conversación. int8 ocupa cerca de la mitad de memoria; las respuestas pueden variar ligeramente (con el modelo inicial, la perplejidad subió un 0,08 %).</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>Como en el modelo</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>Apariencia</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>Tema</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>«Sistema» sigue el ajuste del escritorio.</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>Sistema</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>Claro</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>Oscuro</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>Idioma</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>«Sistema» es el idioma de este PC o, si no, inglés.</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>Tamaño del texto</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>De todo en esta ventana.</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>Modelo predeterminado</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Se carga al iniciar Switchyard.</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>Liberar la memoria tras</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>Si nadie usa el modelo durante ese tiempo; la siguiente pregunta lo carga de nuevo.</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>Nunca</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>Tareas por lotes a la vez</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>Comparten cada pasada por el modelo; las demás esperan su turno.</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>Pregunta rápida</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>Icono en el área de notificación</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>Un clic en él hace una pregunta desde cualquier lugar, en una ventana pequeña sobre las demás.</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>Seguir en marcha al cerrar la ventana</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>El modelo sigue en memoria; las respuestas y tareas por lotes continúan. Salga desde el menú del icono o con Ctrl+Q.</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>Servidor de API</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>Permitir que otras apps usen los modelos de este PC</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>Quién puede usarlo</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>Este PC</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>Este PC, con clave</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>Red, con clave</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>Puerto</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>Otro, si un programa de aquí ya lo usa.</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>Liberarlos tras</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>Un modelo pedido por un programa se libera cuando ningún programa lo ha usado durante ese tiempo.</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>Mantener cargados</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>Mi modelo les hace sitio</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>Si no caben los dos, el suyo se aparta y se carga de nuevo con su siguiente pregunta.</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>Monitor</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>Grabar sesiones</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>Tiempos y contadores que el Monitor puede abrir después: sin prompts ni respuestas. Se quedan en esta máquina y ocupan hasta 512 MB; se eliminan los más antiguos.</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>Actualizaciones</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>Buscar actualizaciones</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>Una vez al día, al iniciar. No se envía nada sobre usted ni se descarga nada sin preguntar.</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7771,12 +8163,59 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>No se pudo leer la configuración de {0} ({1}), así que se usan los valores predeterminados.</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>Algunos ajustes de {0} no tienen sentido ({1}): en su lugar se usan los habituales.</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>El archivo de configuración estaba dañado; se conserva como {0} y se usan los valores predeterminados.</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>Ocultar</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>Mostrar</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>Requiere recargar.</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>Requiere reiniciar.</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>todo lo que esté libre</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>como mucho {0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>Este escritorio no tiene área de notificación.</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>Ningún ajuste contiene estas palabras.</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>Buscar un ajuste</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>Configuración</translation>
@@ -8080,6 +8519,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>La máquina se sigue mostrando. Cargue un modelo en Configuración y pregunte algo en Chat.</translation>
         </message>
         <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>En esta sesión no se decodificó nada.</translation>
+        </message>
+        <message>
             <source>Nothing has been decoded yet.</source>
             <translation>Aún no se ha decodificado nada.</translation>
         </message>
@@ -8369,192 +8812,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Borrar la selección</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>Lo que hace el modelo: leer un prompt (prellenado), escribir una respuesta token a token (decodificación) o un paso de lotes, que pasa muchas filas a la vez por el modelo. Cada marca es un token: una palabra o parte de ella.</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>Una fila por cada respuesta en curso, para esta ventana u otros programas, aquí o en otro servidor: en espera (rayado), leyendo su prompt (pálido), escribiendo su respuesta. Una tarea por lotes también tiene su fila (con borde).</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>Lo que pasa junto por las capas: un token de cada respuesta que se escribe y (rayados) trozos de prompts que se leen. Las tareas por lotes tienen sus propias pasadas. De cerca, cada pasada es un bloque con sus tokens.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>Cuánto ocupa nuestro modelo la tarjeta gráfica. En los huecos espera otra cosa, normalmente pesos o el procesador.</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>Pesos que se copian de la RAM a la tarjeta gráfica. Es el coste de un fallo: un experto que se necesita y no está en la memoria de la tarjeta.</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>Copias de la tarjeta gráfica a la RAM, sobre todo resultados pequeños. Las grandes cantidades son datos de un lote que no caben en la tarjeta.</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>Cuánto ocupa nuestro modelo el procesador: con los expertos, las partes de una capa de las que cada token usa pocas, y con la atención, que vuelve la vista al texto anterior. Juntos pueden llenar la pista.</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>Expertos que se leen del disco porque no caben en la RAM. Si esta pista está llena a menudo, lo que más ayuda es más RAM o menos precisión.</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>Dónde estaban los expertos necesarios: en la memoria de la tarjeta (un acierto), copiados antes a ella (traídos, un fallo) o calculados en el procesador. Más aciertos son menos espera; sin tarjeta gráfica, todo se calcula en el procesador.</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>Cuántos tokens por segundo se escriben mientras trabaja el modelo. En un lote se cuentan los tokens de todas las filas, con sus prompts.</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>Cuán ocupado está todo el procesador: relleno para Switchyard, discontinuo para todos los programas. La distancia entre ambos es lo que usan los demás.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>Cuánto ocupan la tarjeta gráfica todos los programas.</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Memoria en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Memoria de la tarjeta en uso: relleno para Switchyard, discontinuo para todos los programas.</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>Tráfico de la ranura de la tarjeta gráfica, en ambos sentidos, de todos los programas.</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>Páginas de memoria que el sistema tuvo que asignar antes: si son muchas, ralentizan.</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>Lecturas del disco y (discontinuo) escrituras, de todos los programas.</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>La potencia que consume la tarjeta gráfica.</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>La potencia que consume el procesador.</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>La frecuencia de la tarjeta gráfica: baja cuando está demasiado caliente.</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>La frecuencia del procesador: baja si está demasiado caliente o ahorra energía.</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>La temperatura de la tarjeta gráfica.</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>La temperatura del procesador.</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>Esto viene de un sensor o controlador, no del motor.</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>Fase</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>Peticiones</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>Pasadas</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>A la GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>De la GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>Disco</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>Expertos</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>Tokens/s</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>Carga GPU</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>Carga CPU</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>Fallos de página</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>Disco</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>Potencia GPU</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>Potencia CPU</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>Frecuencia GPU</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>Frecuencia CPU</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>Temperatura GPU</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>Temperatura CPU</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>muestreo y gestión</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8571,6 +8834,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>fetched</source>
             <translation>traído</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8609,38 +8876,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>tope {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>cálculo en la GPU</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>copia de pesos a la GPU</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>copia desde la GPU</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>cálculo de expertos en la CPU</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>atención y otras capas en la CPU</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>lectura del disco</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>paso de resultados a la GPU</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>muestreo y gestión</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>Token del paso {0}: {1}</translation>
         </message>
@@ -8659,30 +8894,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} en la CPU</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>a la GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>de la GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>expertos en CPU</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>atención en CPU</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>disco</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>resultados</translation>
         </message>
         <message>
             <source>waiting for {0}</source>
@@ -8990,33 +9201,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>Quit</source>
             <translation>Salir</translation>
-        </message>
-    </context>
-    <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>Pregunta rápida</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>Un clic en él hace una pregunta desde cualquier lugar, en una ventana pequeña sobre las demás.</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>Este escritorio no tiene área de notificación.</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>Icono en el área de notificación</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>Seguir en marcha al cerrar la ventana</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>El modelo sigue en memoria; las respuestas y tareas por lotes continúan. Salga desde el menú del icono o con Ctrl+Q.</translation>
         </message>
     </context>
     <context>
@@ -9389,18 +9573,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>Actualizaciones</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>Buscar actualizaciones</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>Una vez al día, al iniciar. No se envía nada sobre usted ni se descarga nada sin preguntar.</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>Buscar ahora</translation>

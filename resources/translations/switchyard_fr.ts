@@ -233,53 +233,6 @@ négatif</translation>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>Apparence</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>Thème</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>« Système » suit le réglage du bureau.</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>Système</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>Langue</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>« Système » est la langue de ce PC, sinon l’anglais.</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>Taille du texte</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>Clair</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>Sombre</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>Thème : {0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2275,50 +2228,6 @@ négatif</translation>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>Vitesse et mémoire</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>Automatique</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>Processeur seulement</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>S’exécute sur</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>« Automatique » utilise la carte graphique, s’il y en a une, et le processeur pour ce qui n’y tient pas.</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>Précision</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>« Automatique » garde la meilleure qui tienne. Des poids plus grossiers prennent moins de mémoire et sont plus rapides.</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>Threads du processeur</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>« Automatique » en utilise un par cœur. Moins laisse de la place aux autres programmes.</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>Mémoire graphique à utiliser</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>RAM à utiliser</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>Mesurer</translation>
         </message>
@@ -2335,14 +2244,6 @@ négatif</translation>
             <translation>Les changements prennent effet au prochain démarrage, ou tout de suite avec ces boutons.</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>Experts qui restent sur la carte</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>« Automatique » observe quelle règle aurait gardé les bons experts, et l’adopte.</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>Chargement et mesure du modèle…</translation>
         </message>
@@ -2355,32 +2256,16 @@ négatif</translation>
             <translation>Modèle de départ</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>Aucune carte graphique ne calcule ici.</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0} : {1} tokens/s, mesuré</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0} : environ {1} tokens/s, {2} à {3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>Pour les experts souvent utilisés ; le reste est laissé aux autres programmes.</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>Aucune carte graphique ne calcule ici.</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>Pour le modèle ; ce qui n’y tient pas est sans cesse relu sur le disque.</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>tout ce qui est libre</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>au plus {0}</translation>
         </message>
     </context>
     <context>
@@ -4385,6 +4270,245 @@ négatif</translation>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>Phase</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>Ce que fait le modèle : lire un prompt (préremplissage), écrire une réponse token par token (décodage), ou une étape de lots, qui fait passer beaucoup de lignes à la fois dans le modèle. Chaque repère est un token : un mot ou une partie de mot.</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>Requêtes</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>Une ligne pour chaque réponse en cours, pour cette fenêtre ou d’autres programmes, ici ou sur un autre serveur : en attente (hachuré), prompt en lecture (pâle), réponse en écriture. Une tâche par lots a aussi sa ligne (encadrée).</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>Passes</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>Ce qui traverse les couches ensemble : un token de chaque réponse en cours d’écriture, et (hachurés) des morceaux de prompts en cours de lecture. Les tâches par lots ont leurs propres passes. De près, chaque passe est un bloc avec ses tokens.</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>À quel point notre modèle occupe la carte graphique. Dans les trous, elle attend autre chose, en général des poids ou le processeur.</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>calcul sur le GPU</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>Vers le GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>Poids copiés de la RAM vers la carte graphique. C’est le prix d’un défaut : un expert nécessaire mais absent de la mémoire de la carte.</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>copie des poids vers le GPU</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>vers le GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>transmission des résultats au GPU</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>résultats</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>Depuis le GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>Copies de la carte graphique vers la RAM, surtout de petits résultats. De grandes quantités sont les données d’un lot qui n’ont pas de place sur la carte.</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>copie depuis le GPU</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>depuis le GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>À quel point notre modèle occupe le processeur : avec les experts, ces parties d’une couche dont chaque token n’utilise que quelques-unes, et avec l’attention, qui relit le texte déjà écrit. Ensemble, ils peuvent remplir la piste.</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>calcul des experts sur le processeur</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>experts CPU</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>attention et autres couches sur le processeur</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>attention CPU</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>Disque</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>Experts lus sur le disque parce que la RAM n’a pas de place pour eux. Si cette piste est souvent pleine, plus de RAM ou une précision plus basse aide le plus.</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>lecture du disque</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>disque</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>Experts</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>Où se trouvaient les experts nécessaires : dans la mémoire de la carte (un succès), copiés d’abord (transférés, un défaut), ou calculés plutôt sur le processeur. Plus de succès, c’est moins d’attente ; sans carte graphique, tout est calculé sur le processeur.</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>Tokens/s</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>Combien de tokens par seconde sont écrits pendant que le modèle travaille. Pour un lot, cela compte les tokens de toutes les lignes, prompts compris.</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>Charge GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>À quel point tous les programmes occupent la carte graphique.</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>Charge CPU</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>À quel point tout le processeur est occupé : plein pour Switchyard, tirets pour tous les programmes. L’écart entre les deux est ce qu’utilisent les autres programmes.</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Mémoire utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>Mémoire de la carte utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>Trafic du port de la carte graphique, dans les deux sens, tous programmes confondus.</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>Défauts de page</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>Pages de mémoire que le système a dû d’abord associer : en grand nombre, elles ralentissent.</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>Disque</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>Lectures du disque et (tirets) écritures, tous programmes confondus.</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>Puissance GPU</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>La puissance que consomme la carte graphique.</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>Puissance CPU</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>La puissance que consomme le processeur.</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>Fréquence GPU</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>La fréquence de la carte graphique : elle baisse quand la carte est trop chaude.</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>Fréquence CPU</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>La fréquence du processeur : elle baisse s’il est trop chaud ou économise l’énergie.</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>Température GPU</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>La température de la carte graphique.</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>Température CPU</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>La température du processeur.</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -4931,62 +5055,6 @@ négatif</translation>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>Modèle</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>Modèle par défaut</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Chargé au démarrage de Switchyard.</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>Décodage spéculatif</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>Les réponses qui citent, comme la modification d’un texte, arrivent plus vite : les mots suivants probables sont essayés ensemble, tant que cela en vaut la peine. Les réponses restent les mêmes.</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>Comme dans le modèle</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>Clés et valeurs</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>Ce que le modèle retient d’une conversation. int8 prend environ moitié moins de mémoire ; les réponses peuvent différer légèrement (avec le modèle de départ, la perplexité a augmenté de 0,08 %).</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>Jamais</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>Libérer la mémoire après</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>Si personne n’utilise le modèle pendant ce temps ; la question suivante le recharge.</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>Tâches par lots simultanées</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>Elles partagent chaque passage dans le modèle ; les autres attendent leur tour.</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>Optimiser…</translation>
         </message>
@@ -5370,21 +5438,6 @@ négatif</translation>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>Moniteur</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>Enregistrer les sessions</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>Durées et compteurs que le Moniteur peut ouvrir plus tard : ni prompts, ni réponses. Ils restent sur cette machine et occupent jusqu’à 512 Mo ; les plus anciens sont supprimés.</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5399,6 +5452,14 @@ négatif</translation>
             <translation>Retour au direct</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>Masquer les pistes et les chiffres</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>Afficher le détail : pistes, caches et mémoire</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>Une session enregistrée : {0}.</translation>
         </message>
@@ -5409,10 +5470,6 @@ négatif</translation>
         <message>
             <source>Compared with</source>
             <translation>Comparé à</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>Rien n’a été décodé pendant cette session.</translation>
         </message>
     </context>
     <context>
@@ -5597,38 +5654,6 @@ négatif</translation>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>Serveur d’API</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>Laisser des applications utiliser les modèles de ce PC</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>Ce PC</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>Ce PC, avec clé</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>Réseau, avec clé</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>Qui peut l’utiliser</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>Port</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>Un autre, si un programme d’ici l’utilise déjà.</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>Comment les programmes l’atteignent</translation>
         </message>
@@ -5667,26 +5692,6 @@ négatif</translation>
         <message>
             <source>Models asked for by name</source>
             <translation>Modèles demandés par leur nom</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>Garder chargés</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>Un modèle demandé par un programme est libéré quand aucun programme ne l’a utilisé pendant ce temps.</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>Les libérer après</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>Si les deux ne tiennent pas, le vôtre est mis de côté, et rechargé à votre prochaine question.</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>Mon modèle leur fait de la place</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7761,6 +7766,393 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>Automatique</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>Vitesse et mémoire</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>S’exécute sur</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>« Automatique » utilise la carte graphique, s’il y en a une, et le processeur pour ce qui n’y tient pas.</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>Processeur seulement</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>Précision</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>« Automatique » garde la meilleure qui tienne. Des poids plus grossiers prennent moins de mémoire et sont plus rapides.</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>Mémoire graphique à utiliser</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>Pour les experts souvent utilisés ; le reste est laissé aux autres programmes.</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>RAM à utiliser</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>Pour le modèle ; ce qui n’y tient pas est sans cesse relu sur le disque.</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>Threads du processeur</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>« Automatique » en utilise un par cœur. Moins laisse de la place aux autres programmes.</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>Pour les experts</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>Experts sur chaque carte</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>Automatique garde tous ceux qui tiennent ; 0 n’en garde aucun.</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>Emplacements par couche</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>En automatique, toutes les couches partagent les emplacements ; un nombre en donne autant à chacune.</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>Experts qui restent sur la carte</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>« Automatique » observe quelle règle aurait gardé les bons experts, et l’adopte.</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>Les plus récemment utilisés</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>Les plus récents</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>Les plus utilisés</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>Récemment et souvent utilisés</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>Au hasard</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>Les plus demandés, fixes</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>Experts absents de la carte</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>Tous les choix sauf le premier servent à comparer.</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>Le plus rapide</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>Le processeur calcule</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>La carte les charge</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>Rien n’est gardé</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>Couches entières</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>Deviner les experts suivants</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>Les experts devinés sont copiés d’avance sur la carte. Automatique prend ce qui est rentable, s’il y a lieu.</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>Désactivée</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>Ceux du dernier token</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>Le routeur de la couche suivante</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>Ce qui suit d’habitude</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>Un prédicteur entraîné</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>Rejouer les étapes sur la carte</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>La carte rejoue une étape enregistrée (un graphe CUDA) au lieu de recevoir chaque opération.</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>Activée</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>Plusieurs cartes graphiques</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>Par couches, chaque carte a une suite de couches ; par experts, chacune a une partie des experts de chaque couche.</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>Par couches</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>Par experts</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>Modèle</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>Décodage spéculatif</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>Les réponses qui citent, comme la modification d’un texte, arrivent plus vite : les mots suivants probables sont essayés ensemble, tant que cela en vaut la peine. Les réponses restent les mêmes.</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>Quand c’est rentable</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>Avec la couche du modèle</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>Clés et valeurs</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>Ce que le modèle retient d’une conversation. int8 prend environ moitié moins de mémoire ; les réponses peuvent différer légèrement (avec le modèle de départ, la perplexité a augmenté de 0,08 %).</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>Comme dans le modèle</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>Apparence</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>Thème</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>« Système » suit le réglage du bureau.</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>Système</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>Clair</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>Sombre</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>Langue</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>« Système » est la langue de ce PC, sinon l’anglais.</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>Taille du texte</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>De tout dans cette fenêtre.</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>Modèle par défaut</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Chargé au démarrage de Switchyard.</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>Libérer la mémoire après</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>Si personne n’utilise le modèle pendant ce temps ; la question suivante le recharge.</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>Jamais</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>Tâches par lots simultanées</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>Elles partagent chaque passage dans le modèle ; les autres attendent leur tour.</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>Question rapide</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>Icône de notification</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>Un clic dessus pose une question de n’importe où, dans une petite fenêtre au-dessus des autres.</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>Rester actif quand la fenêtre est fermée</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>Le modèle reste en mémoire ; les réponses et tâches par lots continuent. Quittez par le menu de l’icône ou avec Ctrl+Q.</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>Serveur d’API</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>Laisser des applications utiliser les modèles de ce PC</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>Qui peut l’utiliser</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>Ce PC</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>Ce PC, avec clé</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>Réseau, avec clé</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>Port</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>Un autre, si un programme d’ici l’utilise déjà.</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>Les libérer après</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>Un modèle demandé par un programme est libéré quand aucun programme ne l’a utilisé pendant ce temps.</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>Garder chargés</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>Mon modèle leur fait de la place</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>Si les deux ne tiennent pas, le vôtre est mis de côté, et rechargé à votre prochaine question.</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>Moniteur</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>Enregistrer les sessions</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>Durées et compteurs que le Moniteur peut ouvrir plus tard : ni prompts, ni réponses. Ils restent sur cette machine et occupent jusqu’à 512 Mo ; les plus anciens sont supprimés.</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>Mises à jour</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>Rechercher des mises à jour</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>Une fois par jour, au démarrage. Rien à votre sujet n’est envoyé, et rien n’est téléchargé sans votre accord.</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7771,12 +8163,59 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Les paramètres de {0} n’ont pas pu être lus ({1}) ; les valeurs par défaut sont utilisées.</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>Certains réglages de {0} n’ont pas de sens ({1}) : les valeurs habituelles les remplacent.</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>Le fichier des paramètres était endommagé ; il est conservé sous {0}, et les valeurs par défaut sont utilisées.</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>Masquer</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>Afficher</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>Nécessite un rechargement.</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>Nécessite un redémarrage.</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>tout ce qui est libre</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>au plus {0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>Ce bureau n’a pas de zone de notification.</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>Aucun réglage ne contient ces mots.</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>Chercher un réglage</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>Paramètres</translation>
@@ -8080,6 +8519,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>La machine reste affichée. Chargez un modèle dans Paramètres, puis posez une question dans Discussion.</translation>
         </message>
         <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>Rien n’a été décodé pendant cette session.</translation>
+        </message>
+        <message>
             <source>Nothing has been decoded yet.</source>
             <translation>Rien n’a encore été décodé.</translation>
         </message>
@@ -8369,192 +8812,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Effacer la sélection</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>Ce que fait le modèle : lire un prompt (préremplissage), écrire une réponse token par token (décodage), ou une étape de lots, qui fait passer beaucoup de lignes à la fois dans le modèle. Chaque repère est un token : un mot ou une partie de mot.</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>Une ligne pour chaque réponse en cours, pour cette fenêtre ou d’autres programmes, ici ou sur un autre serveur : en attente (hachuré), prompt en lecture (pâle), réponse en écriture. Une tâche par lots a aussi sa ligne (encadrée).</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>Ce qui traverse les couches ensemble : un token de chaque réponse en cours d’écriture, et (hachurés) des morceaux de prompts en cours de lecture. Les tâches par lots ont leurs propres passes. De près, chaque passe est un bloc avec ses tokens.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>À quel point notre modèle occupe la carte graphique. Dans les trous, elle attend autre chose, en général des poids ou le processeur.</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>Poids copiés de la RAM vers la carte graphique. C’est le prix d’un défaut : un expert nécessaire mais absent de la mémoire de la carte.</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>Copies de la carte graphique vers la RAM, surtout de petits résultats. De grandes quantités sont les données d’un lot qui n’ont pas de place sur la carte.</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>À quel point notre modèle occupe le processeur : avec les experts, ces parties d’une couche dont chaque token n’utilise que quelques-unes, et avec l’attention, qui relit le texte déjà écrit. Ensemble, ils peuvent remplir la piste.</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>Experts lus sur le disque parce que la RAM n’a pas de place pour eux. Si cette piste est souvent pleine, plus de RAM ou une précision plus basse aide le plus.</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>Où se trouvaient les experts nécessaires : dans la mémoire de la carte (un succès), copiés d’abord (transférés, un défaut), ou calculés plutôt sur le processeur. Plus de succès, c’est moins d’attente ; sans carte graphique, tout est calculé sur le processeur.</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>Combien de tokens par seconde sont écrits pendant que le modèle travaille. Pour un lot, cela compte les tokens de toutes les lignes, prompts compris.</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>À quel point tout le processeur est occupé : plein pour Switchyard, tirets pour tous les programmes. L’écart entre les deux est ce qu’utilisent les autres programmes.</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>À quel point tous les programmes occupent la carte graphique.</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Mémoire utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>Mémoire de la carte utilisée : plein pour Switchyard, tirets pour tous les programmes.</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>Trafic du port de la carte graphique, dans les deux sens, tous programmes confondus.</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>Pages de mémoire que le système a dû d’abord associer : en grand nombre, elles ralentissent.</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>Lectures du disque et (tirets) écritures, tous programmes confondus.</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>La puissance que consomme la carte graphique.</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>La puissance que consomme le processeur.</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>La fréquence de la carte graphique : elle baisse quand la carte est trop chaude.</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>La fréquence du processeur : elle baisse s’il est trop chaud ou économise l’énergie.</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>La température de la carte graphique.</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>La température du processeur.</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>Ceci vient d’un capteur ou d’un pilote, pas du moteur.</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>Phase</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>Requêtes</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>Passes</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>Vers le GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>Depuis le GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>Disque</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>Experts</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>Tokens/s</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>Charge GPU</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>Charge CPU</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>Défauts de page</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>Disque</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>Puissance GPU</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>Puissance CPU</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>Fréquence GPU</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>Fréquence CPU</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>Température GPU</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>Température CPU</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>échantillonnage et gestion</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8571,6 +8834,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>fetched</source>
             <translation>transféré</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8609,38 +8876,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>plafond {0} Go/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>calcul sur le GPU</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>copie des poids vers le GPU</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>copie depuis le GPU</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>calcul des experts sur le processeur</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>attention et autres couches sur le processeur</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>lecture du disque</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>transmission des résultats au GPU</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>échantillonnage et gestion</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>Token de l’étape {0} : {1}</translation>
         </message>
@@ -8659,30 +8894,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} sur le processeur</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>vers le GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>depuis le GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>experts CPU</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>attention CPU</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>disque</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>résultats</translation>
         </message>
         <message>
             <source>waiting for {0}</source>
@@ -8990,33 +9201,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>Quit</source>
             <translation>Quitter</translation>
-        </message>
-    </context>
-    <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>Question rapide</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>Un clic dessus pose une question de n’importe où, dans une petite fenêtre au-dessus des autres.</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>Ce bureau n’a pas de zone de notification.</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>Icône de notification</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>Rester actif quand la fenêtre est fermée</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>Le modèle reste en mémoire ; les réponses et tâches par lots continuent. Quittez par le menu de l’icône ou avec Ctrl+Q.</translation>
         </message>
     </context>
     <context>
@@ -9389,18 +9573,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>Mises à jour</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>Rechercher des mises à jour</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>Une fois par jour, au démarrage. Rien à votre sujet n’est envoyé, et rien n’est téléchargé sans votre accord.</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>Vérifier maintenant</translation>

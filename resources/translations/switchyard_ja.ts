@@ -233,53 +233,6 @@ negative</source>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>外観</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>テーマ</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>「システム」はデスクトップの設定に従います。</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>システム</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>言語</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>「システム」はこのPCの言語、なければ英語です。</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>文字サイズ</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>ライト</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>ダーク</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>テーマ: {0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2256,50 +2209,6 @@ negative</source>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>速度とメモリ</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>自動</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>プロセッサのみ</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>実行先</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>「自動」は、グラフィックスカードがあれば使い、入りきらない分はプロセッサで処理します。</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>精度</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>「自動」は収まる中で最もよい精度を使います。粗い重みほどメモリが少なく、高速です。</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>CPUスレッド数</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>「自動」はコアごとに1つ使います。減らすとほかのプログラムに余裕ができます。</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>使用するグラフィックスメモリ</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>使用するRAM</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>計測</translation>
         </message>
@@ -2316,14 +2225,6 @@ negative</source>
             <translation>変更は次回の起動時、またはこれらのボタンですぐに適用されます。</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>カードに残すエキスパート</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>「自動」は、どの規則が正しく残せていたかを観察し、それを採用します。</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>モデルを読み込んで計測しています…</translation>
         </message>
@@ -2336,32 +2237,16 @@ negative</source>
             <translation>スターターモデル</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>ここではグラフィックスカードは計算に使われていません。</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0}: {1} トークン/秒（実測）</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0}: 約{1} トークン/秒、{2}～{3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>よく使うエキスパートに使います。残りはほかのプログラムのために空けておきます。</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>ここではグラフィックスカードは計算に使われていません。</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>モデルに使います。入りきらない分は毎回ディスクから読み込みます。</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>空きすべて</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>最大{0}</translation>
         </message>
     </context>
     <context>
@@ -4357,6 +4242,245 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>フェーズ</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>モデルの動作です。プロンプトを読む（プリフィル）、回答をトークンごとに書く（デコード）、または多くの行を一度に通すバッチのステップ。目盛り1つが1トークン、つまり語またはその一部です。</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>リクエスト</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>処理中の回答ごとに1行です。このウィンドウやほかのプログラム、ここやほかのサーバーのものを含みます。待機中（斜線）、プロンプトを読み取り中（淡色）、回答を生成中。バッチジョブも1行になります（枠線）。</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>スイープ</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>レイヤーを一緒に通るものです。生成中の各回答の1トークンと、読み取り中のプロンプトの断片（斜線）。バッチジョブには独自のスイープがあります。拡大すると、各スイープがトークンを含むブロックになります。</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>モデルがグラフィックスカードをどれだけ使っているか。すき間では、主に重みやプロセッサを待っています。</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>GPUでの計算</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>GPUへ</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>RAMからグラフィックスカードへコピー中の重み。これがミスの代償で、必要なエキスパートがカードのメモリになかったことを示します。</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>GPUへの重みのコピー</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>GPUへ</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>GPUへの結果の受け渡し</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>結果</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>GPUから</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>グラフィックスカードからRAMへのコピー。多くは小さな結果です。大量の場合は、カードに入りきらないバッチのデータです。</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>GPUからのコピー</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>GPUから</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>モデルがプロセッサをどれだけ使っているか。各トークンが数個だけ使うレイヤーの部分であるエキスパートと、それまでのテキストを振り返るアテンションです。合わせてレーンを埋めることがあります。</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>CPUでのエキスパートの計算</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>CPUエキスパート</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>CPUでのアテンションとほかのレイヤー</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>CPUアテンション</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>ディスク</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>RAMに空きがなく、ディスクから読み込んでいるエキスパート。このレーンがよく埋まる場合は、RAMの増設か精度を下げるのが最も効果的です。</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>ディスクの読み取り</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>ディスク</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>エキスパート</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>必要なエキスパートのあった場所です。カードのメモリ（ヒット）、先にコピー（取得、ミス）、またはプロセッサで計算。ヒットが多いほど待ち時間が減ります。グラフィックスカードがなければ、すべてプロセッサで計算します。</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>トークン/秒</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>モデルの動作中に毎秒何トークン生成されるか。バッチではプロンプトも含む全行のトークンを数えます。</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>GPU使用率</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>全プログラムによるグラフィックスカードの使用率です。</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>CPU使用率</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>プロセッサ全体の使用率です。塗りつぶしはSwitchyard、破線は全プログラム。両者の差がほかのプログラムの使用分です。</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>RAM</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>使用中のメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>VRAM</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>使用中のカードのメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>グラフィックスカードのスロットの通信量（双方向、全プログラム）。</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>ページフォールト</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>システムが先に割り当てる必要のあったメモリページ。多いと遅くなります。</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>ディスクI/O</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>ディスクの読み取りと書き込み（破線）、全プログラム。</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>GPU電力</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>グラフィックスカードの消費電力です。</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>CPU電力</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>プロセッサの消費電力です。</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>GPUクロック</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>グラフィックスカードのクロック。熱くなりすぎると下がります。</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>CPUクロック</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>プロセッサのクロック。熱くなりすぎるか省電力時に下がります。</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>GPU温度</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>グラフィックスカードの温度です。</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>CPU温度</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>プロセッサの温度です。</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -4900,62 +5024,6 @@ negative</source>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>モデル</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>既定のモデル</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Switchyardの起動時に読み込まれます。</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>投機的デコード</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>文章の編集など、引用を含む回答が速くなります。次に来そうな語をまとめて試し、効果がある間だけ使います。回答の内容は変わりません。</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>モデルのまま</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>キーとバリュー</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>モデルが会話について保持する内容です。int8ではメモリが約半分になりますが、回答がわずかに変わることがあります（スターターモデルではパープレキシティが0.08%上昇）。</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>しない</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>メモリを解放するまでの時間</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>この時間モデルが使われない場合に解放します。次の質問で再び読み込みます。</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>同時実行するバッチジョブ</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>モデルへの各パスを共有します。残りのジョブは順番を待ちます。</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>チューニング…</translation>
         </message>
@@ -5338,21 +5406,6 @@ negative</source>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>モニター</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>セッションを記録</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>モニターで後から開ける時間と計数の記録です。プロンプトや回答は含まれません。このマシンに最大512 MB保存され、古いものから削除されます。</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5367,6 +5420,14 @@ negative</source>
             <translation>ライブに戻る</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>レーンと数値を隠す</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>レーン、キャッシュ、メモリーの詳細を表示</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>記録されたセッション: {0}。</translation>
         </message>
@@ -5377,10 +5438,6 @@ negative</source>
         <message>
             <source>Compared with</source>
             <translation>比較対象</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>このセッションでは何もデコードされていません。</translation>
         </message>
     </context>
     <context>
@@ -5564,38 +5621,6 @@ negative</source>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>APIサーバー</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>ほかのアプリにこのPCのモデルを使わせる</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>このPC</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>このPC、キーあり</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>ネットワーク、キーあり</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>利用できる範囲</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>ポート</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>ほかのプログラムが使用中なら、別の番号にしてください。</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>プログラムからの接続先</translation>
         </message>
@@ -5634,26 +5659,6 @@ negative</source>
         <message>
             <source>Models asked for by name</source>
             <translation>名前で要求されたモデル</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>読み込んだままにする</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>プログラムが要求したモデルは、この時間どのプログラムにも使われないと解放されます。</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>解放するまでの時間</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>両方が入りきらない場合、あなたのモデルをいったん外し、次の質問で再び読み込みます。</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>自分のモデルが場所を譲る</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7725,6 +7730,393 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>自動</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>速度とメモリ</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>実行先</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>「自動」は、グラフィックスカードがあれば使い、入りきらない分はプロセッサで処理します。</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>プロセッサのみ</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>精度</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>「自動」は収まる中で最もよい精度を使います。粗い重みほどメモリが少なく、高速です。</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>使用するグラフィックスメモリ</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>よく使うエキスパートに使います。残りはほかのプログラムのために空けておきます。</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>使用するRAM</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>モデルに使います。入りきらない分は毎回ディスクから読み込みます。</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>CPUスレッド数</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>「自動」はコアごとに1つ使います。減らすとほかのプログラムに余裕ができます。</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>上級者向け</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>各カードに置くエキスパート</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>自動では入るだけ保持します。0 では保持しません。</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>層ごとのスロット</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>自動では全層がスロットを共有します。数を指定すると、各層がその数だけ専有します。</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>カードに残すエキスパート</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>「自動」は、どの規則が正しく残せていたかを観察し、それを採用します。</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>最近使ったもの</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>新しいもの</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>よく使うもの</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>最近よく使ったもの</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>ランダム</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>人気のもの（固定）</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>カードにないエキスパート</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>最初のもの以外は比較用です。</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>速い方</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>プロセッサーで計算</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>カードに転送</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>何も保持しない</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>層ごとまとめて</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>次のエキスパートの予測</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>予測したエキスパートを先にカードへコピーします。自動では、効果があるものだけを使います。</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>オフ</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>直前のトークンと同じもの</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>次の層のルーター</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>よく続くもの</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>学習した予測器</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>カードでステップを再生</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>操作を一つずつ指示する代わりに、記録したステップ（CUDA グラフ）をカードが再生します。</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>オン</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>複数のグラフィックカード</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>層で分けると各カードが連続した層を、エキスパートで分けると各層のエキスパートの一部を受け持ちます。</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>層で分ける</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>エキスパートで分ける</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>モデル</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>投機的デコード</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>文章の編集など、引用を含む回答が速くなります。次に来そうな語をまとめて試し、効果がある間だけ使います。回答の内容は変わりません。</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>効果があるとき</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>モデルの専用層で</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>キーとバリュー</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>モデルが会話について保持する内容です。int8ではメモリが約半分になりますが、回答がわずかに変わることがあります（スターターモデルではパープレキシティが0.08%上昇）。</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>モデルのまま</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>外観</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>テーマ</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>「システム」はデスクトップの設定に従います。</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>システム</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>ライト</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>ダーク</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>言語</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>「システム」はこのPCの言語、なければ英語です。</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>文字サイズ</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>このウィンドウ全体に適用されます。</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>既定のモデル</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Switchyardの起動時に読み込まれます。</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>メモリを解放するまでの時間</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>この時間モデルが使われない場合に解放します。次の質問で再び読み込みます。</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>しない</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>同時実行するバッチジョブ</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>モデルへの各パスを共有します。残りのジョブは順番を待ちます。</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>クイック質問</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>トレイにアイコンを表示</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>クリックすると、ほかのウィンドウの上の小さなウィンドウで、どこからでも質問できます。</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>ウィンドウを閉じても動作を続ける</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>モデルはメモリに残り、回答とバッチジョブが続きます。終了はアイコンのメニューかCtrl+Qで行います。</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>APIサーバー</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>ほかのアプリにこのPCのモデルを使わせる</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>利用できる範囲</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>このPC</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>このPC、キーあり</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>ネットワーク、キーあり</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>ポート</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>ほかのプログラムが使用中なら、別の番号にしてください。</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>解放するまでの時間</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>プログラムが要求したモデルは、この時間どのプログラムにも使われないと解放されます。</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>読み込んだままにする</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>自分のモデルが場所を譲る</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>両方が入りきらない場合、あなたのモデルをいったん外し、次の質問で再び読み込みます。</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>モニター</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>セッションを記録</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>モニターで後から開ける時間と計数の記録です。プロンプトや回答は含まれません。このマシンに最大512 MB保存され、古いものから削除されます。</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>更新</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>更新を確認する</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>1日に1回、起動時に確認します。あなたに関する情報は送信されず、確認なしにダウンロードすることもありません。</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7735,12 +8127,59 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0}の設定を読めませんでした（{1}）。既定値を使います。</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>{0} に意味をなさない設定があります（{1}）。これらには既定値を使います。</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>設定ファイルが壊れていました。{0}として残し、既定値を使います。</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>隠す</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>表示</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>再読み込みが必要です。</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>再起動が必要です。</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>空きすべて</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>最大{0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>このデスクトップにはアイコンを表示するトレイがありません。</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>該当する設定はありません。</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>設定を検索</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>設定</translation>
@@ -8044,6 +8483,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>マシンの状態は引き続き表示されます。設定でモデルを読み込み、チャットで質問してください。</translation>
         </message>
         <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>このセッションでは何もデコードされていません。</translation>
+        </message>
+        <message>
             <source>Nothing has been decoded yet.</source>
             <translation>まだ何もデコードしていません。</translation>
         </message>
@@ -8332,192 +8775,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>選択を解除</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>モデルの動作です。プロンプトを読む（プリフィル）、回答をトークンごとに書く（デコード）、または多くの行を一度に通すバッチのステップ。目盛り1つが1トークン、つまり語またはその一部です。</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>処理中の回答ごとに1行です。このウィンドウやほかのプログラム、ここやほかのサーバーのものを含みます。待機中（斜線）、プロンプトを読み取り中（淡色）、回答を生成中。バッチジョブも1行になります（枠線）。</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>レイヤーを一緒に通るものです。生成中の各回答の1トークンと、読み取り中のプロンプトの断片（斜線）。バッチジョブには独自のスイープがあります。拡大すると、各スイープがトークンを含むブロックになります。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>モデルがグラフィックスカードをどれだけ使っているか。すき間では、主に重みやプロセッサを待っています。</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>RAMからグラフィックスカードへコピー中の重み。これがミスの代償で、必要なエキスパートがカードのメモリになかったことを示します。</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>グラフィックスカードからRAMへのコピー。多くは小さな結果です。大量の場合は、カードに入りきらないバッチのデータです。</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>モデルがプロセッサをどれだけ使っているか。各トークンが数個だけ使うレイヤーの部分であるエキスパートと、それまでのテキストを振り返るアテンションです。合わせてレーンを埋めることがあります。</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>RAMに空きがなく、ディスクから読み込んでいるエキスパート。このレーンがよく埋まる場合は、RAMの増設か精度を下げるのが最も効果的です。</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>必要なエキスパートのあった場所です。カードのメモリ（ヒット）、先にコピー（取得、ミス）、またはプロセッサで計算。ヒットが多いほど待ち時間が減ります。グラフィックスカードがなければ、すべてプロセッサで計算します。</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>モデルの動作中に毎秒何トークン生成されるか。バッチではプロンプトも含む全行のトークンを数えます。</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>プロセッサ全体の使用率です。塗りつぶしはSwitchyard、破線は全プログラム。両者の差がほかのプログラムの使用分です。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>全プログラムによるグラフィックスカードの使用率です。</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>使用中のメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>使用中のカードのメモリ: 塗りつぶしはSwitchyard、破線は全プログラム。</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>グラフィックスカードのスロットの通信量（双方向、全プログラム）。</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>システムが先に割り当てる必要のあったメモリページ。多いと遅くなります。</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>ディスクの読み取りと書き込み（破線）、全プログラム。</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>グラフィックスカードの消費電力です。</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>プロセッサの消費電力です。</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>グラフィックスカードのクロック。熱くなりすぎると下がります。</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>プロセッサのクロック。熱くなりすぎるか省電力時に下がります。</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>グラフィックスカードの温度です。</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>プロセッサの温度です。</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>エンジンではなく、センサーまたはドライバーの値です。</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>フェーズ</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>リクエスト</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>スイープ</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>GPUへ</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>GPUから</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>ディスク</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>エキスパート</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>トークン/秒</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>GPU使用率</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>CPU使用率</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>RAM</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>VRAM</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>ページフォールト</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>ディスクI/O</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>GPU電力</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>CPU電力</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>GPUクロック</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>CPUクロック</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>GPU温度</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>CPU温度</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>サンプリングと管理</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8534,6 +8797,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>fetched</source>
             <translation>取得</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8572,38 +8839,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>上限 {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>GPUでの計算</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>GPUへの重みのコピー</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>GPUからのコピー</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>CPUでのエキスパートの計算</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>CPUでのアテンションとほかのレイヤー</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>ディスクの読み取り</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>GPUへの結果の受け渡し</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>サンプリングと管理</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>ステップ{0}のトークン: {1}</translation>
         </message>
@@ -8622,30 +8857,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>GPUへ</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>GPUから</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>CPUエキスパート</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>CPUアテンション</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>ディスク</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>結果</translation>
         </message>
         <message>
             <source>waiting for {0}</source>
@@ -8953,33 +9164,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>Quit</source>
             <translation>終了</translation>
-        </message>
-    </context>
-    <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>クイック質問</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>クリックすると、ほかのウィンドウの上の小さなウィンドウで、どこからでも質問できます。</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>このデスクトップにはアイコンを表示するトレイがありません。</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>トレイにアイコンを表示</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>ウィンドウを閉じても動作を続ける</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>モデルはメモリに残り、回答とバッチジョブが続きます。終了はアイコンのメニューかCtrl+Qで行います。</translation>
         </message>
     </context>
     <context>
@@ -9349,18 +9533,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>更新</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>更新を確認する</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>1日に1回、起動時に確認します。あなたに関する情報は送信されず、確認なしにダウンロードすることもありません。</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>今すぐ確認</translation>

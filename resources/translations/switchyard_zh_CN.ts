@@ -233,53 +233,6 @@ negative</source>
         </message>
     </context>
     <context>
-        <name>AppearanceCard</name>
-        <message>
-            <source>Appearance</source>
-            <translation>外观</translation>
-        </message>
-        <message>
-            <source>Theme</source>
-            <translation>主题</translation>
-        </message>
-        <message>
-            <source>System follows the desktop's setting.</source>
-            <translation>“系统”跟随桌面的设置。</translation>
-        </message>
-        <message>
-            <source>System</source>
-            <translation>系统</translation>
-        </message>
-        <message>
-            <source>Language</source>
-            <translation>语言</translation>
-        </message>
-        <message>
-            <source>System is the language of this PC, or English.</source>
-            <translation>“系统”即这台电脑的语言，没有译文时为英语。</translation>
-        </message>
-        <message>
-            <source>Text size</source>
-            <translation>文字大小</translation>
-        </message>
-        <message>
-            <source>Light</source>
-            <translation>浅色</translation>
-        </message>
-        <message>
-            <source>Dark</source>
-            <translation>深色</translation>
-        </message>
-        <message>
-            <source>Theme: {0}</source>
-            <translation>主题：{0}</translation>
-        </message>
-        <message>
-            <source>{0} px</source>
-            <translation>{0} px</translation>
-        </message>
-    </context>
-    <context>
         <name>Asking</name>
         <message>
             <source>Cancel</source>
@@ -2256,50 +2209,6 @@ negative</source>
     <context>
         <name>ComputingCard</name>
         <message>
-            <source>Speed and memory</source>
-            <translation>速度与内存</translation>
-        </message>
-        <message>
-            <source>Automatic</source>
-            <translation>自动</translation>
-        </message>
-        <message>
-            <source>Processor only</source>
-            <translation>仅处理器</translation>
-        </message>
-        <message>
-            <source>Runs on</source>
-            <translation>运行位置</translation>
-        </message>
-        <message>
-            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
-            <translation>“自动”会使用显卡（如果有），放不下的部分由处理器处理。</translation>
-        </message>
-        <message>
-            <source>Precision</source>
-            <translation>精度</translation>
-        </message>
-        <message>
-            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
-            <translation>“自动”采用放得下的最高精度。权重越粗略，占用内存越少，速度越快。</translation>
-        </message>
-        <message>
-            <source>CPU threads</source>
-            <translation>CPU 线程数</translation>
-        </message>
-        <message>
-            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
-            <translation>“自动”每个核心使用一个。减少线程可为其他程序留出余地。</translation>
-        </message>
-        <message>
-            <source>Graphics memory to use</source>
-            <translation>可用显存</translation>
-        </message>
-        <message>
-            <source>RAM to use</source>
-            <translation>可用内存</translation>
-        </message>
-        <message>
             <source>Time it</source>
             <translation>测速</translation>
         </message>
@@ -2316,14 +2225,6 @@ negative</source>
             <translation>更改在下次启动时生效，也可用这些按钮立即生效。</translation>
         </message>
         <message>
-            <source>Which experts stay on the card</source>
-            <translation>保留在显卡上的专家</translation>
-        </message>
-        <message>
-            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
-            <translation>“自动”会观察哪种规则本可保留正确的专家，并采用该规则。</translation>
-        </message>
-        <message>
             <source>Loading the model and timing it…</source>
             <translation>正在加载模型并测速…</translation>
         </message>
@@ -2336,32 +2237,16 @@ negative</source>
             <translation>入门模型</translation>
         </message>
         <message>
+            <source>No graphics card computes here.</source>
+            <translation>这里没有显卡参与计算。</translation>
+        </message>
+        <message>
             <source>{0}: {1} tokens/s, measured</source>
             <translation>{0}：{1} token/秒，实测</translation>
         </message>
         <message>
             <source>{0}: about {1} tokens/s, {2} to {3}</source>
             <translation>{0}：约 {1} token/秒，{2} 至 {3}</translation>
-        </message>
-        <message>
-            <source>For experts that are used often; the rest is left to other programs.</source>
-            <translation>用于常用的专家；其余留给其他程序。</translation>
-        </message>
-        <message>
-            <source>No graphics card computes here.</source>
-            <translation>这里没有显卡参与计算。</translation>
-        </message>
-        <message>
-            <source>For the model; what does not fit is read from the disk again and again.</source>
-            <translation>供模型使用；放不下的部分会反复从磁盘读取。</translation>
-        </message>
-        <message>
-            <source>all that is free</source>
-            <translation>全部空闲空间</translation>
-        </message>
-        <message>
-            <source>at most {0}</source>
-            <translation>最多 {0}</translation>
         </message>
     </context>
     <context>
@@ -4357,6 +4242,245 @@ negative</source>
         </message>
     </context>
     <context>
+        <name>Lane</name>
+        <message>
+            <source>Phase</source>
+            <translation>阶段</translation>
+        </message>
+        <message>
+            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
+            <translation>模型正在做什么：读取提示词（预填充）、逐个 token 生成回答（解码），或一步批处理，让许多行一起通过模型。每个刻度是一个 token：一个词或其一部分。</translation>
+        </message>
+        <message>
+            <source>Requests</source>
+            <translation>请求</translation>
+        </message>
+        <message>
+            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
+            <translation>每个进行中的回答一行，包括此窗口或其他程序的、本机或其他服务器上的：等待中（斜线）、读取提示词中（浅色）、生成回答中。批处理任务也有一行（带边框）。</translation>
+        </message>
+        <message>
+            <source>Sweeps</source>
+            <translation>遍历</translation>
+        </message>
+        <message>
+            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
+            <translation>一起通过各层的内容：每个生成中的回答的一个 token，以及（斜线）正在读取的提示词片段。批处理任务有自己的遍历。放大后，每次遍历是一个包含其 token 的方块。</translation>
+        </message>
+        <message>
+            <source>GPU</source>
+            <translation>GPU</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
+            <translation>我们的模型使显卡有多忙。空隙处它在等待其他东西，通常是权重或处理器。</translation>
+        </message>
+        <message>
+            <source>computing on the GPU</source>
+            <translation>在 GPU 上计算</translation>
+        </message>
+        <message>
+            <source>To the GPU</source>
+            <translation>到 GPU</translation>
+        </message>
+        <message>
+            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
+            <translation>正从内存复制到显卡的权重。这就是未命中的代价：需要的专家不在显存中。</translation>
+        </message>
+        <message>
+            <source>copying weights to the GPU</source>
+            <translation>向 GPU 复制权重</translation>
+        </message>
+        <message>
+            <source>to the GPU</source>
+            <translation>到 GPU</translation>
+        </message>
+        <message>
+            <source>passing results to the GPU</source>
+            <translation>向 GPU 传递结果</translation>
+        </message>
+        <message>
+            <source>results</source>
+            <translation>结果</translation>
+        </message>
+        <message>
+            <source>From the GPU</source>
+            <translation>从 GPU</translation>
+        </message>
+        <message>
+            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
+            <translation>从显卡到内存的复制，大多是较小的结果。大量复制则是显卡上放不下的批处理数据。</translation>
+        </message>
+        <message>
+            <source>copying from the GPU</source>
+            <translation>从 GPU 复制</translation>
+        </message>
+        <message>
+            <source>from the GPU</source>
+            <translation>从 GPU</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
+        </message>
+        <message>
+            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
+            <translation>我们的模型使处理器有多忙：专家（每层中各 token 只用其中几个的部分）和注意力（回看已有文本）。两者合起来可能占满轨道。</translation>
+        </message>
+        <message>
+            <source>computing experts on the CPU</source>
+            <translation>在 CPU 上计算专家</translation>
+        </message>
+        <message>
+            <source>CPU experts</source>
+            <translation>CPU 专家</translation>
+        </message>
+        <message>
+            <source>attention and other layers on the CPU</source>
+            <translation>CPU 上的注意力和其他层</translation>
+        </message>
+        <message>
+            <source>CPU attention</source>
+            <translation>CPU 注意力</translation>
+        </message>
+        <message>
+            <source>Disk</source>
+            <translation>磁盘</translation>
+        </message>
+        <message>
+            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
+            <translation>因内存放不下而从磁盘读取的专家。如果此轨道经常占满，增加内存或降低精度最有效。</translation>
+        </message>
+        <message>
+            <source>reading from disk</source>
+            <translation>读取磁盘</translation>
+        </message>
+        <message>
+            <source>disk</source>
+            <translation>磁盘</translation>
+        </message>
+        <message>
+            <source>Experts</source>
+            <translation>专家</translation>
+        </message>
+        <message>
+            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
+            <translation>所需专家的位置：在显存中（命中）、先复制过去（取入，未命中），或改由处理器计算。命中越多，等待越少；没有显卡时全部由处理器计算。</translation>
+        </message>
+        <message>
+            <source>Tokens/s</source>
+            <translation>token/秒</translation>
+        </message>
+        <message>
+            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
+            <translation>模型工作时每秒生成多少 token。批处理时计入所有行的 token，包括提示词。</translation>
+        </message>
+        <message>
+            <source>GPU busy</source>
+            <translation>GPU 占用</translation>
+        </message>
+        <message>
+            <source>How busy the graphics card is, for all programs.</source>
+            <translation>所有程序使显卡有多忙。</translation>
+        </message>
+        <message>
+            <source>CPU busy</source>
+            <translation>CPU 占用</translation>
+        </message>
+        <message>
+            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
+            <translation>整个处理器有多忙：填充部分为 Switchyard，虚线为所有程序。两者之间的差距是其他程序的占用。</translation>
+        </message>
+        <message>
+            <source>RAM</source>
+            <translation>内存</translation>
+        </message>
+        <message>
+            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>已用内存：填充部分为 Switchyard，虚线为所有程序。</translation>
+        </message>
+        <message>
+            <source>VRAM</source>
+            <translation>显存</translation>
+        </message>
+        <message>
+            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
+            <translation>已用显存：填充部分为 Switchyard，虚线为所有程序。</translation>
+        </message>
+        <message>
+            <source>PCIe</source>
+            <translation>PCIe</translation>
+        </message>
+        <message>
+            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
+            <translation>显卡插槽的双向流量，所有程序。</translation>
+        </message>
+        <message>
+            <source>Page faults</source>
+            <translation>缺页</translation>
+        </message>
+        <message>
+            <source>Memory pages that the system had to map first: many slow things down.</source>
+            <translation>系统须先映射的内存页：过多会拖慢速度。</translation>
+        </message>
+        <message>
+            <source>Disk I/O</source>
+            <translation>磁盘 I/O</translation>
+        </message>
+        <message>
+            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
+            <translation>磁盘读取和（虚线）写入，所有程序。</translation>
+        </message>
+        <message>
+            <source>GPU power</source>
+            <translation>GPU 功率</translation>
+        </message>
+        <message>
+            <source>The power that the graphics card draws.</source>
+            <translation>显卡消耗的功率。</translation>
+        </message>
+        <message>
+            <source>CPU power</source>
+            <translation>CPU 功率</translation>
+        </message>
+        <message>
+            <source>The power that the processor draws.</source>
+            <translation>处理器消耗的功率。</translation>
+        </message>
+        <message>
+            <source>GPU clock</source>
+            <translation>GPU 频率</translation>
+        </message>
+        <message>
+            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
+            <translation>显卡的时钟频率：过热时会下降。</translation>
+        </message>
+        <message>
+            <source>CPU clock</source>
+            <translation>CPU 频率</translation>
+        </message>
+        <message>
+            <source>The processor's clock rate: it falls when too hot or saving power.</source>
+            <translation>处理器的时钟频率：过热或节能时会下降。</translation>
+        </message>
+        <message>
+            <source>GPU heat</source>
+            <translation>GPU 温度</translation>
+        </message>
+        <message>
+            <source>How hot the graphics card is.</source>
+            <translation>显卡的温度。</translation>
+        </message>
+        <message>
+            <source>CPU heat</source>
+            <translation>CPU 温度</translation>
+        </message>
+        <message>
+            <source>How hot the processor is.</source>
+            <translation>处理器的温度。</translation>
+        </message>
+    </context>
+    <context>
         <name>Languages</name>
         <message>
             <source>Switchyard does not speak {0} yet, so it is in English. Settings has its languages.</source>
@@ -4900,62 +5024,6 @@ negative</source>
     <context>
         <name>ModelCard</name>
         <message>
-            <source>Model</source>
-            <translation>模型</translation>
-        </message>
-        <message>
-            <source>Default model</source>
-            <translation>默认模型</translation>
-        </message>
-        <message>
-            <source>Loaded when Switchyard starts.</source>
-            <translation>Switchyard 启动时加载。</translation>
-        </message>
-        <message>
-            <source>Speculative decoding</source>
-            <translation>推测解码</translation>
-        </message>
-        <message>
-            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
-            <translation>对于引用原文的回答（例如修改文本），速度会更快：把可能的后续词语一起尝试，仅在有收益时进行。回答内容不变。</translation>
-        </message>
-        <message>
-            <source>As in the model</source>
-            <translation>与模型一致</translation>
-        </message>
-        <message>
-            <source>int8</source>
-            <translation>int8</translation>
-        </message>
-        <message>
-            <source>Keys and values</source>
-            <translation>键和值</translation>
-        </message>
-        <message>
-            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
-            <translation>模型对对话保留的内容。int8 约节省一半内存；回答可能略有差异（入门模型的困惑度上升 0.08%）。</translation>
-        </message>
-        <message>
-            <source>Never</source>
-            <translation>从不</translation>
-        </message>
-        <message>
-            <source>Free the memory after</source>
-            <translation>多久后释放内存</translation>
-        </message>
-        <message>
-            <source>If nobody uses the model for so long; the next question loads it again.</source>
-            <translation>在此时间内没有人使用模型则释放；下次提问会重新加载。</translation>
-        </message>
-        <message>
-            <source>Batch jobs at once</source>
-            <translation>同时运行的批处理任务</translation>
-        </message>
-        <message>
-            <source>They share each pass through the model; others wait for their turn.</source>
-            <translation>它们共用模型的每次遍历；其余任务依次等待。</translation>
-        </message>
-        <message>
             <source>Tune…</source>
             <translation>调优…</translation>
         </message>
@@ -5338,21 +5406,6 @@ negative</source>
         </message>
     </context>
     <context>
-        <name>MonitorCard</name>
-        <message>
-            <source>Monitor</source>
-            <translation>监视器</translation>
-        </message>
-        <message>
-            <source>Record sessions</source>
-            <translation>录制会话</translation>
-        </message>
-        <message>
-            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
-            <translation>监视器以后可以打开的计时和计数：不含提示词和回答。保存在本机，最多占用 512 MB；最早的会被删除。</translation>
-        </message>
-    </context>
-    <context>
         <name>MonitorPage</name>
         <message>
             <source>Monitor</source>
@@ -5367,6 +5420,14 @@ negative</source>
             <translation>返回实时</translation>
         </message>
         <message>
+            <source>Hide lanes and figures</source>
+            <translation>隐藏时间线和数据</translation>
+        </message>
+        <message>
+            <source>Show lanes, caches and memory in detail</source>
+            <translation>显示时间线、缓存和内存的详情</translation>
+        </message>
+        <message>
             <source>A recorded session: {0}.</source>
             <translation>录制的会话：{0}。</translation>
         </message>
@@ -5377,10 +5438,6 @@ negative</source>
         <message>
             <source>Compared with</source>
             <translation>对比</translation>
-        </message>
-        <message>
-            <source>Nothing was decoded in this session.</source>
-            <translation>此会话中没有解码任何内容。</translation>
         </message>
     </context>
     <context>
@@ -5564,38 +5621,6 @@ negative</source>
     <context>
         <name>OtherProgramsCard</name>
         <message>
-            <source>API server</source>
-            <translation>API 服务器</translation>
-        </message>
-        <message>
-            <source>Let apps use the models of this PC</source>
-            <translation>允许其他应用使用这台电脑的模型</translation>
-        </message>
-        <message>
-            <source>This PC</source>
-            <translation>这台电脑</translation>
-        </message>
-        <message>
-            <source>This PC, with key</source>
-            <translation>这台电脑，需密钥</translation>
-        </message>
-        <message>
-            <source>Network, with key</source>
-            <translation>网络，需密钥</translation>
-        </message>
-        <message>
-            <source>Who may use it</source>
-            <translation>谁可以使用</translation>
-        </message>
-        <message>
-            <source>Port</source>
-            <translation>端口</translation>
-        </message>
-        <message>
-            <source>Another one, if a program here uses it already.</source>
-            <translation>如果已被本机程序占用，请换一个。</translation>
-        </message>
-        <message>
             <source>How programs reach it</source>
             <translation>程序如何访问</translation>
         </message>
@@ -5634,26 +5659,6 @@ negative</source>
         <message>
             <source>Models asked for by name</source>
             <translation>按名称请求的模型</translation>
-        </message>
-        <message>
-            <source>Keep loaded</source>
-            <translation>保持加载</translation>
-        </message>
-        <message>
-            <source>A model that a program asked for is freed once no program has used it for so long.</source>
-            <translation>程序请求的模型在此时间内没有程序使用即会释放。</translation>
-        </message>
-        <message>
-            <source>Free them after</source>
-            <translation>多久后释放</translation>
-        </message>
-        <message>
-            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
-            <translation>如果两者放不下，您的模型会先被移出，下次提问时重新加载。</translation>
-        </message>
-        <message>
-            <source>My model makes room for them</source>
-            <translation>我的模型为其让位</translation>
         </message>
         <message>
             <source>Copy example</source>
@@ -7725,6 +7730,393 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         </message>
     </context>
     <context>
+        <name>Setting</name>
+        <message>
+            <source>Automatic</source>
+            <translation>自动</translation>
+        </message>
+        <message>
+            <source>Speed and memory</source>
+            <translation>速度与内存</translation>
+        </message>
+        <message>
+            <source>Runs on</source>
+            <translation>运行位置</translation>
+        </message>
+        <message>
+            <source>Automatic takes the graphics card, if there is one, and the processor for what does not fit.</source>
+            <translation>“自动”会使用显卡（如果有），放不下的部分由处理器处理。</translation>
+        </message>
+        <message>
+            <source>Processor only</source>
+            <translation>仅处理器</translation>
+        </message>
+        <message>
+            <source>Precision</source>
+            <translation>精度</translation>
+        </message>
+        <message>
+            <source>Automatic keeps the best that fits. Coarser weights take less memory and are faster.</source>
+            <translation>“自动”采用放得下的最高精度。权重越粗略，占用内存越少，速度越快。</translation>
+        </message>
+        <message>
+            <source>Graphics memory to use</source>
+            <translation>可用显存</translation>
+        </message>
+        <message>
+            <source>For experts that are used often; the rest is left to other programs.</source>
+            <translation>用于常用的专家；其余留给其他程序。</translation>
+        </message>
+        <message>
+            <source>RAM to use</source>
+            <translation>可用内存</translation>
+        </message>
+        <message>
+            <source>For the model; what does not fit is read from the disk again and again.</source>
+            <translation>供模型使用；放不下的部分会反复从磁盘读取。</translation>
+        </message>
+        <message>
+            <source>CPU threads</source>
+            <translation>CPU 线程数</translation>
+        </message>
+        <message>
+            <source>Automatic uses one per core. Fewer leave room for other programs.</source>
+            <translation>“自动”每个核心使用一个。减少线程可为其他程序留出余地。</translation>
+        </message>
+        <message>
+            <source>For experts</source>
+            <translation>专家选项</translation>
+        </message>
+        <message>
+            <source>Experts on each card</source>
+            <translation>每张显卡上的专家</translation>
+        </message>
+        <message>
+            <source>Automatic keeps as many as fit; 0 keeps none.</source>
+            <translation>自动会保留尽可能多的专家；0 表示不保留。</translation>
+        </message>
+        <message>
+            <source>Slots for each layer</source>
+            <translation>每层的槽位</translation>
+        </message>
+        <message>
+            <source>Automatic lets all layers share the slots; a number gives each layer that many of its own.</source>
+            <translation>自动时所有层共享槽位；指定数字则每层独占相应数量。</translation>
+        </message>
+        <message>
+            <source>Which experts stay on the card</source>
+            <translation>保留在显卡上的专家</translation>
+        </message>
+        <message>
+            <source>Automatic watches which rule would have kept the right ones, and takes that one.</source>
+            <translation>“自动”会观察哪种规则本可保留正确的专家，并采用该规则。</translation>
+        </message>
+        <message>
+            <source>Recently used ones</source>
+            <translation>最近用过的</translation>
+        </message>
+        <message>
+            <source>Newest ones</source>
+            <translation>最新的</translation>
+        </message>
+        <message>
+            <source>Often used ones</source>
+            <translation>常用的</translation>
+        </message>
+        <message>
+            <source>Recently and often used ones</source>
+            <translation>最近且常用的</translation>
+        </message>
+        <message>
+            <source>Random ones</source>
+            <translation>随机的</translation>
+        </message>
+        <message>
+            <source>Popular ones, fixed</source>
+            <translation>热门的（固定）</translation>
+        </message>
+        <message>
+            <source>Experts that are not on the card</source>
+            <translation>不在显卡上的专家</translation>
+        </message>
+        <message>
+            <source>All but the first are for comparisons.</source>
+            <translation>除第一项外，其余用于比较。</translation>
+        </message>
+        <message>
+            <source>Whichever is faster</source>
+            <translation>哪个快用哪个</translation>
+        </message>
+        <message>
+            <source>Processor computes</source>
+            <translation>由处理器计算</translation>
+        </message>
+        <message>
+            <source>Card fetches</source>
+            <translation>传到显卡</translation>
+        </message>
+        <message>
+            <source>Nothing is kept</source>
+            <translation>不保留</translation>
+        </message>
+        <message>
+            <source>Whole layers</source>
+            <translation>整层</translation>
+        </message>
+        <message>
+            <source>Guessing which experts come next</source>
+            <translation>预测接下来的专家</translation>
+        </message>
+        <message>
+            <source>Guessed experts are copied to the card in advance. Automatic uses what pays off, if anything does.</source>
+            <translation>预测到的专家会提前复制到显卡。自动会采用确有收益的方式（如果有）。</translation>
+        </message>
+        <message>
+            <source>Off</source>
+            <translation>关</translation>
+        </message>
+        <message>
+            <source>Those of the last token</source>
+            <translation>上一个 token 用到的</translation>
+        </message>
+        <message>
+            <source>The next layer’s router</source>
+            <translation>下一层的路由器</translation>
+        </message>
+        <message>
+            <source>What usually follows</source>
+            <translation>通常随后出现的</translation>
+        </message>
+        <message>
+            <source>A trained predictor</source>
+            <translation>训练过的预测器</translation>
+        </message>
+        <message>
+            <source>Replay steps on the card</source>
+            <translation>在显卡上重放步骤</translation>
+        </message>
+        <message>
+            <source>The card replays a recorded step (a CUDA graph) instead of being told each operation.</source>
+            <translation>显卡重放录制好的步骤（CUDA 图），而不必逐个接收操作。</translation>
+        </message>
+        <message>
+            <source>On</source>
+            <translation>开</translation>
+        </message>
+        <message>
+            <source>Several graphics cards</source>
+            <translation>多张显卡</translation>
+        </message>
+        <message>
+            <source>By layers, each card has a run of layers; by experts, each has a part of every layer’s experts.</source>
+            <translation>按层：每张显卡负责一段连续的层；按专家：每张显卡负责每层的一部分专家。</translation>
+        </message>
+        <message>
+            <source>By layers</source>
+            <translation>按层</translation>
+        </message>
+        <message>
+            <source>By experts</source>
+            <translation>按专家</translation>
+        </message>
+        <message>
+            <source>Model</source>
+            <translation>模型</translation>
+        </message>
+        <message>
+            <source>Speculative decoding</source>
+            <translation>推测解码</translation>
+        </message>
+        <message>
+            <source>Answers that quote, such as edits of a text, come faster: likely next words are tried together, only as long as that pays. Answers stay the same.</source>
+            <translation>对于引用原文的回答（例如修改文本），速度会更快：把可能的后续词语一起尝试，仅在有收益时进行。回答内容不变。</translation>
+        </message>
+        <message>
+            <source>Where it pays</source>
+            <translation>有收益时</translation>
+        </message>
+        <message>
+            <source>With the model’s own layer</source>
+            <translation>用模型自带的层</translation>
+        </message>
+        <message>
+            <source>Keys and values</source>
+            <translation>键和值</translation>
+        </message>
+        <message>
+            <source>What the model keeps of a conversation. int8 takes about half the memory; answers may differ slightly (with the starter, perplexity rose by 0.08%).</source>
+            <translation>模型对对话保留的内容。int8 约节省一半内存；回答可能略有差异（入门模型的困惑度上升 0.08%）。</translation>
+        </message>
+        <message>
+            <source>As in the model</source>
+            <translation>与模型一致</translation>
+        </message>
+        <message>
+            <source>Appearance</source>
+            <translation>外观</translation>
+        </message>
+        <message>
+            <source>Theme</source>
+            <translation>主题</translation>
+        </message>
+        <message>
+            <source>System follows the desktop's setting.</source>
+            <translation>“系统”跟随桌面的设置。</translation>
+        </message>
+        <message>
+            <source>System</source>
+            <translation>系统</translation>
+        </message>
+        <message>
+            <source>Light</source>
+            <translation>浅色</translation>
+        </message>
+        <message>
+            <source>Dark</source>
+            <translation>深色</translation>
+        </message>
+        <message>
+            <source>Language</source>
+            <translation>语言</translation>
+        </message>
+        <message>
+            <source>System is the language of this PC, or English.</source>
+            <translation>“系统”即这台电脑的语言，没有译文时为英语。</translation>
+        </message>
+        <message>
+            <source>Text size</source>
+            <translation>文字大小</translation>
+        </message>
+        <message>
+            <source>Of everything in this window.</source>
+            <translation>适用于整个窗口。</translation>
+        </message>
+        <message>
+            <source>Default model</source>
+            <translation>默认模型</translation>
+        </message>
+        <message>
+            <source>Loaded when Switchyard starts.</source>
+            <translation>Switchyard 启动时加载。</translation>
+        </message>
+        <message>
+            <source>Free the memory after</source>
+            <translation>多久后释放内存</translation>
+        </message>
+        <message>
+            <source>If nobody uses the model for so long; the next question loads it again.</source>
+            <translation>在此时间内没有人使用模型则释放；下次提问会重新加载。</translation>
+        </message>
+        <message>
+            <source>Never</source>
+            <translation>从不</translation>
+        </message>
+        <message>
+            <source>Batch jobs at once</source>
+            <translation>同时运行的批处理任务</translation>
+        </message>
+        <message>
+            <source>They share each pass through the model; others wait for their turn.</source>
+            <translation>它们共用模型的每次遍历；其余任务依次等待。</translation>
+        </message>
+        <message>
+            <source>Quick question</source>
+            <translation>快速提问</translation>
+        </message>
+        <message>
+            <source>Icon in the tray</source>
+            <translation>托盘图标</translation>
+        </message>
+        <message>
+            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
+            <translation>点击图标即可随处提问，小窗口显示在其他窗口之上。</translation>
+        </message>
+        <message>
+            <source>Keep running when the window is closed</source>
+            <translation>关闭窗口后继续运行</translation>
+        </message>
+        <message>
+            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
+            <translation>模型留在内存中，回答和批处理任务继续进行。请从图标菜单或按 Ctrl+Q 退出。</translation>
+        </message>
+        <message>
+            <source>API server</source>
+            <translation>API 服务器</translation>
+        </message>
+        <message>
+            <source>Let apps use the models of this PC</source>
+            <translation>允许其他应用使用这台电脑的模型</translation>
+        </message>
+        <message>
+            <source>Who may use it</source>
+            <translation>谁可以使用</translation>
+        </message>
+        <message>
+            <source>This PC</source>
+            <translation>这台电脑</translation>
+        </message>
+        <message>
+            <source>This PC, with key</source>
+            <translation>这台电脑，需密钥</translation>
+        </message>
+        <message>
+            <source>Network, with key</source>
+            <translation>网络，需密钥</translation>
+        </message>
+        <message>
+            <source>Port</source>
+            <translation>端口</translation>
+        </message>
+        <message>
+            <source>Another one, if a program here uses it already.</source>
+            <translation>如果已被本机程序占用，请换一个。</translation>
+        </message>
+        <message>
+            <source>Free them after</source>
+            <translation>多久后释放</translation>
+        </message>
+        <message>
+            <source>A model that a program asked for is freed once no program has used it for so long.</source>
+            <translation>程序请求的模型在此时间内没有程序使用即会释放。</translation>
+        </message>
+        <message>
+            <source>Keep loaded</source>
+            <translation>保持加载</translation>
+        </message>
+        <message>
+            <source>My model makes room for them</source>
+            <translation>我的模型为其让位</translation>
+        </message>
+        <message>
+            <source>Where both do not fit, yours is put aside, and loaded again for your next question.</source>
+            <translation>如果两者放不下，您的模型会先被移出，下次提问时重新加载。</translation>
+        </message>
+        <message>
+            <source>Monitor</source>
+            <translation>监视器</translation>
+        </message>
+        <message>
+            <source>Record sessions</source>
+            <translation>录制会话</translation>
+        </message>
+        <message>
+            <source>Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this machine and take up to 512 MB; the oldest are deleted.</source>
+            <translation>监视器以后可以打开的计时和计数：不含提示词和回答。保存在本机，最多占用 512 MB；最早的会被删除。</translation>
+        </message>
+        <message>
+            <source>Updates</source>
+            <translation>更新</translation>
+        </message>
+        <message>
+            <source>Check for updates</source>
+            <translation>检查更新</translation>
+        </message>
+        <message>
+            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
+            <translation>每天一次，在启动时检查。不会发送您的任何信息，也不会未经询问就下载。</translation>
+        </message>
+    </context>
+    <context>
         <name>Settings</name>
         <message>
             <source>The settings could not be saved to {0} ({1}); free some space or check its permissions.</source>
@@ -7735,12 +8127,59 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>无法读取 {0} 中的设置（{1}），因此使用默认值。</translation>
         </message>
         <message>
+            <source>Some settings in {0} make no sense ({1}): the usual ones are used instead of these.</source>
+            <translation>{0} 中有些设置无效（{1}）：这些设置改用默认值。</translation>
+        </message>
+        <message>
             <source>The settings file was damaged; it is kept as {0}, and the defaults are used.</source>
             <translation>设置文件已损坏；保留为 {0}，并使用默认值。</translation>
         </message>
     </context>
     <context>
+        <name>SettingsCard</name>
+        <message>
+            <source>Hide</source>
+            <translation>隐藏</translation>
+        </message>
+        <message>
+            <source>Show</source>
+            <translation>显示</translation>
+        </message>
+        <message>
+            <source>Needs a reload.</source>
+            <translation>需要重新加载。</translation>
+        </message>
+        <message>
+            <source>Needs a restart.</source>
+            <translation>需要重启。</translation>
+        </message>
+        <message>
+            <source>{0} px</source>
+            <translation>{0} px</translation>
+        </message>
+        <message>
+            <source>all that is free</source>
+            <translation>全部空闲空间</translation>
+        </message>
+        <message>
+            <source>at most {0}</source>
+            <translation>最多 {0}</translation>
+        </message>
+    </context>
+    <context>
         <name>SettingsPage</name>
+        <message>
+            <source>This desktop has no tray for icons.</source>
+            <translation>此桌面没有可放图标的托盘。</translation>
+        </message>
+        <message>
+            <source>No setting has these words.</source>
+            <translation>没有包含这些词的设置。</translation>
+        </message>
+        <message>
+            <source>Find a setting</source>
+            <translation>查找设置</translation>
+        </message>
         <message>
             <source>Settings</source>
             <translation>设置</translation>
@@ -8044,6 +8483,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>机器状态仍会显示。请在“设置”中加载模型，然后在“对话”中提问。</translation>
         </message>
         <message>
+            <source>Nothing was decoded in this session.</source>
+            <translation>此会话中没有解码任何内容。</translation>
+        </message>
+        <message>
             <source>Nothing has been decoded yet.</source>
             <translation>还没有解码任何内容。</translation>
         </message>
@@ -8332,192 +8775,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>清除选择</translation>
         </message>
         <message>
-            <source>What the model is doing: reading a prompt (prefill), writing an answer token by token (decode), or a batch step, which takes many rows through the model at once. Each tick is a token: a word or a part of one.</source>
-            <translation>模型正在做什么：读取提示词（预填充）、逐个 token 生成回答（解码），或一步批处理，让许多行一起通过模型。每个刻度是一个 token：一个词或其一部分。</translation>
-        </message>
-        <message>
-            <source>A row for each answer that is being worked on, for this window or other programs, here or at another server: waiting (hatched), its prompt being read (pale), its answer being written. A batch job has a row, too (outlined).</source>
-            <translation>每个进行中的回答一行，包括此窗口或其他程序的、本机或其他服务器上的：等待中（斜线）、读取提示词中（浅色）、生成回答中。批处理任务也有一行（带边框）。</translation>
-        </message>
-        <message>
-            <source>What goes through the layers together: one token of each answer that is being written, and (hatched) pieces of prompts that are being read. Batch jobs have sweeps of their own. From close up each sweep is a block with its tokens.</source>
-            <translation>一起通过各层的内容：每个生成中的回答的一个 token，以及（斜线）正在读取的提示词片段。批处理任务有自己的遍历。放大后，每次遍历是一个包含其 token 的方块。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is with our model. In gaps it waits for something else, usually for weights or for the processor.</source>
-            <translation>我们的模型使显卡有多忙。空隙处它在等待其他东西，通常是权重或处理器。</translation>
-        </message>
-        <message>
-            <source>Weights being copied from RAM to the graphics card. This is the cost of a miss: an expert that is needed but not in the card's memory.</source>
-            <translation>正从内存复制到显卡的权重。这就是未命中的代价：需要的专家不在显存中。</translation>
-        </message>
-        <message>
-            <source>Copies from the graphics card to RAM, mostly small results. Large amounts are a batch's data that has no room on the card.</source>
-            <translation>从显卡到内存的复制，大多是较小的结果。大量复制则是显卡上放不下的批处理数据。</translation>
-        </message>
-        <message>
-            <source>How busy the processor is with our model: with experts, the parts of a layer of which each token uses only a few, and with attention, which looks back at the text so far. Together they can fill the lane.</source>
-            <translation>我们的模型使处理器有多忙：专家（每层中各 token 只用其中几个的部分）和注意力（回看已有文本）。两者合起来可能占满轨道。</translation>
-        </message>
-        <message>
-            <source>Experts being read from disk because RAM has no room for them. If this lane is often full, more RAM or a lower precision helps most.</source>
-            <translation>因内存放不下而从磁盘读取的专家。如果此轨道经常占满，增加内存或降低精度最有效。</translation>
-        </message>
-        <message>
-            <source>Where the needed experts were: in the card's memory (a hit), copied there first (fetched, a miss), or computed on the processor instead. More hits mean less waiting; without a graphics card everything is computed on the processor.</source>
-            <translation>所需专家的位置：在显存中（命中）、先复制过去（取入，未命中），或改由处理器计算。命中越多，等待越少；没有显卡时全部由处理器计算。</translation>
-        </message>
-        <message>
-            <source>How many tokens per second are written while the model is working. For a batch this counts the tokens of all rows, including their prompts.</source>
-            <translation>模型工作时每秒生成多少 token。批处理时计入所有行的 token，包括提示词。</translation>
-        </message>
-        <message>
-            <source>How busy the whole processor is: filled for Switchyard, dashed for all programs. A wide gap between the two is what other programs use.</source>
-            <translation>整个处理器有多忙：填充部分为 Switchyard，虚线为所有程序。两者之间的差距是其他程序的占用。</translation>
-        </message>
-        <message>
-            <source>How busy the graphics card is, for all programs.</source>
-            <translation>所有程序使显卡有多忙。</translation>
-        </message>
-        <message>
-            <source>Memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>已用内存：填充部分为 Switchyard，虚线为所有程序。</translation>
-        </message>
-        <message>
-            <source>The card's memory in use: filled for Switchyard, dashed for all programs.</source>
-            <translation>已用显存：填充部分为 Switchyard，虚线为所有程序。</translation>
-        </message>
-        <message>
-            <source>Traffic on the graphics card's slot, both ways, of all programs.</source>
-            <translation>显卡插槽的双向流量，所有程序。</translation>
-        </message>
-        <message>
-            <source>Memory pages that the system had to map first: many slow things down.</source>
-            <translation>系统须先映射的内存页：过多会拖慢速度。</translation>
-        </message>
-        <message>
-            <source>Reads from the disk and (dashed) writes to it, of all programs.</source>
-            <translation>磁盘读取和（虚线）写入，所有程序。</translation>
-        </message>
-        <message>
-            <source>The power that the graphics card draws.</source>
-            <translation>显卡消耗的功率。</translation>
-        </message>
-        <message>
-            <source>The power that the processor draws.</source>
-            <translation>处理器消耗的功率。</translation>
-        </message>
-        <message>
-            <source>The graphics card's clock rate: it falls when the card is too hot.</source>
-            <translation>显卡的时钟频率：过热时会下降。</translation>
-        </message>
-        <message>
-            <source>The processor's clock rate: it falls when too hot or saving power.</source>
-            <translation>处理器的时钟频率：过热或节能时会下降。</translation>
-        </message>
-        <message>
-            <source>How hot the graphics card is.</source>
-            <translation>显卡的温度。</translation>
-        </message>
-        <message>
-            <source>How hot the processor is.</source>
-            <translation>处理器的温度。</translation>
-        </message>
-        <message>
             <source>This comes from a sensor or driver, not from the engine.</source>
             <translation>来自传感器或驱动，而非引擎。</translation>
         </message>
         <message>
-            <source>Phase</source>
-            <translation>阶段</translation>
-        </message>
-        <message>
-            <source>Requests</source>
-            <translation>请求</translation>
-        </message>
-        <message>
-            <source>Sweeps</source>
-            <translation>遍历</translation>
-        </message>
-        <message>
-            <source>GPU</source>
-            <translation>GPU</translation>
-        </message>
-        <message>
-            <source>To the GPU</source>
-            <translation>到 GPU</translation>
-        </message>
-        <message>
-            <source>From the GPU</source>
-            <translation>从 GPU</translation>
-        </message>
-        <message>
-            <source>CPU</source>
-            <translation>CPU</translation>
-        </message>
-        <message>
-            <source>Disk</source>
-            <translation>磁盘</translation>
-        </message>
-        <message>
-            <source>Experts</source>
-            <translation>专家</translation>
-        </message>
-        <message>
-            <source>Tokens/s</source>
-            <translation>token/秒</translation>
-        </message>
-        <message>
-            <source>GPU busy</source>
-            <translation>GPU 占用</translation>
-        </message>
-        <message>
-            <source>CPU busy</source>
-            <translation>CPU 占用</translation>
-        </message>
-        <message>
-            <source>RAM</source>
-            <translation>内存</translation>
-        </message>
-        <message>
-            <source>VRAM</source>
-            <translation>显存</translation>
-        </message>
-        <message>
-            <source>PCIe</source>
-            <translation>PCIe</translation>
-        </message>
-        <message>
-            <source>Page faults</source>
-            <translation>缺页</translation>
-        </message>
-        <message>
-            <source>Disk I/O</source>
-            <translation>磁盘 I/O</translation>
-        </message>
-        <message>
-            <source>GPU power</source>
-            <translation>GPU 功率</translation>
-        </message>
-        <message>
-            <source>CPU power</source>
-            <translation>CPU 功率</translation>
-        </message>
-        <message>
-            <source>GPU clock</source>
-            <translation>GPU 频率</translation>
-        </message>
-        <message>
-            <source>CPU clock</source>
-            <translation>CPU 频率</translation>
-        </message>
-        <message>
-            <source>GPU heat</source>
-            <translation>GPU 温度</translation>
-        </message>
-        <message>
-            <source>CPU heat</source>
-            <translation>CPU 温度</translation>
+            <source>sampling and bookkeeping</source>
+            <translation>采样和管理</translation>
         </message>
         <message>
             <source>experts</source>
@@ -8534,6 +8797,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>fetched</source>
             <translation>取入</translation>
+        </message>
+        <message>
+            <source>CPU</source>
+            <translation>CPU</translation>
         </message>
         <message>
             <source>writing</source>
@@ -8572,38 +8839,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>上限 {0} GB/s</translation>
         </message>
         <message>
-            <source>computing on the GPU</source>
-            <translation>在 GPU 上计算</translation>
-        </message>
-        <message>
-            <source>copying weights to the GPU</source>
-            <translation>向 GPU 复制权重</translation>
-        </message>
-        <message>
-            <source>copying from the GPU</source>
-            <translation>从 GPU 复制</translation>
-        </message>
-        <message>
-            <source>computing experts on the CPU</source>
-            <translation>在 CPU 上计算专家</translation>
-        </message>
-        <message>
-            <source>attention and other layers on the CPU</source>
-            <translation>CPU 上的注意力和其他层</translation>
-        </message>
-        <message>
-            <source>reading from disk</source>
-            <translation>读取磁盘</translation>
-        </message>
-        <message>
-            <source>passing results to the GPU</source>
-            <translation>向 GPU 传递结果</translation>
-        </message>
-        <message>
-            <source>sampling and bookkeeping</source>
-            <translation>采样和管理</translation>
-        </message>
-        <message>
             <source>Token of step {0}: {1}</source>
             <translation>第 {0} 步的 token：{1}</translation>
         </message>
@@ -8622,30 +8857,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>to the GPU</source>
-            <translation>到 GPU</translation>
-        </message>
-        <message>
-            <source>from the GPU</source>
-            <translation>从 GPU</translation>
-        </message>
-        <message>
-            <source>CPU experts</source>
-            <translation>CPU 专家</translation>
-        </message>
-        <message>
-            <source>CPU attention</source>
-            <translation>CPU 注意力</translation>
-        </message>
-        <message>
-            <source>disk</source>
-            <translation>磁盘</translation>
-        </message>
-        <message>
-            <source>results</source>
-            <translation>结果</translation>
         </message>
         <message>
             <source>waiting for {0}</source>
@@ -8953,33 +9164,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>Quit</source>
             <translation>退出</translation>
-        </message>
-    </context>
-    <context>
-        <name>TrayCard</name>
-        <message>
-            <source>Quick question</source>
-            <translation>快速提问</translation>
-        </message>
-        <message>
-            <source>A click on it asks a question from anywhere, in a small window above the others.</source>
-            <translation>点击图标即可随处提问，小窗口显示在其他窗口之上。</translation>
-        </message>
-        <message>
-            <source>This desktop has no tray for icons.</source>
-            <translation>此桌面没有可放图标的托盘。</translation>
-        </message>
-        <message>
-            <source>Icon in the tray</source>
-            <translation>托盘图标</translation>
-        </message>
-        <message>
-            <source>Keep running when the window is closed</source>
-            <translation>关闭窗口后继续运行</translation>
-        </message>
-        <message>
-            <source>The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.</source>
-            <translation>模型留在内存中，回答和批处理任务继续进行。请从图标菜单或按 Ctrl+Q 退出。</translation>
         </message>
     </context>
     <context>
@@ -9349,18 +9533,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>UpdatesCard</name>
-        <message>
-            <source>Updates</source>
-            <translation>更新</translation>
-        </message>
-        <message>
-            <source>Check for updates</source>
-            <translation>检查更新</translation>
-        </message>
-        <message>
-            <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
-            <translation>每天一次，在启动时检查。不会发送您的任何信息，也不会未经询问就下载。</translation>
-        </message>
         <message>
             <source>Check now</source>
             <translation>立即检查</translation>

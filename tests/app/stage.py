@@ -57,6 +57,7 @@ from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
 from app.widgets.answer_text import AnswerView
 from app.widgets.asking import ask
+from app.widgets.fields import Slider
 from app.widgets.page import BATCH, CHAT, MODELS, MONITOR, SETTINGS, TUNE, BatchDraft
 from app.widgets.timeline.view import TimelineView
 from app.widgets.token_dialog import TokenDialog
@@ -542,7 +543,15 @@ def _batch_tried(stage: Stage) -> None:
     stage.breathe(150)
 
 
+def _monitor_folded(stage: Stage) -> None:
+    """As it opens: where the time went."""
+    _monitor(stage)
+    stage.until(lambda: stage.monitor.summary.picture.isVisible())
+    stage.settings.monitor_details = False
+
+
 def _monitor(stage: Stage) -> None:
+    stage.settings.monitor_details = True
     stage.window.show_page(MONITOR)
     stage.decode()
     stage.monitor.findChild(TimelineView).refresh()
@@ -786,8 +795,10 @@ def _settings_computing(stage: Stage) -> None:
     with patch("app.views.settings.computing.look_at_machine", lambda _device: made.look(made.gpu())):
         stage.settings.default_model = "Qwen3 30B A3B Instruct 2507"
         card._look_again()
-        stage.until(lambda: card.vram.isEnabled())
-    card.vram.setValue(20)
+        slider = card.controls["vram_bytes"]
+        assert isinstance(slider, Slider)
+        stage.until(slider.isEnabled)
+    slider.setValue(20)
     stage.until(lambda: any(map(str.isdigit, card.predicted.text())))
     (scroll,) = page.findChildren(QScrollArea)
     scroll.verticalScrollBar().setValue(card.y() - 12)
@@ -1260,7 +1271,7 @@ def _settings_tray(stage: Stage) -> None:
     stage.breathe(30)
     scroll = page.findChild(QScrollArea)
     assert scroll is not None
-    scroll.ensureWidgetVisible(page.tray, 0, 200)
+    scroll.ensureWidgetVisible(page.cards["Quick question"], 0, 200)
 
 
 SCENES: dict[str, Callable[[Stage], None]] = {
@@ -1314,6 +1325,7 @@ SCENES: dict[str, Callable[[Stage], None]] = {
     "batch-question": _question,
     "monitor-empty": lambda stage: stage.window.show_page(MONITOR),
     "monitor": _monitor,
+    "monitor-folded": _monitor_folded,
     "monitor-requests": _monitor_requests,
     "tune-start": _tune_start,
     "tune-plan": _tune_plan,

@@ -62,9 +62,11 @@ def on(server: ApiServer) -> bool:
     return server.state is ServerState.ON
 
 
-def test_other_programs_ask_and_the_window_learns_of_it_without_their_texts(server: ApiServer, qtbot: QtBot) -> None:
+def test_other_programs_ask_and_the_window_learns_of_it_without_their_texts(
+    server: ApiServer, settings: Settings, qtbot: QtBot
+) -> None:
     assert server.state is ServerState.OFF
-    server.set_on(True)
+    settings.serves_others = True
     qtbot.waitUntil(lambda: on(server), timeout=20_000)
 
     def answered() -> bool:  # the engine connects in its own time
@@ -79,14 +81,14 @@ def test_other_programs_ask_and_the_window_learns_of_it_without_their_texts(serv
     other = httpx2.post(f"{server.url}/api/chat", json={"model": "other", "messages": []}, timeout=20)
     assert (other.status_code, "There is no model named 'other' here" in other.text) == (404, True)
     assert [each["id"] for each in httpx2.get(f"{server.url}/v1/models").json()["data"]] == ["small"]
-    server.set_on(False)
+    settings.serves_others = False
     assert server.state is ServerState.OFF
     qtbot.waitUntil(lambda: _is_free(server))
 
 
 def test_a_key_is_made_asked_for_and_replaced(server: ApiServer, settings: Settings, qtbot: QtBot) -> None:
-    server.set_served("key")
-    server.set_on(True)
+    settings.serves = "key"
+    settings.serves_others = True
     qtbot.waitUntil(lambda: on(server), timeout=20_000)
     first = server.key
     assert len(first) > 20
@@ -106,20 +108,21 @@ def test_a_port_in_use_is_said_calmly_and_another_one_helps(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         free, settings.server_port = settings.server_port, taken.getsockname()[1]
-        server.set_on(True)
+        settings.serves_others = True
         qtbot.waitUntil(lambda: server.state is ServerState.FAILED, timeout=20_000)
         assert str(taken.getsockname()[1]) in server.problem
-        server.set_port(free)
+        settings.server_port = free
         qtbot.waitUntil(lambda: on(server), timeout=20_000)
         assert not server.problem
 
 
-def test_a_server_that_dies_is_said_and_comes_back(server: ApiServer, qtbot: QtBot) -> None:
-    server.set_on(True)
+def test_a_server_that_dies_is_said_and_comes_back(server: ApiServer, settings: Settings, qtbot: QtBot) -> None:
+    settings.serves_others = True
     qtbot.waitUntil(lambda: on(server), timeout=20_000)
     server._process.kill()  # type: ignore[union-attr]
     qtbot.waitUntil(lambda: server.state is ServerState.FAILED)
-    server.set_on(True)
+    settings.serves_others = False
+    settings.serves_others = True
     qtbot.waitUntil(lambda: on(server), timeout=20_000)
 
 
@@ -174,7 +177,7 @@ def _is_free(server: ApiServer) -> bool:
 
 
 def test_the_address_in_the_network_is_looked_up_once_a_start(
-    server: ApiServer, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot
+    server: ApiServer, settings: Settings, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot
 ) -> None:
     looked = list[str]()
 
@@ -183,17 +186,17 @@ def test_the_address_in_the_network_is_looked_up_once_a_start(
         return f"10.0.0.{len(looked)}"
 
     monkeypatch.setattr("app.services.api_server._network_address", look)
-    server.set_served("network")
+    settings.serves = "network"
     assert [server.url.split(":")[1] for _ in range(3)] == ["//10.0.0.1"] * 3
-    server.set_on(True)
+    settings.serves_others = True
     qtbot.waitUntil(lambda: on(server), timeout=20_000)
     assert [server.url.split(":")[1] for _ in range(3)] == ["//10.0.0.2"] * 3
-    server.set_served("pc")
+    settings.serves = "pc"
     assert server.url.startswith("http://127.0.0.1:")
 
 
-def test_the_servers_process_writes_a_log(server: ApiServer, qtbot: QtBot) -> None:
-    server.set_on(True)
+def test_the_servers_process_writes_a_log(server: ApiServer, settings: Settings, qtbot: QtBot) -> None:
+    settings.serves_others = True
     qtbot.waitUntil(lambda: on(server), timeout=20_000)
     server.close()
     lines = (log_dir() / "server.log").read_text(encoding="utf-8").splitlines()

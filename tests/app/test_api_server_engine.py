@@ -35,7 +35,7 @@ def window(settings: Settings, tmp_path: Path, qtbot: QtBot) -> Iterator[tuple[E
     server = ApiServer(client, settings)
     client.start()
     client.load(EngineConfig(str(tiny_checkpoint("mixtral", tmp_path / "tiny"))))
-    server.set_on(True)
+    settings.serves_others = True
     qtbot.waitUntil(lambda: client.model is not None and server.state is ServerState.ON, timeout=WAIT_MS)
     yield client, server
     server.close()

@@ -19,7 +19,7 @@ from app.services.downloads import Downloads
 from app.services.engine_part import EnginePart
 from app.services.hub import Hub
 from app.services.library import Library
-from app.services.settings import STARTER, Settings
+from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.theme import ThemeController
 from app.views.first_run import FirstRunPage
@@ -31,6 +31,7 @@ from app.widgets.wrapped_label import WrappedLabel
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Listing
 from engine.checkpoint.names import not_in_library
+from engine.common.settings import STARTER
 from tests.app import tuning_results as made
 from tests.app.layout_walker import without_name
 from tests.app.model_parts import DOWNLOADS, RECOMMENDATIONS

@@ -17,8 +17,7 @@ from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
 from app.widgets.card import Card
 from app.widgets.help_mark import HelpMark
-from app.widgets.timeline.lane_words import lane_explanation
-from app.widgets.timeline.lanes import lanes_of, machine_lanes
+from app.widgets.timeline.lanes import lane_help, lanes_of, machine_lanes
 from app.widgets.timeline.view import TimelineView
 from tests.app.recorded import STEP_NS, decoded, sample, steady_devices
 
@@ -95,5 +94,4 @@ def test_every_lane_that_there_can_be_is_explained() -> None:
     lanes = [*lanes_of(history, machine=True), *machine_lanes(history)]
     assert len(lanes) > 12
     for lane in lanes:
-        assert sentences(lane_explanation(lane.key)) >= 2, lane.key
-    assert lane_explanation("tomorrow's") == ""
+        assert sentences(lane_help(lane)) >= 2, lane.key

@@ -16,13 +16,14 @@ from PySide6.QtWidgets import QAbstractButton
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineState
-from app.services.session_library import open_session, sessions_in
+from app.services.session_library import SessionEntry, open_session, sessions_in
 from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
-from app.services.telemetry_hub import RECORD_SETTING, TelemetryHub
+from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController
 from app.views.monitor import MonitorPage
-from app.views.monitor.summary import advice_sentence, waiting_sentence
+from app.views.monitor.page import session_title
+from app.views.monitor.summary import advice_sentence, time_parts, waiting_sentence
 from app.widgets.expert_map.data import map_data
 from app.widgets.expert_map.picture import draw_map
 from app.widgets.expert_map.view import ExpertMapView
@@ -33,6 +34,7 @@ from engine.telemetry.advice import Advice
 from engine.telemetry.analysis import OTHER, Waiting
 from engine.telemetry.messages import TelemetryCounters, TelemetrySpans
 from engine.telemetry.records import Records, pack
+from engine.telemetry.session_file import SessionWriter
 from tests.app.recorded import STEP_NS, decoded, expert_map, steady_devices
 from tests.app.scripted_engine import STARTER
 from tests.app.scripted_engine import ScriptedEngine as ChatEngine
@@ -73,6 +75,7 @@ def hub(engine: WatchedEngine, settings: Settings, monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture
 def page(qtbot: QtBot, engine: WatchedEngine, hub: TelemetryHub, settings: Settings) -> Iterator[MonitorPage]:
+    settings.monitor_details = True
     result = MonitorPage(engine, hub, settings)  # type: ignore[arg-type]
     qtbot.addWidget(result)
     result.resize(1072, 800)
@@ -93,6 +96,37 @@ def tell(engine: WatchedEngine, steps: int = 60, *, on_device: bool = False) -> 
 
 
 # --- the page -------------------------------------------------------------------------------------
+
+
+def test_a_sentence_and_a_picture_come_first_and_the_rest_is_folded(
+    page: MonitorPage, engine: WatchedEngine, hub: TelemetryHub, settings: Settings, qtbot: QtBot
+) -> None:
+    settings.monitor_details = False
+    assert not page.timeline.isVisible()
+    assert not page.engine_cards.isVisible()
+    assert not page.ranges.isVisible()
+    assert not page.summary.picture.isVisible()  # nothing has been computed
+    with qtbot.waitSignal(hub.analysed, timeout=20_000):
+        tell(engine)
+    qtbot.waitUntil(page.summary.picture.isVisible, timeout=20_000)
+    parts = time_parts(Waiting(9, 1.0, {"cpu_experts": 0.6, "cpu_attention": 0.3, OTHER: 0.1}))
+    assert [(part.amount, part.hatched) for part in parts] == [(600, False), (300, True), (100, False)]
+    assert parts[0].name == "60% computing experts on the CPU"
+    page.unfold.click()
+    assert settings.monitor_details
+    assert page.timeline.isVisible()
+
+
+def test_a_recording_is_named_by_its_model_and_what_was_asked(tmp_path: Path) -> None:
+    entry = SessionEntry("x", (), 3 * 2**20, 1_790_000_000.0, "Qwen3")
+    assert session_title(entry, "Why is the sky blue?").startswith("Qwen3: Why is the sky blue?   ")
+    assert session_title(entry, "").startswith("Qwen3   ")
+    assert "3 MB" in session_title(replace(entry, model=""), "")
+    SessionWriter(tmp_path, {"model": "Qwen3"}).close()
+    (found,) = sessions_in(tmp_path)
+    assert found.model == "Qwen3"
+    found.paths[0].write_bytes(b"no session")
+    assert sessions_in(tmp_path)[0].model == ""
 
 
 def test_it_says_what_to_do_first(page: MonitorPage) -> None:
@@ -122,7 +156,7 @@ def test_it_watches_while_it_is_seen(page: MonitorPage, engine: WatchedEngine, h
 def test_who_wants_no_recording_is_watched_by_nobody(
     page: MonitorPage, engine: WatchedEngine, settings: Settings
 ) -> None:
-    settings.set(RECORD_SETTING, False)
+    settings.record_sessions = False
     assert engine.watched[-1] == (True, True)
     page.hide()
     assert engine.watched[-1] == (False, False)

@@ -53,6 +53,7 @@ def clock() -> FastClock:
 def page(qtbot: QtBot, qapp: QApplication, settings: Settings, clock: FastClock) -> Iterator[MonitorPage]:
     engine = WatchedEngine()
     hub = TelemetryHub(engine, settings, steady_devices(), clock_ns=clock)  # type: ignore[arg-type]
+    settings.monitor_details = True
     result = MonitorPage(engine, hub, settings)  # type: ignore[arg-type]
     qtbot.addWidget(result)
     result.resize(1072, 800)

@@ -11,7 +11,6 @@ import pytest
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import (
     QAbstractButton,
-    QCheckBox,
     QComboBox,
     QLabel,
     QPushButton,
@@ -25,7 +24,6 @@ from pytestqt.qtbot import QtBot
 from app.services.api_server import ApiServer
 from app.services.data_folder import planned_change
 from app.services.endpoints import Endpoints
-from app.services.model_start import wanted_config
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
 from app.theme import DARK, ThemeController
@@ -125,16 +123,19 @@ def test_a_default_model_that_is_gone_is_still_shown(
 
 def test_threads_are_kept_and_can_take_effect_at_once(page: SettingsPage, settings: Settings, qtbot: QtBot) -> None:
     card = page.computing
-    assert card.threads.accessibleDescription() == "Automatic"
+    box = card.controls["threads"]
+    assert isinstance(box, SpinBox)
+    assert box.text() == "Automatic"
     assert not card.apply.isEnabled()
-    card.threads.setRange(1, 8)
-    card.threads.setValue(1)
-    assert settings.threads == 1
+    box.setValue(1)
+    assert settings.engine("").threads == 1
     with qtbot.waitSignal(page.reload_wanted):
         card.apply.click()
     assert not card.apply.isEnabled()
-    card.threads.setValue(8)
-    assert settings.threads is None
+    box.setValue(0)
+    assert settings.engine("").threads is None
+    settings.set("threads", 1)  # as another part of the window does
+    assert box.value() == 1
 
 
 def test_budgets_precision_and_device_are_set_by_mouse_with_the_predicted_speed(
@@ -145,24 +146,29 @@ def test_budgets_precision_and_device_are_set_by_mouse_with_the_predicted_speed(
     monkeypatch.setattr("app.views.settings.computing.look_at_machine", lambda _device: look)
     monkeypatch.setattr("app.services.planning.answer", lambda question: _planned(asked, question))
     card = page.computing
+    vram, ram, precision, device = (card.controls[key] for key in ("vram_bytes", "ram_bytes", "precision", "device"))
+    assert isinstance(vram, Slider)
+    assert isinstance(ram, Slider)
+    assert isinstance(precision, ComboBox)
+    assert isinstance(device, ComboBox)
     page.hide()  # it has looked at the real machine
     page.show()
-    qtbot.waitUntil(lambda: card.vram.isEnabled() and "tokens/s" in card.predicted.text(), timeout=PATIENCE_MS)
-    assert wanted_config(settings, "m") == EngineConfig("m")
-    card.vram.setValue(card.vram.maximum() // 2)
-    assert settings.vram_bytes == made.gpu().total_bytes // 2
-    card.ram.setValue(8)
-    card.precision.setCurrentIndex(card.precision.findData("int4"))
-    card.precision.activated.emit(0)
+    qtbot.waitUntil(lambda: vram.isEnabled() and "tokens/s" in card.predicted.text(), timeout=PATIENCE_MS)
+    assert settings.engine("m") == EngineConfig("m")
+    vram.setValue(vram.maximum() // 2)
+    assert settings.engine("").vram_bytes == made.gpu().total_bytes // 2
+    ram.setValue(8)
+    precision.setCurrentIndex(precision.findData("int4"))
+    precision.activated.emit(0)
     qtbot.waitUntil(lambda: asked[-1].config.precision == "int4", timeout=PATIENCE_MS)
     config = asked[-1].config
-    assert (config.vram_bytes, config.ram_bytes) == (settings.vram_bytes, settings.ram_bytes)
+    assert (config.vram_bytes, config.ram_bytes) == (settings.engine("").vram_bytes, settings.engine("").ram_bytes)
     assert config.ram_bytes == look.probe.ram_bytes // 4
-    card.device.setCurrentIndex(card.device.findData("cpu"))
-    card.device.activated.emit(0)
+    device.setCurrentIndex(device.findData("cpu"))
+    device.activated.emit(0)
     qtbot.waitUntil(lambda: asked[-1].config.device == "cpu", timeout=PATIENCE_MS)
-    card.vram.setValue(card.vram.maximum())
-    assert settings.vram_bytes is None
+    vram.setValue(vram.maximum())
+    assert settings.engine("").vram_bytes is None
     with qtbot.waitSignal(page.timing_wanted):
         card.time.click()
     card.show_timing()
@@ -179,31 +185,35 @@ def _planned(asked: list[PlanQuestion], question: PlanQuestion) -> PlanAnswer:
     return PlanAnswer(question, made.plan(question.look))
 
 
-@pytest.mark.parametrize("value", [-1, 3, "many", None, [], {}, 1.5])
-def test_nonsense_in_the_settings_file_counts_as_nothing(value: object, settings: Settings) -> None:
-    for key in ("vram_bytes", "ram_bytes", "precision", "cache_policy", "idle_minutes", "serve_idle_minutes"):
-        settings._values[key] = value  # as by hand
-    assert wanted_config(settings, "m") == EngineConfig("m")
-    assert settings.idle_minutes >= 0
-    assert settings.others_idle_minutes >= 0
+def test_what_experts_set_is_folded_away_and_found_by_its_words(page: SettingsPage, settings: Settings) -> None:
+    card = page.cards["For experts"]
+    slots = card.controls["cache_slots"]
+    assert isinstance(slots, SpinBox)
+    assert not slots.isVisible()
+    assert card.unfold is not None
+    card.unfold.click()
+    assert slots.isVisible()
+    slots.setValue(12)
+    assert settings.engine("").cache_slots == 12
+    card.unfold.click()
+    page.search.setText("--cache-slots")
+    assert slots.isVisible()
+    assert [name for name, each in page.cards.items() if each.isVisible()] == ["For experts"]
+    page.search.setText("no such thing")
+    assert not any(each.isVisible() for each in page.cards.values())
+    page.search.clear()
+    assert all(each.isVisible() for each in page.cards.values())
+    assert not slots.isVisible()
 
 
-def test_speculative_decoding_is_on_until_it_is_turned_off(page: SettingsPage, settings: Settings) -> None:
-    box = next(box for box in page.findChildren(QCheckBox) if box.accessibleName() == "Speculative decoding")
-    assert box.isChecked()
-    assert wanted_config(settings, "starter").speculation == "auto"
-    box.setChecked(False)
-    assert not settings.speculation
-    assert wanted_config(settings, "starter").speculation == "off"
-    assert _button(page, "Reload model").isEnabled()
-
-
-def test_keys_and_values_are_the_models_own_until_int8_is_chosen(page: SettingsPage, settings: Settings) -> None:
-    box = next(box for box in page.findChildren(QComboBox) if box.accessibleName() == "Keys and values")
-    assert wanted_config(settings, "starter").kv_precision == "auto"
-    box.setCurrentIndex(box.findData("int8"))
-    box.activated.emit(box.currentIndex())
-    assert wanted_config(settings, "starter").kv_precision == "int8"
+def test_what_the_engine_is_told_is_what_is_chosen(page: SettingsPage, settings: Settings) -> None:
+    for key, value in (("speculation", "off"), ("kv_precision", "int8"), ("cache_policy", "lfu"), ("misses", "cpu")):
+        box = next(card.controls[key] for card in page.cards.values() if key in card.controls)
+        assert isinstance(box, ComboBox)
+        assert getattr(settings.engine("starter"), key) == getattr(EngineConfig(""), key)
+        box.setCurrentIndex(box.findData(value))
+        box.activated.emit(box.currentIndex())
+        assert getattr(settings.engine("starter"), key) == value
     assert _button(page, "Reload model").isEnabled()
 
 
@@ -252,7 +262,12 @@ def test_the_keyboard_reaches_every_control_from_top_to_bottom(page: SettingsPag
         focused = page.focusWidget()
         if focused is not None and focused in controls and focused not in reached:
             reached.append(focused)
-    unchecked_themes = {button for button in page.appearance.theme_buttons.buttons() if not button.isChecked()}
+    unchecked_themes = {
+        button
+        for card in page.cards.values()
+        for button in card.findChildren(QPushButton)
+        if button.isCheckable() and not button.isChecked()
+    }
     assert set(reached) >= set(controls) - unchecked_themes  # arrows lead from one theme to the next
     tops = [widget.mapTo(page, widget.rect().topLeft()).y() for widget in reached]
     assert [top // 100 for top in tops] == sorted(top // 100 for top in tops)

@@ -76,8 +76,8 @@ def test_nothing_is_asked_before_people_want_it(make: Make, settings: Settings, 
     card = UpdatesCard(updates)
     qtbot.addWidget(card)
     assert without_name(card) == []
-    assert not card.look_by_itself.isChecked()
-    card.look_by_itself.click()
+    assert not card.controls["look_for_updates"].isChecked()
+    card.controls["look_for_updates"].click()
     updates.begin()
     qtbot.waitUntil(lambda: updates.stage is UpdateStage.OFFERED)
     again = make()

@@ -51,7 +51,9 @@ def _film(args: argparse.Namespace, screen: Screen, home: Path, frames: Path) ->
     starter = starter_for_tests()
     settings = home / "config" / "settings.json"
     settings.parent.mkdir(parents=True)
-    settings.write_text(json.dumps({"default_model": str(starter), "theme": args.theme}), encoding="utf-8")
+    settings.write_text(
+        json.dumps({"default_model": str(starter), "theme": args.theme, "monitor_details": True}), encoding="utf-8"
+    )
     width, height = args.size.split("x")
     shutter = subprocess.Popen(
         [sys.executable, "-c", SHUTTER, str(frames), width, height],

@@ -351,6 +351,16 @@ class ChatDatabase:
 
     # --- folders ---
 
+    def asked_since(self, at: float) -> list[tuple[float, str]]:
+        """(time, beginning) of the messages of people's chats since then, oldest first."""
+        rows = self.connection.execute(
+            "SELECT m.created_at, substr(m.content, 1, 80) FROM messages m JOIN conversations c "
+            "ON c.id = m.conversation_id WHERE m.role = 'user' AND c.deleted_at IS NULL AND m.created_at >= ? "
+            "AND m.id NOT IN (SELECT message_id FROM deleted_messages) ORDER BY m.created_at",
+            (at,),
+        )
+        return [(float(created), str(text)) for created, text in rows]
+
     def folders(self) -> tuple[Folder, ...]:
         """All of them, in the order they were made."""
         rows = self.connection.execute("SELECT id, name, is_open, created_at FROM folders ORDER BY seq")

@@ -36,6 +36,10 @@ from engine.common.paths import data_dir
 
 FILE_NAME = "chats.sqlite3"
 CLOSE_S = 10.0
+_WORDS_S = 0.3
+"""A menu waits no longer for what was asked."""
+_WORDS = 40
+"""Characters of it."""
 
 T = TypeVar("T")
 
@@ -335,6 +339,20 @@ class ChatStore(QObject):
         future: Future[T] = Future()
         self._worker.submit(Job(run, future.set_result, future.set_exception, writes))
         return future
+
+    def first_words_after(self, times: Sequence[float]) -> list[str]:
+        """What was asked first after each of these times (newest first, seconds since 1970), in a few words.
+
+        Empty for one after which nothing was asked before the next, or of which the chat is gone; also if the store is
+        busy.
+        """
+        between = list(zip(times, [float("inf"), *times], strict=False))
+        try:
+            asked = self.ask(lambda database: database.asked_since(min(times))).result(_WORDS_S)
+        except (EngineError, OSError, sqlite3.Error, TimeoutError):
+            asked = []
+        words = [next((_one_line(text) for at, text in asked if begin <= at < end), "") for begin, end in between]
+        return [f"{text[:_WORDS].rstrip()}…" if len(text) > _WORDS else text for text in words]
 
     # --- end ---
 

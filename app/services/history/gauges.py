@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from app.services.history.buckets import Floats
+from engine.common.lanes import SENSOR_LANES
 from engine.hardware.sensors import SensorSample
 
 CAPACITY = 2**15
@@ -15,27 +16,7 @@ CAPACITY = 2**15
 HOLD_NS = 3_000_000_000
 """A sample is valid this long if no other follows; after that the value is unknown."""
 
-GAUGES = (
-    "gpu_busy",
-    "cpu_all",
-    "cpu_ours",
-    "ram_used",
-    "ram_ours",
-    "vram_used",
-    "vram_ours",
-    "minor_faults",
-    "major_faults",
-    "gpu_power",
-    "cpu_power",
-    "disk_read",
-    "disk_write",
-    "pcie_rx",
-    "pcie_tx",
-    "gpu_clock",
-    "cpu_clock",
-    "gpu_temperature",
-    "cpu_temperature",
-)
+GAUGES = (*(gauge for lane in SENSOR_LANES for gauge in lane.gauges), "major_faults")
 """Shares are 0 to 1 of all cores or cards, memory in bytes, faults and bytes per second, power in watts, clocks in
 hertz (of the slowest card), temperatures in degrees Celsius (of the hottest)."""
 

@@ -11,15 +11,12 @@ from numpy.typing import NDArray
 from app.services.history.buckets import BucketSeries, Floats, spread
 from app.services.history.gauges import GaugeHistory, gauges_of
 from app.services.history.runs import PhaseRun, RunHistory
+from engine.common.lanes import TRACKS
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import (
     BATCH_STEP,
-    D2H,
     DECODE,
-    DISK,
     ELSEWHERE,
-    GPU,
-    H2D,
     JOB,
     PHASE,
     QUEUED,
@@ -37,8 +34,8 @@ MOST_STEPS = 2**15
 MOST_MARKS = 500
 MOST_REQUESTS = 2**14
 """Pieces of what requests did."""
-_PER_DEVICE = frozenset((GPU, H2D, D2H))
-_WITH_BYTES = frozenset((H2D, D2H, DISK))
+_PER_DEVICE = frozenset(number for number, track in enumerate(TRACKS) if track.per_device)
+_WITH_BYTES = frozenset(number for number, track in enumerate(TRACKS) if track.moves)
 MOST_DEVICES = 16
 EXPERT_KINDS = {"hit": "hits", "fetched": "fetched", "cpu": "on_cpu"}
 """How a step's experts were served: from video memory, fetched into it, or computed on the CPU."""

@@ -29,7 +29,7 @@ from app.services.kept import SavedPresets, SavedPrompts
 from app.services.library import Library
 from app.services.model_speeds import ModelSpeeds
 from app.services.pictures import sources_in
-from app.services.settings import STARTER, Settings
+from app.services.settings import Settings
 from app.services.thumbnails import Thumbnails
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
@@ -60,6 +60,7 @@ from app.widgets.shortcuts import add_shortcut, note_keys
 from app.widgets.toast import Toast
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
+from engine.common.settings import STARTER
 from engine.remote.endpoint import RemoteModel, called
 
 if TYPE_CHECKING:

@@ -11,11 +11,11 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QProgressBar, QPushButton, QW
 
 from app.icons import icon
 from app.models.context_use import ContextUse, Level
-from app.services.settings import LEAST_CONTEXT
 from app.theme import set_look, use_tabular_figures
 from app.widgets.fields import Slider, SpinBox
 from app.widgets.popover import Popover
 from app.widgets.quantities import count, memory, percent
+from engine.common.config import LEAST_CONTEXT
 
 ICON_PX = 14
 LEAST_PX = 24

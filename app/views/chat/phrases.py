@@ -12,11 +12,11 @@ from app.models.library import ModelRow
 from app.services.answer_queue import CANCELLED, Phase, Stage
 from app.services.chat_store import Attachment, Message, MessageState, Source
 from app.services.chat_store.records import EDITED, MATCH_END, MATCH_START
-from app.services.settings import STARTER
 from app.widgets.quantities import SEPARATOR, count, duration, file_size, number, percent
 from engine.common.errors import ErrorCode
 from engine.common.foreign import reason
 from engine.common.model_info import ModelInfo
+from engine.common.settings import STARTER
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.remote.endpoint import Endpoint, RemoteModel, called
 

@@ -14,7 +14,7 @@ from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_part import EnginePart
 from app.services.hub import Hub
 from app.services.library import Library
-from app.services.settings import STARTER, Settings
+from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.theme import scaled
 from app.views.first_run.engine_card import EngineCard
@@ -30,6 +30,7 @@ from app.widgets.quantities import file_size
 from app.widgets.recommendations import RecommendationList
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import ask_token_of
+from engine.common.settings import STARTER
 
 if TYPE_CHECKING:
     from engine.checkpoint.downloads.queue import Download
@@ -264,7 +265,7 @@ class FirstRunPage(Page):
 
     def showEvent(self, event: QShowEvent) -> None:
         super().showEvent(event)
-        self._hub.look_at_machine(self._settings.device)
+        self._hub.look_at_machine(self._settings.engine("").device)
         self._library.look()
         self.folder.look()
         self._downloads.watch(on=True)

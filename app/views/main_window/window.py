@@ -27,7 +27,6 @@ from app.services.background import LatestTask
 from app.services.diagnosis import Diagnosis
 from app.services.engine_client import EngineState
 from app.services.engine_part import is_needed
-from app.services.settings import STARTER
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.sidebar import Sidebar
@@ -39,6 +38,7 @@ from app.widgets.page_header import PageHeader
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
 from app.widgets.shortcuts import Key, add_shortcut, keys_of
+from engine.common.settings import STARTER
 from engine.remote.endpoint import is_remote
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from app.services.engine_client import EngineClient
 from app.services.hub import Hub, RepositoryAnswer, Trouble
 from app.services.library import Library, Work
 from app.services.model_speeds import ModelSpeeds
-from app.services.settings import STARTER, Settings
+from app.services.settings import Settings
 from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
@@ -44,6 +44,7 @@ from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
 from engine.checkpoint.library import LibraryEntry
 from engine.checkpoint.mounts import Room
+from engine.common.settings import STARTER
 from engine.tuning.fit import FitCard, FitRow, Recommendation
 
 LEAST_SEARCH_PX = 240
@@ -124,7 +125,7 @@ class ModelsPage(Page):
         self._library.look()
         self.folder.look()
         self._downloads.watch(on=True)
-        self._hub.look_at_machine(self._settings.device)
+        self._hub.look_at_machine(self._settings.engine("").device)
 
     def hideEvent(self, event: QHideEvent) -> None:
         super().hideEvent(event)
@@ -238,7 +239,7 @@ class ModelsPage(Page):
             self._judge()
 
     def _judge(self) -> None:
-        limits = self._hub.limits(self._settings.kv_precision)
+        limits = self._hub.limits(self._settings.engine("").kv_precision)
         if self._answer is not None and self._answer.shaped and limits is not None:
             self._hub.judge(self._answer.shaped, self.search.fit.wanted(limits))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PySide6.QtCore import Qt, QTimer, Signal
+from PySide6.QtCore import QDateTime, QLocale, Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import (
     QButtonGroup,
@@ -33,7 +33,7 @@ from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.predicting import PredictButton
 from app.views.monitor.second import SecondTimeline
-from app.views.monitor.summary import SummaryCard, waiting_sentence
+from app.views.monitor.summary import SummaryCard
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
@@ -56,6 +56,9 @@ _SECOND = 1_000_000_000
 
 MOST_LISTED = 20
 
+FirstWords = Callable[[Sequence[float]], Sequence[str]]
+"""Of what was asked first after each of some times, newest first, in seconds since 1970; recordings have no text."""
+
 
 class SessionsButton(QPushButton):
     """Signals: `opened(OpenedSession)`, `compared(OpenedSession)`, `reported(str)`: why a session was not opened."""
@@ -64,8 +67,9 @@ class SessionsButton(QPushButton):
     compared = Signal(object)
     reported = Signal(str)
 
-    def __init__(self, parent: QWidget | None = None) -> None:
+    def __init__(self, first_words: FirstWords, parent: QWidget | None = None) -> None:
         super().__init__(parent)
+        self._first_words = first_words
         self.setText(self.tr("Sessions"))
         self._reading = LatestTask(self)
         self._menu = QMenu(self)
@@ -84,18 +88,20 @@ class SessionsButton(QPushButton):
 
     def _fill(self) -> None:
         self._menu.clear()
-        entries = sessions_in(sessions_dir())
+        entries = sessions_in(sessions_dir())[:MOST_LISTED]
         if not entries:
             self._menu.addAction(self.tr("None yet: ask something in Chat")).setEnabled(False)
             return
+        words = self._first_words([entry.started_s for entry in entries])
         self._menu.addSection(self.tr("Open"))
-        for entry in entries[:MOST_LISTED]:
-            action = self._menu.addAction(session_title(entry))
-            action.triggered.connect(lambda _checked=False, one=entry: self.read(one, compare=False))
-        compare = self._menu.addMenu(self.tr("Compare with"))
-        for entry in entries[:MOST_LISTED]:
-            action = compare.addAction(session_title(entry))
-            action.triggered.connect(lambda _checked=False, one=entry: self.read(one, compare=True))
+        compare = QMenu(self.tr("Compare with"), self._menu)
+        for entry, said in zip(entries, words, strict=True):
+            for menu, is_second in ((self._menu, False), (compare, True)):
+                action = menu.addAction(session_title(entry, said))
+                action.triggered.connect(
+                    lambda _checked=False, one=entry, second=is_second: self.read(one, compare=second)
+                )
+        self._menu.addMenu(compare)
 
     def _done(self, session: OpenedSession, *, compare: bool) -> None:
         self._rest()
@@ -110,9 +116,11 @@ class SessionsButton(QPushButton):
         self.setText(self.tr("Sessions"))
 
 
-def session_title(entry: SessionEntry) -> str:
-    """`2026-11-21 07:20, 3 MB`, in local time."""
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(entry.started_s))}, {memory(entry.nbytes)}"
+def session_title(entry: SessionEntry, first_words: str) -> str:
+    """`starter: Why is the sky blue?   21.11. 07:20, 3 MB`, in local time."""
+    when = QLocale().toString(QDateTime.fromSecsSinceEpoch(int(entry.started_s)), QLocale.FormatType.ShortFormat)
+    what = ": ".join(part for part in (entry.model, first_words) if part)
+    return "   ".join(part for part in (what.replace("&", "&&"), f"{when}, {memory(entry.nbytes)}") if part)
 
 
 def session_words(session: OpenedSession) -> str:
@@ -266,6 +274,8 @@ class MonitorPage(Page):
         hub: TelemetryHub,
         settings: Settings,
         parent: QWidget | None = None,
+        *,
+        first_words: FirstWords = lambda times: [""] * len(times),
     ) -> None:
         super().__init__(parent)
         self._client, self._hub, self._settings = client, hub, settings
@@ -279,7 +289,7 @@ class MonitorPage(Page):
         self.second = SecondTimeline(self.timeline.view, self)
         self.predict = PredictButton(client, hub, self.timeline.view.navigator, self)
         self.timeline.add_control(self.predict)
-        self.sessions = SessionsButton(self)
+        self.sessions = SessionsButton(first_words, self)
         self.export = ExportButton(self.timeline.view, self._about, self)
         self.notice = Banner("info", self)
         self.notice.add_action(self.tr("Dismiss"), self.notice.hide, kind="quiet")
@@ -289,6 +299,8 @@ class MonitorPage(Page):
         self._finding_ceilings = LatestTask(self)
         self._is_second = False
         self._lay_out()
+        self._fold("monitor_details")
+        settings.changed.connect(self._fold)
         self._refreshing = QTimer(self, interval=_REFRESH_MS)
         self._refreshing.timeout.connect(self._refresh)
         self.summary.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
@@ -319,9 +331,19 @@ class MonitorPage(Page):
         self.cards.setContentsMargins(20, 16, 20, 20)
         self.cards.setSpacing(14)
         self.cards.addWidget(self.summary)
-        self.cards.addWidget(self.timeline, 3)
-        self.cards.addWidget(self.second, 3)
-        self.cards.addWidget(self.engine_cards, 2)
+        self.unfold = QPushButton(self)
+        self.unfold.setCheckable(True)
+        self.unfold.toggled.connect(lambda on: self._settings.set("monitor_details", on))
+        self.cards.addWidget(self.unfold, 0, Qt.AlignmentFlag.AlignLeft)
+        self.details = QWidget(self)
+        details = QVBoxLayout(self.details)
+        details.setContentsMargins(0, 0, 0, 0)
+        details.setSpacing(14)
+        details.addWidget(self.timeline, 3)
+        details.addWidget(self.second, 3)
+        details.addWidget(self.engine_cards, 2)
+        self.cards.addWidget(self.details, 1000)
+        self.cards.addStretch(1)  # has the room while they are folded
         body = QWidget(self)
         body.setLayout(self.cards)
         scroll = QScrollArea(self)
@@ -338,6 +360,17 @@ class MonitorPage(Page):
         column.addWidget(self.notice)
         column.addWidget(scroll, 1)
 
+    def _fold(self, key: str) -> None:
+        """Shows the lanes and figures, or the summary alone."""
+        if key == "monitor_details":
+            shown = self._settings.monitor_details
+            self.unfold.setChecked(shown)
+            self.unfold.setText(
+                self.tr("Hide lanes and figures") if shown else self.tr("Show lanes, caches and memory in detail")
+            )
+            self.details.setVisible(shown)
+            self.ranges.setVisible(shown)
+
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
         self.ranges.set_narrow(self.width() < scaled(_NARROW_PX))
@@ -349,7 +382,7 @@ class MonitorPage(Page):
         self._refreshing.start()
         self._is_second = False
         self._refresh()
-        self.timeline.view.setFocus()
+        (self.timeline.view if self._settings.monitor_details else self.unfold).setFocus()
 
     def hideEvent(self, event: QHideEvent) -> None:
         super().hideEvent(event)
@@ -375,6 +408,7 @@ class MonitorPage(Page):
     def show_session(self, session: OpenedSession) -> None:
         """Shows a recorded session instead of live data; recording continues."""
         self._session = session
+        self._settings.monitor_details = True  # people want to look into it
         self.timeline.view.navigator.set_source(session.history, recorded=True)
         self.predict.show_session(session)
         self.experts.show_recording(session.maps)
@@ -409,6 +443,7 @@ class MonitorPage(Page):
 
     def _compare(self, session: OpenedSession) -> None:
         self.predict.setChecked(False)
+        self._settings.monitor_details = True
         self.second.show_history(self.tr("Compared with"), session_words(session), session.history)
 
     def _show_predicted(self, predicted: Predicted) -> None:
@@ -439,6 +474,4 @@ class MonitorPage(Page):
             self.summary.show_state(self._client.state, has_model=self._client.model is not None)
 
     def _say_of_session(self, session: OpenedSession) -> None:
-        waited = waiting_for_last(session.history, WAITING_TOKENS)
-        sentence = waiting_sentence(waited) if waited.tokens else self.tr("Nothing was decoded in this session.")
-        self.summary.show_recorded(sentence, session_words(session))
+        self.summary.show_recorded(waiting_for_last(session.history, WAITING_TOKENS), session_words(session))

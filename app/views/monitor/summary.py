@@ -1,14 +1,19 @@
-"""One sentence on what the last tokens waited for, and the one change that would help most."""
+"""One sentence and one picture of where the last tokens' time went, and the one change that would help most."""
 
 from __future__ import annotations
 
-from PySide6.QtCore import QCoreApplication, Qt, Signal
+import html
+
+from PySide6.QtCore import QCoreApplication, QEvent, Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.services.engine_client import EngineState
+from app.theme import ColourName, themed
 from app.widgets.card import muted_label
-from app.widgets.quantities import figures, number
-from app.widgets.timeline.readout import lane_title
+from app.widgets.memory_bar import BarPart, MemoryBar
+from app.widgets.quantities import figures, nearest_percent, number
+from app.widgets.timeline.lanes import doing_words
+from engine.common.lanes import LANES
 from engine.hardware.other_programs import is_busy
 from engine.telemetry.advice import Advice
 from engine.telemetry.analysis import Waiting
@@ -17,6 +22,9 @@ translate = QCoreApplication.translate
 
 _LEAST = 0.05
 """A smaller share is not mentioned."""
+_WHOLE = 1000
+"""Parts that the picture divides the time into."""
+_PICTURE_PX = 14
 
 
 class SummaryCard(QFrame):
@@ -35,30 +43,34 @@ class SummaryCard(QFrame):
         self._sentence.setWordWrap(True)
         self._sentence.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
         self._details = muted_label(self, role="")
+        self.picture = MemoryBar(self)
+        self.picture.setFixedHeight(_PICTURE_PX)
+        self._legend = QLabel(self)
+        self._legend.setTextFormat(Qt.TextFormat.RichText)
+        self._legend.setWordWrap(True)
+        self._parts: tuple[BarPart, ...] = ()
         self._change = QLabel(self)
         self._change.setProperty("role", "lead")
         self._change.setWordWrap(True)
         self.button = QPushButton(self.tr("Open Tune"), self)
         self.button.setProperty("kind", "primary")
         self.button.clicked.connect(lambda: self.tune_wanted.emit())
-        row = QHBoxLayout(self)
-        row.setContentsMargins(16, 10, 16, 10)
-        row.setSpacing(12)
-        said = QVBoxLayout()
-        said.setSpacing(2)
-        said.addStretch(1)
-        said.addWidget(self._sentence)
-        said.addWidget(self._details)
-        said.addStretch(1)
-        row.addLayout(said, 5)
-        row.addWidget(self._change, 3)
-        row.addWidget(self.button)
-        self.setMinimumHeight(54)
+        advice = QHBoxLayout()
+        advice.setSpacing(12)
+        advice.addWidget(self._change, 1)
+        advice.addWidget(self.button)
+        column = QVBoxLayout(self)
+        column.setContentsMargins(16, 12, 16, 12)
+        column.setSpacing(8)
+        for part in (self._sentence, self._details, self.picture, self._legend):
+            column.addWidget(part)
+        column.addLayout(advice)
+        self._draw(())
 
     def show_waiting(self, waiting: Waiting, advice: Advice | None) -> None:
         """Shows what tokens waited for, and what would help."""
         headline, details = waiting_words(waiting)
-        self._tell(headline, advice_sentence(advice), details)
+        self._tell(headline, advice_sentence(advice), details, waiting)
         self.button.setVisible(advice is not None and advice.change not in ("none", "other_programs"))
 
     def show_state(self, state: EngineState, *, has_model: bool) -> None:
@@ -82,18 +94,54 @@ class SummaryCard(QFrame):
         self._tell(sentence, hint)
         self.button.hide()
 
-    def show_recorded(self, sentence: str, hint: str) -> None:
+    def show_recorded(self, waiting: Waiting, hint: str) -> None:
         """About an opened session, instead of live data."""
-        self._tell(sentence, hint)
+        headline, details = waiting_words(waiting)
+        if not waiting.tokens:
+            headline = self.tr("Nothing was decoded in this session.")
+        self._tell(headline, hint, details, waiting)
         self.button.hide()
 
-    def _tell(self, sentence: str, change: str, details: str = "") -> None:
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange:  # the legend has colours of the theme
+            self._draw(self._parts)
+
+    def _tell(self, sentence: str, change: str, details: str = "", waiting: Waiting | None = None) -> None:
         self._sentence.setText(sentence)
-        self._details.setText(details)
-        self._details.setVisible(bool(details))
+        self._details.setText("" if waiting is not None and waiting.tokens else details)
+        self._details.setVisible(bool(self._details.text()))
         self._change.setText(change)
         self._change.setVisible(bool(change))
+        self._draw(time_parts(waiting) if waiting is not None else ())
         self.setAccessibleName(" ".join(part for part in (sentence, details, change) if part))
+
+    def _draw(self, parts: tuple[BarPart, ...]) -> None:
+        self._parts = parts
+        self.picture.show_parts(parts, sum(part.amount for part in parts))
+        self._legend.setText(
+            "&nbsp;&nbsp; ".join(
+                f'<span style="color:{themed(part.colour).name()}">{"▨" if part.hatched else "■"}</span>&nbsp;'
+                f"{html.escape(part.name)}"
+                for part in parts
+                if part.amount >= _LEAST * _WHOLE
+            )
+        )
+        for shown in (self.picture, self._legend):
+            shown.setVisible(bool(parts))
+
+
+def time_parts(waiting: Waiting) -> tuple[BarPart, ...]:
+    """Where the time of the last tokens went, as parts of a bar, the largest first."""
+    colours: dict[str, tuple[ColourName, bool]] = {
+        track.name: (lane.colour, place > 0) for lane in LANES for place, track in enumerate(lane.tracks)
+    }
+    parts = []
+    for track, share in waiting.share.items():
+        colour, is_second = colours.get(track, ("idle", False))
+        name = f"{nearest_percent(share)} {doing_words(track)}"
+        parts.append(BarPart(name, round(_WHOLE * share), colour, hatched=is_second))
+    return tuple(part for part in parts if part.amount)
 
 
 def waiting_sentence(waiting: Waiting) -> str:
@@ -109,7 +157,7 @@ def waiting_words(waiting: Waiting) -> tuple[str, str]:
     if not waiting.tokens:
         return translate("SummaryCard", "Nothing has been decoded yet."), ""
     shares = [(lane, share) for lane, share in waiting.share.items() if share >= _LEAST][:3]
-    parts = [f"{number(100 * share, 0)}% {lane_title(lane)}" for lane, share in shares or waiting.share.items()]
+    parts = [f"{number(100 * share, 0)}% {doing_words(lane)}" for lane, share in shares or waiting.share.items()]
     went = translate("SummaryCard", "Their time went to: {0}.").format(", ".join(parts))
     if waiting.tokens == 1:
         went = translate("SummaryCard", "Its time went to: {0}.").format(", ".join(parts))

@@ -21,8 +21,9 @@ from app.services.settings import Settings
 from app.theme import use_tabular_figures
 from app.widgets.shortcuts import note_keys
 from app.widgets.timeline.keys import timeline_keys
-from app.widgets.timeline.lanes import BOTH_WAYS, Lane, LaneData, amount_text
+from app.widgets.timeline.lanes import LaneData, amount_text, lane_words
 from app.widgets.timeline.view import TimelineView
+from engine.common.lanes import Lane
 
 MACHINE_SETTING = "monitor_machine_lanes"
 
@@ -83,13 +84,13 @@ def rows_of_lane(lane: Lane, data: LaneData) -> list[tuple[str, str, str, str]]:
     series: list[tuple[str, Floats]] = []
     names = data.names if len(data.names) == len(data.values) else ("",) * len(data.values)
     for name, values in zip(names, data.values, strict=True):
-        series.append((f"{lane.title}, {name}" if name else lane.title, values))
+        series.append((f"{lane_words(lane.title)}, {name}" if name else lane_words(lane.title), values))
     if data.line is not None:
-        title = lane.title
-        if lane.key in BOTH_WAYS:
-            title = translate("Timeline", "{0}, out").format(lane.title)
+        title = lane_words(lane.title)
+        if lane.both_ways:
+            title = translate("Timeline", "{0}, out").format(lane_words(lane.title))
         elif lane.kind != "rate":
-            title = translate("Timeline", "{0}, whole machine").format(lane.title)
+            title = translate("Timeline", "{0}, whole machine").format(lane_words(lane.title))
         series.append((title, data.line))
     rows = []
     for title, values in series:

@@ -6,7 +6,7 @@ import platform
 from pathlib import Path
 
 import PySide6
-from PySide6.QtCore import QUrl
+from PySide6.QtCore import QCoreApplication, QUrl
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
 
@@ -16,6 +16,8 @@ from app.widgets.report_file import ask_where
 from engine.common.files import private_folder
 from engine.common.installed import version
 from engine.common.paths import log_dir, resources_dir
+
+translate = QCoreApplication.translate
 
 _LICENCES = (
     ("Switchyard", "Apache License 2.0"),
@@ -34,8 +36,7 @@ class AboutCard(SettingsCard):
     """Version, components and logs."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("About"))
+        super().__init__(translate("AboutCard", "About"), parent)
         licences = QPushButton(self.tr("Licences"), self)
         licences.clicked.connect(self._show_licences)
         logs = QPushButton(self.tr("Open logs"), self)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QDir, Qt, Signal
+from PySide6.QtCore import QCoreApplication, QDir, Qt, Signal
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
@@ -28,6 +28,8 @@ from engine.common.errors import EngineError
 if TYPE_CHECKING:
     from engine.checkpoint.catalogue import Catalogue
 
+translate = QCoreApplication.translate
+
 
 class HubCard(SettingsCard):
     """Signals: `changed`, when the catalogue is another; `token_forgotten`, when what runs may still use it."""
@@ -36,8 +38,7 @@ class HubCard(SettingsCard):
     token_forgotten = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Finding models"))
+        super().__init__(translate("HubCard", "Finding models"), parent)
         self._reading, self._doing = LatestTask(self), TaskQueue(self)
         self.load = QPushButton(self.tr("Load from file…"), self)
         self.load.clicked.connect(self._choose)

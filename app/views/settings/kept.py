@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from PySide6.QtCore import QCoreApplication
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
 
@@ -19,6 +20,8 @@ from engine.common.kept_context import (
     save_kept_context_settings,
 )
 
+translate = QCoreApplication.translate
+
 BUDGETS = tuple(gigabytes * 10**9 for gigabytes in (1, 2, 4, 8, 16, 32, 64))
 
 
@@ -26,8 +29,7 @@ class KeptCard(SettingsCard):
     """Changes hold at once, for the model that is loaded too."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Continuing chats"))
+        super().__init__(translate("KeptCard", "Continuing chats"), parent)
         self._tasks = TaskQueue(self)
         self._settings = kept_context_settings()
         self.keep = QCheckBox(self)

@@ -5,25 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from PySide6.QtGui import QGuiApplication, QShowEvent
-from PySide6.QtWidgets import QCheckBox, QLabel, QLineEdit, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QLabel, QLineEdit, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
 
 from app.models.served_requests import OUTCOME, PROGRAM, READ, SECONDS, TIME, WRITTEN, ServedRequests
 from app.services.api_server import ApiServer, ServerState
-from app.services.settings import ServedTo, Settings
+from app.services.settings import Settings
 from app.theme import use_tabular_figures
-from app.views.settings.card import COMBO_WIDTH_PX, SettingsCard, minutes_choice
+from app.views.settings.card import SettingsCard, setting_words
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fields import ComboBox, SpinBox
 from app.widgets.flow_layout import FlowLayout
 from app.widgets.text_table import TextTable
+from engine.common.settings import SERVER_CARD
 
-PORT_WIDTH_PX = 120
 KEY_WIDTH_PX = 240
 ROWS_SHOWN = 6
 _WIDTHS = {TIME: 8, PROGRAM: 16, READ: 6, WRITTEN: 7, SECONDS: 8, OUTCOME: 12}
 _HIDDEN = "…"
 """In place of the key, until it is shown."""
-_SERVED: tuple[ServedTo, ...] = ("pc", "key", "network")
 _CURL = """curl {url}/v1/chat/completions \\
   -H "Content-Type: application/json" \\
   -H "Authorization: Bearer {key}" \\
@@ -39,50 +38,25 @@ print(answer.choices[0].message.content)"""
 _EXAMPLES = {"curl": _CURL, "Python (openai)": _PYTHON}
 
 
-class _Details(SettingsCard):
-    """Rows within another card, shown and hidden together."""
-
-    def __init__(self, parent: QWidget) -> None:
-        super().__init__(parent)
-        self.setProperty("card", "false")
-        self._column.setContentsMargins(0, 0, 0, 0)
-
-
 class OtherProgramsCard(SettingsCard):
     """The switch, and what follows from it."""
 
     def __init__(self, settings: Settings, server: ApiServer, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("API server"))
+        super().__init__(setting_words(SERVER_CARD), parent)
         self._settings, self._server = settings, server
-        self.switch = QCheckBox(self)
-        self.switch.setChecked(settings.serves_others)
-        self.switch.toggled.connect(server.set_on)
-        self._words = self.add_row(self.tr("Let apps use the models of this PC"), " ", self.switch)
+        self._words = self.add_setting(Settings.serves_others, settings)
+        self.switch = self.controls["serve_others"]
+        self._words.show()
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
-        self.who = ComboBox(self)
-        self.who.setFixedWidth(COMBO_WIDTH_PX)
-        names = (
-            self.tr("This PC"),
-            self.tr("This PC, with key"),
-            self.tr("Network, with key"),
-        )
-        for to, name in zip(_SERVED, names, strict=True):
-            self.who.addItem(name, to)
-        self.who.setCurrentIndex(_SERVED.index(settings.serves))
-        self.who.activated.connect(lambda: server.set_served(self.who.currentData()))
-        self._who_words = self.add_row(self.tr("Who may use it"), " ", self.who)
-        self.port = SpinBox(self)
-        self.port.setRange(1024, 65535)
+        self._who_words = self.add_setting(Settings.serves, settings)
+        self.who = self.controls["serve_to"]
+        self._who_words.show()
+        self.add_setting(Settings.server_port, settings)
+        self.port = self.controls["serve_port"]
+        assert isinstance(self.port, SpinBox)
         self.port.setGroupSeparatorShown(False)
-        self.port.setKeyboardTracking(False)
-        self.port.setFixedWidth(PORT_WIDTH_PX)
-        self.port.lineEdit().setTextMargins(8, 0, 0, 0)
-        self.port.setValue(settings.server_port)
-        self.port.valueChanged.connect(server.set_port)
-        self.add_row(self.tr("Port"), self.tr("Another one, if a program here uses it already."), self.port)
-        self.details = _Details(self)
+        self.details = SettingsCard(parent=self)
         self.details.setAccessibleName(self.tr("How programs reach it"))
         self.add_wide(self.details)
         self.copy_address = self._copies(self.tr("Copy address"), lambda: server.url)
@@ -106,15 +80,8 @@ class OtherProgramsCard(SettingsCard):
         self.free = QPushButton(self.tr("Free"), self.details)
         self.free.clicked.connect(server.free_others)
         self._beside_words = self.details.add_row(self.tr("Models asked for by name"), " ", self.free)
-        self.idle = minutes_choice((5, 10, 30, 120, 0), settings.others_idle_minutes, self.tr("Keep loaded"), self)
-        self.idle.activated.connect(self._set_idle)
-        words = self.tr("A model that a program asked for is freed once no program has used it for so long.")
-        self.details.add_row(self.tr("Free them after"), words, self.idle)
-        self.gives_way = QCheckBox(self.details)
-        self.gives_way.setChecked(settings.gives_way)
-        self.gives_way.toggled.connect(self._set_gives_way)
-        words = self.tr("Where both do not fit, yours is put aside, and loaded again for your next question.")
-        self.details.add_row(self.tr("My model makes room for them"), words, self.gives_way)
+        self.details.add_setting(Settings.others_idle_minutes, settings)
+        self.details.add_setting(Settings.gives_way, settings)
         self.language = ComboBox(self.details)
         for name, text in _EXAMPLES.items():
             self.language.addItem(name, text)
@@ -163,12 +130,6 @@ class OtherProgramsCard(SettingsCard):
         button = QPushButton(name, self.details)
         button.clicked.connect(lambda: QGuiApplication.clipboard().setText(text()))
         return button
-
-    def _set_idle(self) -> None:
-        self._settings.others_idle_minutes = self.idle.currentData()
-
-    def _set_gives_way(self, on: bool) -> None:
-        self._settings.gives_way = on
 
     def _show_key(self, shown: bool) -> None:
         self.key.setEchoMode(QLineEdit.EchoMode.Normal if shown else QLineEdit.EchoMode.Password)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from PySide6.QtCore import Qt, QUrl, Signal
+from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import (
-    QButtonGroup,
-    QCheckBox,
     QFileDialog,
     QFrame,
     QHBoxLayout,
-    QLabel,
+    QLineEdit,
     QMessageBox,
     QPushButton,
     QScrollArea,
@@ -21,7 +19,6 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.languages import LANGUAGES, SYSTEM
 from app.services.api_server import ApiServer
 from app.services.data_folder import (
     FolderChange,
@@ -31,12 +28,11 @@ from app.services.data_folder import (
     planned_change,
 )
 from app.services.endpoints import Endpoints
-from app.services.settings import Settings, ThemeChoice
-from app.services.telemetry_hub import RECORD_SETTING
+from app.services.settings import Settings
 from app.services.updates import Updates
-from app.theme import ThemeController, use_tabular_figures
+from app.theme import ThemeController
 from app.views.settings.about import AboutCard
-from app.views.settings.card import COMBO_WIDTH_PX, SettingsCard
+from app.views.settings.card import SettingsCard, setting_words
 from app.views.settings.computing import ComputingCard
 from app.views.settings.hub import HubCard
 from app.views.settings.kept import KeptCard
@@ -45,81 +41,32 @@ from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.card import muted_label
-from app.widgets.fields import ComboBox, Slider
 from app.widgets.page import TUNE, Page
 from app.widgets.page_header import PageHeader
+from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
 from engine.common.files import private_folder
 from engine.common.paths import data_dir
+from engine.common.settings import (
+    APPEARANCE_CARD,
+    MONITOR_CARD,
+    SERVER_CARD,
+    TRAY_CARD,
+    UPDATES_CARD,
+    kept_settings,
+)
 
+translate = QCoreApplication.translate
+
+SEARCH_WIDTH_PX = 240
 COLUMN_WIDTH_PX = 760
-
-
-SMALLEST_PX, LARGEST_PX = 12, 20
-SLIDER_WIDTH_PX = 180
-
-
-class TrayCard(SettingsCard):
-    """Changes hold at once."""
-
-    def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Quick question"))
-        is_there = QSystemTrayIcon.isSystemTrayAvailable()
-        self.icon = QCheckBox(self)
-        self.icon.setChecked(settings.tray)
-        self.icon.setEnabled(is_there or settings.tray)
-        words = self.tr("A click on it asks a question from anywhere, in a small window above the others.")
-        if not is_there:
-            words = self.tr("This desktop has no tray for icons.")
-        self.add_row(self.tr("Icon in the tray"), words, self.icon)
-        self.stays = QCheckBox(self)
-        self.stays.setChecked(settings.stays_in_tray)
-        self.add_row(
-            self.tr("Keep running when the window is closed"),
-            self.tr(
-                "The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q."
-            ),
-            self.stays,
-        )
-
-        def set_tray(on: bool) -> None:
-            settings.tray = on
-            self.stays.setEnabled(on)
-
-        def set_stays(on: bool) -> None:
-            settings.stays_in_tray = on
-
-        self.icon.toggled.connect(set_tray)
-        self.stays.toggled.connect(set_stays)
-        self.stays.setEnabled(self.icon.isChecked())
-
-
-class MonitorCard(SettingsCard):
-    """Whether sessions are recorded."""
-
-    def __init__(self, settings: Settings, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Monitor"))
-        self.record = QCheckBox(self)
-        self.record.setChecked(settings.get(RECORD_SETTING, default=True))
-        self.record.toggled.connect(lambda on: settings.set(RECORD_SETTING, on))
-        self.add_row(
-            self.tr("Record sessions"),
-            self.tr(
-                "Timings and counters that the Monitor can open later: no prompts, no answers. They stay on this "
-                "machine and take up to 512 MB; the oldest are deleted."
-            ),
-            self.record,
-        )
 
 
 class DataCard(SettingsCard):
     """A change is scheduled here and carried out at the next start."""
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Data"))
+        super().__init__(translate("DataCard", "Data"), parent)
         self._open = QPushButton(self.tr("Open folder"), self)
         self._open.clicked.connect(self._open_folder)
         self._change = QPushButton(self.tr("Change…"), self)
@@ -187,80 +134,6 @@ class DataCard(SettingsCard):
         QDesktopServices.openUrl(QUrl.fromLocalFile(str(data_dir())))
 
 
-class AppearanceCard(SettingsCard):
-    """Changes take effect immediately."""
-
-    def __init__(self, settings: Settings, theme: ThemeController, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Appearance"))
-        self._settings = settings
-        self._theme = theme
-        self.add_row(self.tr("Theme"), self.tr("System follows the desktop's setting."), self._themes())
-        self.language = ComboBox(self)
-        self.language.setFixedWidth(COMBO_WIDTH_PX)
-        self.language.addItem(self.tr("System"), SYSTEM)
-        for language, name in LANGUAGES.items():
-            self.language.addItem(name, language)
-        self.language.setCurrentIndex(self.language.findData(settings.language))
-        self.language.activated.connect(self._choose_language)
-        self.add_row(self.tr("Language"), self.tr("System is the language of this PC, or English."), self.language)
-        self._size = Slider(self)
-        self._size.setRange(SMALLEST_PX, LARGEST_PX)
-        self._size.setPageStep(1)
-        self._size.setFixedWidth(SLIDER_WIDTH_PX)
-        self._size.setValue(settings.font_px)
-        self._figure = QLabel(self)
-        self._figure.setProperty("role", "secondary")
-        use_tabular_figures(self._figure)
-        self._show_figure(self._size.value())
-        self._size.valueChanged.connect(self._show_figure)
-        self._size.valueChanged.connect(self._maybe_apply)
-        self._size.sliderReleased.connect(self._apply_size)
-        self.add_row(self.tr("Text size"), "", self._size, self._figure)
-
-    def _themes(self) -> QWidget:
-        choices: tuple[tuple[ThemeChoice, str], ...] = (
-            ("system", self.tr("System")),
-            ("light", self.tr("Light")),
-            ("dark", self.tr("Dark")),
-        )
-        holder = QWidget(self)
-        row = QHBoxLayout(holder)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(6)
-        self.theme_buttons = QButtonGroup(holder)
-        for index, (choice, label) in enumerate(choices):
-            button = QPushButton(label, holder)
-            button.setCheckable(True)
-            button.setProperty("kind", "segment")
-            button.setFocusPolicy(Qt.FocusPolicy.TabFocus)
-            button.setAccessibleName(self.tr("Theme: {0}").format(label))
-            button.setChecked(self._settings.theme == choice)
-            button.toggled.connect(lambda on, c=choice: self._choose_theme(c) if on else None)
-            self.theme_buttons.addButton(button, index)
-            row.addWidget(button)
-        return holder
-
-    def _choose_language(self) -> None:
-        self._settings.language = self.language.currentData()
-
-    def _choose_theme(self, choice: ThemeChoice) -> None:
-        self._settings.theme = choice
-        self._theme.set_choice(choice)
-
-    def _show_figure(self, size: int) -> None:
-        self._figure.setText(self.tr("{0} px").format(size))
-
-    def _maybe_apply(self) -> None:
-        # While the handle is dragged, a new text size would resize the slider under the pointer.
-        if not self._size.isSliderDown():
-            self._apply_size()
-
-    def _apply_size(self) -> None:
-        self._settings.font_px = self._size.value()
-        self._theme.set_font_px(self._size.value())
-
-
 class SettingsPage(Page):
     """Signals: `reload_wanted`, to load the default model now; `timing_wanted`, to time it besides;
     `catalogue_changed`; `token_forgotten`."""
@@ -282,45 +155,46 @@ class SettingsPage(Page):
         """`updates`: None where there are none, as in a checkout."""
         super().__init__(parent)
         self.setFocusPolicy(Qt.FocusPolicy.ClickFocus)
-        self.appearance = AppearanceCard(settings, theme, self)
-        self.model = ModelCard(settings, self)
-        self.computing = ComputingCard(settings, self)
-        self.kept = KeptCard(self)
-        self.tray = TrayCard(settings, self)
-        self.others = OtherProgramsCard(settings, server, self)
-        self.servers = ServersCard(endpoints, self)
-        self.hub = HubCard(self)
-        self.monitor = MonitorCard(settings, self)
-        self.data = DataCard(self)
+        self._settings, self._theme = settings, theme
+        self.cards: dict[str, SettingsCard] = {}
+        """By name, in the order of the Tab key."""
+        self._add_rows(APPEARANCE_CARD)
+        self.cards[MODEL_CARD] = self.model = ModelCard(settings, self)
+        self.cards[COMPUTING_CARD] = self.computing = ComputingCard(settings, self)
+        self._add_rows(EXPERTS_CARD)
+        self.cards["kept"] = self.kept = KeptCard(self)
+        self._add_rows(TRAY_CARD)
+        self.cards[SERVER_CARD] = self.others = OtherProgramsCard(settings, server, self)
+        self.cards["servers"] = self.servers = ServersCard(endpoints, self)
+        self.cards["hub"] = self.hub = HubCard(self)
+        self._add_rows(MONITOR_CARD)
+        for name in dict.fromkeys(each.card for each in kept_settings().values() if each.name):
+            if name not in self.cards and name != UPDATES_CARD:
+                self._add_rows(name)
+        self.cards["data"] = self.data = DataCard(self)
         self.updates = UpdatesCard(updates, self) if updates is not None else None
-        self.about = AboutCard(self)
+        if self.updates is not None:
+            self.cards[UPDATES_CARD] = self.updates
+        self.cards["about"] = self.about = AboutCard(self)
         self.hub.changed.connect(self.catalogue_changed)
         self.hub.token_forgotten.connect(self.token_forgotten)
         self.computing.reload_wanted.connect(self.reload_wanted)
         self.computing.timing_wanted.connect(self.timing_wanted)
-        self.model.changed.connect(lambda: self.computing.apply.setEnabled(True))
         self.model.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
+        settings.changed.connect(self._on_setting)
+        if not QSystemTrayIcon.isSystemTrayAvailable():
+            self.cards[TRAY_CARD].add_wide(muted_label(self, self.tr("This desktop has no tray for icons.")))
+        self._show_tray()
         cards = QWidget(self)
         cards.setMaximumWidth(COLUMN_WIDTH_PX)
         column = QVBoxLayout(cards)
         column.setContentsMargins(0, 20, 0, 20)
         column.setSpacing(16)
-        cards_in_order = (
-            self.appearance,
-            self.model,
-            self.computing,
-            self.kept,
-            self.tray,
-            self.others,
-            self.servers,
-            self.hub,
-            self.monitor,
-            self.data,
-            *([self.updates] if self.updates is not None else []),
-            self.about,
-        )
-        for card in cards_in_order:
+        for card in self.cards.values():
             column.addWidget(card)
+        self._nothing = muted_label(cards, self.tr("No setting has these words."))
+        self._nothing.hide()
+        column.addWidget(self._nothing)
         column.addStretch(1)
         holder = QWidget(self)
         row = QHBoxLayout(holder)
@@ -336,8 +210,40 @@ class SettingsPage(Page):
         page = QVBoxLayout(self)
         page.setContentsMargins(0, 0, 0, 0)
         page.setSpacing(0)
-        page.addWidget(PageHeader(self.tr("Settings"), self))
+        self.search = QLineEdit(self)
+        self.search.setPlaceholderText(self.tr("Find a setting"))
+        self.search.setAccessibleName(self.tr("Find a setting"))
+        self.search.setClearButtonEnabled(True)
+        self.search.setMaximumWidth(SEARCH_WIDTH_PX)
+        self.search.textChanged.connect(self.show_found)
+        header = PageHeader(self.tr("Settings"), self)
+        header.set_middle(self.search, least_px=SEARCH_WIDTH_PX, stretch=1)
+        page.addWidget(header)
         page.addWidget(scroll, 1)
+
+    def show_found(self, wanted: str) -> None:
+        """Shows what has these words."""
+        shown = [(card, card.show_found(wanted)) for card in self.cards.values()]
+        for card, has_it in shown:
+            card.setVisible(has_it)
+        self._nothing.setVisible(not any(has_it for _card, has_it in shown))
+
+    def _add_rows(self, name: str) -> None:
+        self.cards[name] = card = SettingsCard(setting_words(name), self, folded=name == EXPERTS_CARD)
+        card.add_settings(name, self._settings)
+
+    def _on_setting(self, key: str) -> None:
+        if key == "theme":
+            self._theme.set_choice(self._settings.theme)
+        elif key == "font_px":
+            self._theme.set_font_px(self._settings.font_px)
+        elif key == "tray":
+            self._show_tray()
+
+    def _show_tray(self) -> None:
+        controls, is_there = self.cards[TRAY_CARD].controls, QSystemTrayIcon.isSystemTrayAvailable()
+        controls["tray"].setEnabled(is_there or self._settings.tray)
+        controls["stays_in_tray"].setEnabled(self._settings.tray)
 
     def close_down(self) -> None:
         """Waits for background work."""

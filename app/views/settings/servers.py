@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import Qt, QTimer
+from PySide6.QtCore import QCoreApplication, Qt, QTimer
 from PySide6.QtGui import QShowEvent
 from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
 
@@ -21,13 +21,14 @@ from engine.remote.endpoint import Endpoint, called
 if TYPE_CHECKING:
     from engine.remote.nearby import Nearby
 
+translate = QCoreApplication.translate
+
 
 class ServersCard(SettingsCard):
     """A row for each server, and the way to another."""
 
     def __init__(self, endpoints: Endpoints, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Remote servers"))
+        super().__init__(translate("ServersCard", "Remote servers"), parent)
         self._endpoints = endpoints
         self.add = QPushButton(self.tr("Add…"), self)
         self.add.setAccessibleName(self.tr("Add a server"))

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
+from PySide6.QtWidgets import QPushButton, QWidget
 
 from app.services.background import TaskQueue
 from app.services.updates import Updates, UpdateStage
 from app.views.settings.address_field import AddressField
-from app.views.settings.card import SettingsCard
+from app.views.settings.card import SettingsCard, setting_words
 from app.widgets.card import set_message, warning_label
 from app.widgets.download_words import download_words
 from app.widgets.quantities import file_size
 from engine.checkpoint.mirror import updates_address, use_updates_address
 from engine.common.errors import EngineError
 from engine.common.installed import version
+from engine.common.settings import UPDATES_CARD
 
 
 class UpdatesCard(SettingsCard):
     """Only for packages that can be updated."""
 
     def __init__(self, updates: Updates, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.set_heading(self.tr("Updates"))
+        super().__init__(setting_words(UPDATES_CARD), parent)
         self._updates = updates
-        self.look_by_itself = QCheckBox(self)
-        self.look_by_itself.setChecked(updates.is_wanted)
-        self.look_by_itself.toggled.connect(self._want)
-        self.add_row(
-            self.tr("Check for updates"),
-            self.tr("Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking."),
-            self.look_by_itself,
-        )
+        self.add_settings(UPDATES_CARD, updates.settings)
         self.look = self._button(self.tr("Check now"), updates.look)
         self.get = self._button(self.tr("Download"), updates.fetch)
         self.cancel = self._button(self.tr("Cancel"), updates.cancel)
@@ -67,9 +60,6 @@ class UpdatesCard(SettingsCard):
         if error is not None and not isinstance(error, EngineError):
             raise error
         set_message(self.trouble, error.message if error is not None else "")
-
-    def _want(self, on: bool) -> None:
-        self._updates.is_wanted = on
 
     def _show_state(self) -> None:
         updates, stage = self._updates, self._updates.stage

@@ -9,9 +9,8 @@ from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWi
 from app.services.background import LatestTask
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
-from app.services.model_start import wanted_config
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
-from app.services.settings import STARTER, Settings
+from app.services.settings import Settings
 from app.services.tuning import Tuning
 from app.views.tune.arrangement import WIDE_PX
 from app.views.tune.cards import TuneCards
@@ -26,6 +25,7 @@ from app.widgets.page_header import PageHeader
 from app.widgets.quantities import memory
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
+from engine.common.settings import STARTER
 from engine.planner.plan_parts import Plan, TierBytes, total_held
 from engine.tuning.machine_state import MachineLook
 from engine.tuning.report import report_text
@@ -268,7 +268,7 @@ class TunePage(Page):
     def _ask_for_plan(self) -> None:
         if self.tuning.machine is not None:
             self._planned_with = self.tuning.machine
-            config = wanted_config(self._settings, self.cards.run.model)
+            config = self._settings.engine(self.cards.run.model)
             self.planning.ask(PlanQuestion(self.tuning.machine, config))
 
     def _on_planned(self, answer: PlanAnswer) -> None:
@@ -300,7 +300,7 @@ class TunePage(Page):
             self.show_step(PLAN)
         self._arrange()
         if on and self.tuning.machine is not None:
-            config = wanted_config(self._settings, self.cards.run.model)
+            config = self._settings.engine(self.cards.run.model)
             self.cards.what_if.show_base(self.tuning.machine, config, self._plan)
             self.cards.what_if.card.setFocus()
 

@@ -11,7 +11,7 @@ from PySide6.QtWidgets import QWidget
 from app.theme import themed
 from app.widgets.chart import Axis
 from app.widgets.help_mark import MARK_PX
-from app.widgets.timeline.lanes import reading
+from app.widgets.timeline.lanes import lane_words, reading
 from app.widgets.timeline.picture import GUTTER_GAP_PX, LaneRow, caption_font, sizes_for, title_font
 
 translate = QCoreApplication.translate
@@ -81,7 +81,7 @@ def gutter_labels(rows: list[LaneRow], column: int, font: QFont) -> list[GutterL
     found = []
     for row in rows:
         line = QRectF(0, row.area.top() - 1, width - MARK_PX, title.height())
-        name = row.lane.title
+        name = lane_words(row.lane.title)
         shown = title.elidedText(name, Qt.TextElideMode.ElideRight, line.width())
         found.append(GutterLabel(line, name, shown, is_title=True))
         below = QRectF(0, line.bottom(), width, row.area.bottom() + 5 - line.bottom())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 from PySide6.QtCore import QCoreApplication
@@ -12,37 +11,13 @@ from app.services.history.buckets import Floats
 from app.services.history.history import History
 from app.widgets.quantities import nearest_percent, number
 from app.widgets.timeline.viewport import Viewport
-from engine.telemetry import lanes as engine_lanes
+from engine.common.lanes import LANES, SENSOR_LANES, TRACKS, Lane, track_number
+from engine.telemetry.analysis import OTHER
 
 translate = QCoreApplication.translate
 
 _SWEEP_COLUMNS = 8
 """Columns over which the composition of sweeps is averaged."""
-
-Kind = Literal["phase", "share", "bytes", "experts", "rate", "amount", "requests", "sweeps"]
-BOTH_WAYS = ("disk_io", "pcie")
-"""Lanes whose dashed line is the opposite direction, not the total that the area is part of."""
-Colour = Literal["gpu", "cpu", "pcie", "disk", "muted"]
-
-
-@dataclass(frozen=True, slots=True)
-class Lane:
-    """One row of the timeline.
-
-    Attributes:
-        key: a stable id, for tables and files.
-        spans: the engine's lanes whose spans are drawn when each fits separately.
-        gauges: for lanes that show sensor samples; the second is drawn as a dashed line.
-        weight: its share of the height.
-    """
-
-    key: str
-    title: str
-    kind: Kind
-    colour: Colour
-    spans: tuple[int, ...] = ()
-    gauges: tuple[str, ...] = ()
-    weight: float = 1.0
 
 
 @dataclass
@@ -63,75 +38,57 @@ class LaneData:
     names: tuple[str, ...] = field(default=())
 
 
+def lane_words(text: str) -> str:
+    """A text of a lane's entry in the window's language."""
+    return translate("Lane", text) if text else ""
+
+
+def lane_help(lane: Lane) -> str:
+    """What a lane shows, for a reader who is new to it."""
+    if lane in LANES or lane.help.count(". "):
+        return lane_words(lane.help)
+    source = translate("Timeline", "This comes from a sensor or driver, not from the engine.")
+    return f"{lane_words(lane.help)} {source}"
+
+
+def doing_words(track: str) -> str:
+    """What is done in a track, in words that follow "61%"."""
+    if track == OTHER:
+        return translate("Timeline", "sampling and bookkeeping")
+    return next((lane_words(each.words) for each in TRACKS if each.name == track), track)
+
+
+def track_name(track: str) -> str:
+    """What a track is called among figures."""
+    return next((lane_words(each.short) for each in TRACKS if each.name == track), track)
+
+
+def tracks_of(lane: Lane) -> tuple[int, ...]:
+    """The numbers of a lane's spans."""
+    return tuple(track_number(track.name) for track in lane.tracks)
+
+
 def lanes_of(history: History, *, machine: bool) -> list[Lane]:
     """The engine's lanes for the devices its model uses, and the machine's if requested."""
     if not history.has_engine:
         return machine_lanes(history)
-    found = _engine_lanes(copies=history.has_copies, requests=history.has_requests, sweeps=history.has_sweeps)
+    found = [
+        lane
+        for lane in LANES
+        if not lane.needs
+        or (history.has_copies if lane.needs == "copies" else any(map(history.devices, tracks_of(lane))))
+    ]
     return found + (machine_lanes(history) if machine else [])
 
 
 def lane_titles() -> list[str]:
     """The names of all possible lanes, whatever this machine has."""
-    return [lane.title for lane in (*_engine_lanes(copies=True, requests=True, sweeps=True), *_sensor_lanes())]
-
-
-def _engine_lanes(*, copies: bool, requests: bool, sweeps: bool) -> list[Lane]:
-    found = [Lane("phase", translate("Timeline", "Phase"), "phase", "muted", (engine_lanes.PHASE,))]
-    if requests:
-        found.append(
-            Lane(
-                "requests", translate("Timeline", "Requests"), "requests", "muted", (engine_lanes.REQUESTS,), weight=1.4
-            )
-        )
-    if sweeps:
-        title = translate("Timeline", "Sweeps")
-        found.append(Lane("sweeps", title, "sweeps", "muted", (engine_lanes.SWEEPS,), weight=0.9))
-    if copies:
-        found += [
-            Lane("gpu", translate("Timeline", "GPU"), "share", "gpu", (engine_lanes.GPU,)),
-            Lane("h2d", translate("Timeline", "To the GPU"), "bytes", "pcie", (engine_lanes.H2D,)),
-            Lane("d2h", translate("Timeline", "From the GPU"), "bytes", "pcie", (engine_lanes.D2H,), weight=0.7),
-        ]
-    found += [
-        Lane(
-            "cpu",
-            translate("Timeline", "CPU"),
-            "share",
-            "cpu",
-            (engine_lanes.CPU_EXPERTS, engine_lanes.CPU_ATTENTION),
-        ),
-        Lane("disk", translate("Timeline", "Disk"), "bytes", "disk", (engine_lanes.DISK,), weight=0.7),
-        Lane("experts", translate("Timeline", "Experts"), "experts", "muted"),
-        Lane("tokens", translate("Timeline", "Tokens/s"), "rate", "muted"),
-    ]
-    return found
+    return [lane_words(lane.title) for lane in (*LANES, *SENSOR_LANES)]
 
 
 def machine_lanes(history: History) -> list[Lane]:
     """Lanes of sensors; those that this machine lacks are left out."""
-    return [lane for lane in _sensor_lanes() if any(map(history.knows_gauge, lane.gauges))]
-
-
-def _sensor_lanes() -> list[Lane]:
-    def lane(key: str, title: str, kind: Kind, colour: Colour, *gauges: str) -> Lane:
-        return Lane(key, title, kind, colour, gauges=gauges or (key,), weight=0.9)
-
-    return [
-        lane("gpu_busy", translate("Timeline", "GPU busy"), "share", "gpu"),
-        lane("cpu_all", translate("Timeline", "CPU busy"), "share", "cpu", "cpu_ours", "cpu_all"),
-        lane("ram", translate("Timeline", "RAM"), "amount", "cpu", "ram_ours", "ram_used"),
-        lane("vram", translate("Timeline", "VRAM"), "amount", "gpu", "vram_ours", "vram_used"),
-        lane("pcie", translate("Timeline", "PCIe"), "amount", "pcie", "pcie_rx", "pcie_tx"),
-        lane("faults", translate("Timeline", "Page faults"), "amount", "muted", "minor_faults"),
-        lane("disk_io", translate("Timeline", "Disk I/O"), "amount", "disk", "disk_read", "disk_write"),
-        lane("gpu_power", translate("Timeline", "GPU power"), "amount", "gpu"),
-        lane("cpu_power", translate("Timeline", "CPU power"), "amount", "cpu"),
-        lane("gpu_clock", translate("Timeline", "GPU clock"), "amount", "gpu"),
-        lane("cpu_clock", translate("Timeline", "CPU clock"), "amount", "cpu"),
-        lane("gpu_temperature", translate("Timeline", "GPU heat"), "amount", "gpu"),
-        lane("cpu_temperature", translate("Timeline", "CPU heat"), "amount", "cpu"),
-    ]
+    return [lane for lane in SENSOR_LANES if any(map(history.knows_gauge, lane.gauges))]
 
 
 def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[str, float]) -> LaneData:
@@ -141,14 +98,14 @@ def read_lane(lane: Lane, history: History, viewport: Viewport, ceilings: dict[s
         return _gauge_data(lane, history, edges)
     if lane.kind == "share":
         names: tuple[str, ...] = (translate("Timeline", "experts"), translate("Timeline", "attention"))
-        values = np.stack([history.busy(number_of, edges) for number_of in lane.spans])
+        values = np.stack([history.busy(number_of, edges) for number_of in tracks_of(lane)])
         return LaneData(
             values,
             scale=max(1.0, float(values.sum(axis=0).max(initial=0.0))),
             names=names if len(values) == len(names) else (),
         )
     if lane.kind == "bytes":
-        rates = history.bytes_per_s(lane.spans[0], edges)
+        rates = history.bytes_per_s(tracks_of(lane)[0], edges)
         ceiling = ceilings.get(lane.key)
         top = max(float(rates.max(initial=0.0)), 1e6)
         # On its own scale, an almost idle lane would look busy.
@@ -200,25 +157,23 @@ def amount_text(lane: Lane, value: float) -> str:
     """A value of this lane with its unit."""
     if not np.isfinite(value):
         return "–"
-    if lane.kind in ("share", "experts"):
-        return nearest_percent(value)
-    if lane.kind in ("rate", "requests"):
-        return number(value, 1)
-    if lane.kind == "sweeps":
-        return f"{number(value, 0)}/s"
-    if lane.key.endswith("_power"):
-        return f"{number(value, 0)} W"
-    if lane.key.endswith("_clock"):
-        return f"{number(value / 1e9, 2)} GHz"
-    if lane.key.endswith("_temperature"):
-        return f"{number(value, 0)} °C"
-    if lane.key == "faults":
-        return f"{number(value, 0)}/s"
-    if lane.key in ("ram", "vram"):
-        return translate("Fit", "{0} GB").format(number(value / 2**30, 1))
-    if value >= 1e7 or value == 0:
-        return translate("Fit", "{0} GB/s").format(number(value / 1e9, 2))
-    return translate("Fit", "{0} MB/s").format(number(value / 1e6, 2))
+    match lane.unit:
+        case "%":
+            return nearest_percent(value)
+        case "":
+            return number(value, 1)
+        case "/s":
+            return f"{number(value, 0)}/s"
+        case "GHz":
+            return f"{number(value / 1e9, 2)} GHz"
+        case "GB":
+            return translate("Fit", "{0} GB").format(number(value / 2**30, 1))
+        case "B/s" if value >= 1e7 or value == 0:
+            return translate("Fit", "{0} GB/s").format(number(value / 1e9, 2))
+        case "B/s":
+            return translate("Fit", "{0} MB/s").format(number(value / 1e6, 2))
+        case unit:
+            return f"{number(value, 0)} {unit}"
 
 
 def _both_ways(into: float, out: float) -> str:
@@ -249,7 +204,7 @@ def reading(lane: Lane, data: LaneData, column: int) -> str:
     own = amount_text(lane, float(data.values[:, column].sum()))
     if own == "–":
         return own
-    if lane.key in BOTH_WAYS and data.line is not None:
+    if lane.both_ways and data.line is not None:
         return _both_ways(float(data.values[:, column].sum()), float(data.line[column]))
     if lane.gauges and data.line is not None and np.isfinite(data.line[column]):
         return translate("Timeline", "{0} of {1}").format(own, amount_text(lane, float(data.line[column])))

@@ -16,11 +16,12 @@ from app.theme import tabular, themed
 from app.widgets.help_mark import MARK_PX
 from app.widgets.quantities import number
 from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
-from app.widgets.timeline.lanes import Lane, LaneData, lane_titles, read_lane
+from app.widgets.timeline.lanes import LaneData, lane_titles, read_lane, tracks_of
 from app.widgets.timeline.plots import draw_lane
 from app.widgets.timeline.requests import draw_requests, joined
 from app.widgets.timeline.viewport import Viewport
-from engine.telemetry.lanes import CPU_ATTENTION, H2D, SMALL_COPY
+from engine.common.lanes import Lane
+from engine.telemetry.lanes import CPU_ATTENTION
 from engine.telemetry.records import Records
 
 translate = QCoreApplication.translate
@@ -147,9 +148,8 @@ def read_rows(
         if lane.kind == "requests" and viewport.span_ns < _REQUESTS_BELOW_NS:
             mine = joined(history.requests_between(int(viewport.start_ns), int(viewport.end_ns) + 1))
             row.blocks = mine if fits(mine, viewport) else None
-        elif spans is not None and lane.spans and lane.kind not in ("phase", "requests"):
-            wanted = (*lane.spans, SMALL_COPY) if H2D in lane.spans else lane.spans
-            mine = spans[np.isin(spans["lane"], wanted)]
+        elif spans is not None and lane.tracks and lane.kind not in ("phase", "requests"):
+            mine = spans[np.isin(spans["lane"], tracks_of(lane))]
             if fits(mine, viewport) or (viewport.span_ns < 5e7 and len(mine)):
                 row.blocks = mine
         rows.append(row)

@@ -9,8 +9,9 @@ from PySide6.QtGui import QBrush, QColor, QPaintEngine, QPainter, QPen, QPolygon
 
 from app.services.history.buckets import Floats
 from app.widgets.timeline.colours import FILL_ALPHA, expert_colours, faded
-from app.widgets.timeline.lanes import Lane, LaneData
+from app.widgets.timeline.lanes import LaneData
 from app.widgets.timeline.raster import LaneRaster, Shares, over
+from engine.common.lanes import Lane
 
 LINE_PX = 1.3
 _HATCHES = (Qt.BrushStyle.SolidPattern, Qt.BrushStyle.FDiagPattern, Qt.BrushStyle.BDiagPattern)

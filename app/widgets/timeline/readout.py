@@ -8,8 +8,9 @@ from PySide6.QtCore import QCoreApplication
 
 from app.services.history.history import History
 from app.widgets.quantities import nearest_percent, number
+from app.widgets.timeline.lanes import doing_words, track_name
 from app.widgets.timeline.viewport import duration
-from engine.planner.simulator.timeline import LANES
+from engine.common.lanes import WORK
 from engine.telemetry.analysis import OTHER, critical_path, range_averages
 from engine.telemetry.lanes import DECODE, SAMPLE
 from engine.telemetry.records import Records, no_spans
@@ -18,20 +19,6 @@ translate = QCoreApplication.translate
 
 _LONGEST_S = 120.0
 """Averages of longer ranges are computed from sums, not from spans."""
-
-
-def lane_title(lane: str) -> str:
-    """A lane's activity, in words that follow "61%"."""
-    return {
-        "gpu": translate("Timeline", "computing on the GPU"),
-        "h2d": translate("Timeline", "copying weights to the GPU"),
-        "d2h": translate("Timeline", "copying from the GPU"),
-        "cpu_experts": translate("Timeline", "computing experts on the CPU"),
-        "cpu_attention": translate("Timeline", "attention and other layers on the CPU"),
-        "disk": translate("Timeline", "reading from disk"),
-        "small_copy": translate("Timeline", "passing results to the GPU"),
-        OTHER: translate("Timeline", "sampling and bookkeeping"),
-    }.get(lane, lane)
 
 
 @dataclass(frozen=True)
@@ -51,12 +38,12 @@ class TokenPath:
         """`Token 113: 41 ms. Waited 61% for CPU experts, 20% for ...`."""
         spent: dict[str, int] = {}
         for start, end, lane in self.pieces:
-            name = LANES[lane] if 0 <= lane < len(LANES) else OTHER
+            name = WORK[lane] if 0 <= lane < len(WORK) else OTHER
             spent[name] = spent.get(name, 0) + end - start
         total = max(1, self.end_ns - self.start_ns)
         shares = sorted(spent.items(), key=lambda item: -item[1])
         parts = [
-            f"{number(100 * took / total, 0)}% {lane_title(name)}" for name, took in shares if took > 0.005 * total
+            f"{number(100 * took / total, 0)}% {doing_words(name)}" for name, took in shares if took > 0.005 * total
         ]
         head = translate("Timeline", "Token of step {0}: {1}").format(self.step, duration(total))
         return f"{head} · {', '.join(parts)}"
@@ -105,9 +92,9 @@ def averages_text(history: History, start_ns: float, end_ns: float) -> str:
         rate = translate("Timeline", "{0} tokens at {1}/s")
         parts.append(rate.format(averages.tokens, number(averages.tokens_per_s, 1)))
     for lane, share in sorted(averages.busy.items(), key=lambda item: -item[1]):
-        parts.append(f"{lane_name(lane)} {nearest_percent(share)}")
+        parts.append(f"{track_name(lane)} {nearest_percent(share)}")
     for lane, rate_gb in averages.gigabytes_per_s.items():
-        parts.append(f"{lane_name(lane)} {translate('Fit', '{0} GB/s').format(number(rate_gb, 2))}")
+        parts.append(f"{track_name(lane)} {translate('Fit', '{0} GB/s').format(number(rate_gb, 2))}")
     for counter, words in (
         ("hits", translate("Timeline", "{0} hits per token")),
         ("fetched", translate("Timeline", "{0} fetched")),
@@ -116,16 +103,3 @@ def averages_text(history: History, start_ns: float, end_ns: float) -> str:
         if counter in averages.per_token:
             parts.append(words.format(number(averages.per_token[counter], 1)))
     return " · ".join(parts)
-
-
-def lane_name(lane: str) -> str:
-    """An engine lane's name."""
-    return {
-        "gpu": translate("Timeline", "GPU"),
-        "h2d": translate("Timeline", "to the GPU"),
-        "d2h": translate("Timeline", "from the GPU"),
-        "cpu_experts": translate("Timeline", "CPU experts"),
-        "cpu_attention": translate("Timeline", "CPU attention"),
-        "disk": translate("Timeline", "disk"),
-        "small_copy": translate("Timeline", "results"),
-    }.get(lane, lane)

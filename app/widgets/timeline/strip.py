@@ -9,7 +9,7 @@ from PySide6.QtWidgets import QSizePolicy, QWidget
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import tabular, themed
 from app.widgets.chart import Chart
-from app.widgets.timeline.lanes import lanes_of, read_lane, reading
+from app.widgets.timeline.lanes import lane_words, lanes_of, read_lane, reading, tracks_of
 from app.widgets.timeline.navigator import BEHIND_NS
 from app.widgets.timeline.picture import LaneRow, LanesItem, scaled
 from app.widgets.timeline.plots import draw_lane
@@ -19,7 +19,6 @@ HEIGHT_PX = 40
 SPAN_NS = 20e9
 _REFRESH_MS = 250
 _GAP_PX = 14
-_LANES = ("gpu", "h2d", "cpu", "disk", "experts", "tokens")
 
 
 class TimelineStrip(Chart):
@@ -74,7 +73,7 @@ class TimelineStrip(Chart):
     def _prepare(self) -> None:
         if self._drawn.prepare(self.devicePixelRatioF(), self._read, self._draw):
             said = (
-                f"{row.lane.title} {reading(row.lane, row.data, self._viewport(row.area).width - 1)}"
+                f"{lane_words(row.lane.title)} {reading(row.lane, row.data, self._viewport(row.area).width - 1)}"
                 for row in self._rows
             )
             self.setAccessibleDescription(", ".join(said))
@@ -91,8 +90,8 @@ class TimelineStrip(Chart):
         history = self._hub.history
         if history is None or history.end_ns is None:
             return []
-        lanes = [lane for lane in lanes_of(history, machine=False) if lane.key in _LANES or lane.gauges]
-        lanes = [lane for lane in lanes if lane.key != "disk" or history.devices(lane.spans[0])][:6]
+        lanes = [lane for lane in lanes_of(history, machine=False) if lane.in_strip or lane.gauges]
+        lanes = [lane for lane in lanes if lane.key != "disk" or history.devices(tracks_of(lane)[0])][:6]
         width = (self.view.width() - _GAP_PX * (len(lanes) - 1)) / max(len(lanes), 1)
         areas = [QRectF(index * (width + _GAP_PX), 15, width, self.view.height() - 18) for index in range(len(lanes))]
         return [
@@ -106,7 +105,9 @@ class TimelineStrip(Chart):
             area, viewport = row.area, self._viewport(row.area)
             painter.setPen(themed("muted"))
             label = QRectF(area.left(), 0, area.width(), 14)
-            painter.drawText(label, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, row.lane.title)
+            painter.drawText(
+                label, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter, lane_words(row.lane.title)
+            )
             if row.lane.kind != "experts":
                 text = reading(row.lane, row.data, viewport.width - 1)
                 painter.drawText(label, Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter, text)

@@ -17,8 +17,7 @@ from app.widgets.timeline.axes import GutterLabel, LaneAxis, TimeAxis
 from app.widgets.timeline.blocks import path_through
 from app.widgets.timeline.colours import FAINT_ALPHA, faded
 from app.widgets.timeline.keys import PAN, key_pressed
-from app.widgets.timeline.lane_words import lane_explanation
-from app.widgets.timeline.lanes import Lane, LaneData, lanes_of, read_lane, reading
+from app.widgets.timeline.lanes import LaneData, lane_help, lane_words, lanes_of, read_lane, reading, tracks_of
 from app.widgets.timeline.navigator import BEHIND_NS, Navigator
 from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
@@ -35,7 +34,7 @@ from app.widgets.timeline.picture import (
 )
 from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
 from app.widgets.timeline.viewport import duration
-from engine.telemetry.lanes import H2D, SMALL_COPY
+from engine.common.lanes import Lane
 
 _EMPTY_PX = 233
 _TICK_REACH_PX = 6.0
@@ -305,9 +304,7 @@ class TimelineView(Chart):
         self._selected.setVisible(self._selection is not None)
         if token is not None:
             self._around_token.setRegion((self._seconds(token.start_ns), self._seconds(token.end_ns)))
-            areas = {lane: row.area for row in self.rows for lane in row.lane.spans}
-            if H2D in areas:
-                areas.setdefault(SMALL_COPY, areas[H2D])
+            areas = {lane: row.area for row in self.rows for lane in tracks_of(row.lane)}
             pieces = [(self._seconds(start), self._seconds(end), lane) for start, end, lane in token.pieces]
             self._through_token.setPath(path_through(areas, pieces))
         self._around_token.setVisible(token is not None)
@@ -350,9 +347,9 @@ class TimelineView(Chart):
         before: QWidget = self
         left = sizes_for(self.font()).gutter - MARK_PX - GUTTER_GAP_PX
         for row in self.rows:
-            lane, text = row.lane, lane_explanation(row.lane.key)
+            lane, text = row.lane, lane_help(row.lane)
             if lane.key not in self._marks and text:
-                self._marks[lane.key] = HelpMark(lane.title, text, self.viewport())
+                self._marks[lane.key] = HelpMark(lane_words(lane.title), text, self.viewport())
             if (mark := self._marks.get(lane.key)) is not None:
                 mark.move(left, round(row.area.top()) - 2)
                 mark.show()
@@ -478,7 +475,7 @@ class TimelineView(Chart):
             column = self._column_read()
             ago = duration(self._cursor_ns - self.navigator.zero_ns)
             parts = [
-                f"{row.lane.title} {said}"
+                f"{lane_words(row.lane.title)} {said}"
                 for row in self.rows
                 if row.lane.kind != "phase" and (said := reading(row.lane, row.data, column))
             ]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-LANES = ("phase", "gpu", "h2d", "d2h", "cpu_experts", "cpu_attention", "disk", "small_copy")
+from engine.common.lanes import WORK
+
+LANES = WORK
 """Lanes of a timeline.  `small_copy` copies small results to the card alongside `h2d`'s weights, on a second stream."""
 
 _RESOURCE = {"cpu_experts": "cpu", "cpu_attention": "cpu"}

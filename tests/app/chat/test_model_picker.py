@@ -207,7 +207,7 @@ def test_speeds_are_predicted_once(
             speeds.ask(["good"])
         assert found.args == ["good", plan.speed.decode_tokens_per_s, False]
     assert asked == ["good"]
-    settings.threads = 3
+    settings.set("threads", 3)
     with qtbot.waitSignal(speeds.found):
         speeds.ask(["bad", "good"])
     assert asked == ["good", "bad", "good"]
