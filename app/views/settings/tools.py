@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import replace
+from functools import partial
 
 from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
@@ -273,7 +274,7 @@ class ToolServerDialog(QDialog):
         self._tested += found
         self._left = len(found)
         for server in found:
-            self._tools.look(server, lambda outcome, server=server: self._on_tested(server, outcome))
+            self._tools.look(server, partial(self._on_tested, server))
 
     def _end_tests(self) -> None:
         """What was only tried does not go on."""
