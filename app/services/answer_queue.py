@@ -134,8 +134,6 @@ MOST_ROUNDS, MOST_CALLS = 20, 16
 """Of tools in one answer, and of calls in one round."""
 MOST_ALIKE = 3
 """Calls of one tool with the same arguments, after which a model has lost its way."""
-TOOLS_STOPPED = "tools"
-"""The `reason_code` of an answer that was ended because of what it called."""
 UNSEEN = "[a picture]"
 """What a model that reads text only gets of a message without any."""
 UNREAD = "[a document that could not be read]"
@@ -228,18 +226,19 @@ def _refused(step: Step, why: str) -> Step:
 
 
 def _lost_way(answer: Message) -> str:
-    """Why an answer calls no more tools, as a sentence; empty if it may go on."""
+    """Why an answer calls no more tools, as a sentence for the model and for people; empty if it may go on."""
     last = answer.steps[-1].calls
     made = Counter((use.name, use.arguments) for step in answer.steps for use in step.calls)
     for use in last:
         if made[use.name, use.arguments] >= MOST_ALIKE:
-            return translate(
-                "Tools", "The model called {0} with the same arguments {1} times, and was stopped."
-            ).format(use.name, MOST_ALIKE)
+            words = translate("Tools", "{0} was called with the same arguments {1} times: no more calls, answer now.")
+            return words.format(use.name, MOST_ALIKE)
     if len(answer.steps) > MOST_ROUNDS:
-        return translate("Tools", "The model called tools {0} times in a row, and was stopped.").format(MOST_ROUNDS)
+        words = translate("Tools", "Tools were called {0} times in a row: no more calls, answer now.")
+        return words.format(MOST_ROUNDS)
     if len(last) > MOST_CALLS:
-        return translate("Tools", "The model called more than {0} tools at once, and was stopped.").format(MOST_CALLS)
+        words = translate("Tools", "More than {0} tools were called at once: no more calls, answer now.")
+        return words.format(MOST_CALLS)
     return ""
 
 
@@ -538,19 +537,18 @@ class AnswerQueue(QObject):
         step = Step(answer.content, answer.reasoning, tuple(uses))
         turn.answer = replace(answer, content="", reasoning="", steps=(*answer.steps, step))
         turn.first_at, turn.unsaved = 0.0, False
-        if trouble := _lost_way(turn.answer):
+        offer = turn.offer
+        if trouble := _lost_way(turn.answer):  # it answers once more, with what it has and no tools
             turn.answer = replace(turn.answer, steps=(*answer.steps, _refused(step, trouble)))
-            self._store.set_steps(turn.answer)
-            self._end(turn, MessageState.PARTIAL, trouble, TOOLS_STOPPED, stats)
-            return
+            turn.offer, uses = None, []
         self._calling[answer.id] = turn
         self._store.save_step(turn.answer)
         self._store.set_steps(turn.answer)
         for use in uses:
-            offered = turn.offer.find(use.name)
+            offered = offer.find(use.name)
             if offered is None:
                 self._put(turn, use.id, state="failed", result=NO_SUCH_TOOL)
-            elif turn.offer.runner.may_run(offered, turn.offer.in_chat):
+            elif offer.runner.may_run(offered, offer.in_chat):
                 self._run(turn, use.id)
         self._go_on(turn)
 

@@ -75,7 +75,11 @@ class Number:
 
     def holds(self, value: float) -> bool:
         """Whether it is within the bounds."""
-        return math.isfinite(value) and self.least <= value <= self.most and not (self.below and value == self.most)
+        try:
+            is_finite = math.isfinite(value)
+        except OverflowError:  # a whole number that no float can hold
+            return False
+        return is_finite and self.least <= value <= self.most and not (self.below and value == self.most)
 
     @property
     def words(self) -> str:

@@ -9446,16 +9446,16 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     <context>
         <name>Tools</name>
         <message>
-            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
-            <translation>Das Modell rief {0} {1}-mal mit denselben Argumenten auf und wurde angehalten.</translation>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} wurde {1}-mal mit denselben Argumenten aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
         </message>
         <message>
-            <source>The model called tools {0} times in a row, and was stopped.</source>
-            <translation>Das Modell rief {0}-mal nacheinander Werkzeuge auf und wurde angehalten.</translation>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>Werkzeuge wurden {0}-mal nacheinander aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
         </message>
         <message>
-            <source>The model called more than {0} tools at once, and was stopped.</source>
-            <translation>Das Modell rief mehr als {0} Werkzeuge auf einmal auf und wurde angehalten.</translation>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>Mehr als {0} Werkzeuge wurden auf einmal aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
         </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>

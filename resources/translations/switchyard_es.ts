@@ -9446,16 +9446,16 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     <context>
         <name>Tools</name>
         <message>
-            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
-            <translation>El modelo llamó a {0} {1} veces con los mismos argumentos y se detuvo.</translation>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>Se llamó a {0} {1} veces con los mismos argumentos: no hay más llamadas, responde ahora.</translation>
         </message>
         <message>
-            <source>The model called tools {0} times in a row, and was stopped.</source>
-            <translation>El modelo llamó a herramientas {0} veces seguidas y se detuvo.</translation>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>Se llamó a herramientas {0} veces seguidas: no hay más llamadas, responde ahora.</translation>
         </message>
         <message>
-            <source>The model called more than {0} tools at once, and was stopped.</source>
-            <translation>El modelo llamó a más de {0} herramientas a la vez y se detuvo.</translation>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>Se llamó a más de {0} herramientas a la vez: no hay más llamadas, responde ahora.</translation>
         </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>

@@ -9446,16 +9446,16 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     <context>
         <name>Tools</name>
         <message>
-            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
-            <translation>Le modèle a appelé {0} {1} fois avec les mêmes arguments et a été arrêté.</translation>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} a été appelé {1} fois avec les mêmes arguments : plus d’appels, répondre maintenant.</translation>
         </message>
         <message>
-            <source>The model called tools {0} times in a row, and was stopped.</source>
-            <translation>Le modèle a appelé des outils {0} fois de suite et a été arrêté.</translation>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>Des outils ont été appelés {0} fois de suite : plus d’appels, répondre maintenant.</translation>
         </message>
         <message>
-            <source>The model called more than {0} tools at once, and was stopped.</source>
-            <translation>Le modèle a appelé plus de {0} outils à la fois et a été arrêté.</translation>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>Plus de {0} outils ont été appelés à la fois : plus d’appels, répondre maintenant.</translation>
         </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>

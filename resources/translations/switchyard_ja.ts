@@ -9409,16 +9409,16 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>Tools</name>
         <message>
-            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
-            <translation>モデルが {0} を同じ引数で {1} 回呼び出したため、停止しました。</translation>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} が同じ引数で {1} 回呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
         </message>
         <message>
-            <source>The model called tools {0} times in a row, and was stopped.</source>
-            <translation>モデルがツールを {0} 回続けて呼び出したため、停止しました。</translation>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>ツールが {0} 回続けて呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
         </message>
         <message>
-            <source>The model called more than {0} tools at once, and was stopped.</source>
-            <translation>モデルが一度に {0} 個を超えるツールを呼び出したため、停止しました。</translation>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>一度に {0} 個を超えるツールが呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
         </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>

@@ -9409,16 +9409,16 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>Tools</name>
         <message>
-            <source>The model called {0} with the same arguments {1} times, and was stopped.</source>
-            <translation>模型以相同参数调用 {0} 共 {1} 次，已停止。</translation>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} 已以相同参数调用 {1} 次：不再调用，请直接回答。</translation>
         </message>
         <message>
-            <source>The model called tools {0} times in a row, and was stopped.</source>
-            <translation>模型连续 {0} 次调用工具，已停止。</translation>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>工具已连续调用 {0} 次：不再调用，请直接回答。</translation>
         </message>
         <message>
-            <source>The model called more than {0} tools at once, and was stopped.</source>
-            <translation>模型一次调用了超过 {0} 个工具，已停止。</translation>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>一次调用了超过 {0} 个工具：不再调用，请直接回答。</translation>
         </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>

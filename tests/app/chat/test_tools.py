@@ -158,11 +158,14 @@ def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEn
     begin(page, engine, qtbot)
     for number in range(3):
         engine.call(("clock", "{}"))
-        if number < 2:
-            qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
+        qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
+    asked = engine.requests[-1].command
+    assert asked.tools == ()  # it answers with what it has
+    assert "clock was called with the same arguments 3 times" in asked.messages[-1].content
+    engine.write("It is noon.")
+    engine.finish()
     message = page.presenter.model.rows[-1].message
-    assert message.state is MessageState.PARTIAL
-    assert "clock with the same arguments 3 times" in answer_of(page).note
+    assert (message.state, message.content) == (MessageState.COMPLETE, "It is noon.")
 
 
 def test_rounds_and_calls_at_once_are_limited(
@@ -173,13 +176,15 @@ def test_rounds_and_calls_at_once_are_limited(
     begin(page, engine, qtbot)
     for number in range(4):
         engine.call(("calculator", json.dumps({"expression": str(number)})))
-        if number < 3:
-            qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
-    assert "3 times in a row" in answer_of(page).note
+        qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
+    assert "3 times in a row" in engine.requests[-1].command.messages[-1].content
+    engine.write("Enough.")
+    engine.finish()
     page.presenter.send("Again")
-    qtbot.waitUntil(lambda: len(engine.requests) == 5)
+    qtbot.waitUntil(lambda: len(engine.requests) == 6)
     engine.call(*[("calculator", json.dumps({"expression": str(number)})) for number in range(3)])
-    assert "more than 2 tools at once" in answer_of(page).note
+    qtbot.waitUntil(lambda: len(engine.requests) == 7)
+    assert "More than 2 tools were called at once" in engine.requests[-1].command.messages[-1].content
 
 
 def test_an_answer_that_waits_for_a_tool_can_be_stopped(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
