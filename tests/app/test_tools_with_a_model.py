@@ -13,7 +13,7 @@ import pytest
 from pytestqt.qtbot import QtBot
 
 from app.services.answer_queue import AnswerQueue, ToolOffer, prompt_of
-from app.services.chat_store import ChatStore, Message, MessageState
+from app.services.chat_store import ChatStore, Conversation, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
 from app.services.tools.service import Tools
@@ -46,14 +46,16 @@ def test_a_small_model_calls_three_tools_and_finishes(qtbot: QtBot) -> None:
         tools.when_known(lambda: None)
         qtbot.waitUntil(lambda: len(tools.offered()) == 5, timeout=120_000)
         allowed = tuple(each.key for each in tools.offered())
+        store.create(Conversation("chat"))
         lineage: list[Message] = []
         ended: list[Message] = []
         queue.changed.connect(
             lambda answer: ended.append(answer) if answer.state is not MessageState.STREAMING else None
         )
         for number, (question, wanted, told) in enumerate(QUESTIONS):
-            lineage.append(Message(f"q{number}", "chat", None, "user", question))
-            answer = Message(f"a{number}", "chat", None, "assistant", "", MessageState.STREAMING)
+            lineage.append(Message(f"q{number}", "chat", lineage[-1].id if lineage else None, "user", question))
+            answer = Message(f"a{number}", "chat", f"q{number}", "assistant", "", MessageState.STREAMING)
+            store.add_messages([lineage[-1], answer])
             offer = ToolOffer(tools, tools.offered(), allowed)
             sampling = SamplingParams(temperature=0, max_tokens=300)
             queue.ask(answer, prompt_of("", lineage, calls=True), sampling, offer=offer)
@@ -65,6 +67,7 @@ def test_a_small_model_calls_three_tools_and_finishes(qtbot: QtBot) -> None:
             assert [use.name for use in made][:1] == [wanted], ended[-1]
             assert made[0].state == "done"
             assert told in made[0].result
+            assert told in ended[-1].content
     finally:
         tools.close()
         client.close_now()
