@@ -34,9 +34,13 @@ def server(kind: str) -> ToolServer:
 def tools(qtbot: QtBot) -> Iterator[Tools]:
     tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda prompt, rows: f"{prompt}: {len(rows)}")
     yield tools
-    before = psutil.Process().children(recursive=True) if tools.is_running else []
+    # Other tests of this process may have left it a child that is to stay, so only the host's family is asked after.
+    family = []
+    if tools._process is not None:
+        host = psutil.Process(tools._process.processId())
+        family = [host, *host.children(recursive=True)]
     tools.close()
-    _gone, left = psutil.wait_procs(before, timeout=30)
+    _gone, left = psutil.wait_procs(family, timeout=30)
     assert all(child.status() == psutil.STATUS_ZOMBIE for child in left)
 
 
