@@ -56,7 +56,12 @@ _OTHER_NAMES = {
     "mozilla public license 2.0 (mpl 2.0)": "MPL-2.0",
     "python software foundation license": "PSF-2.0",
 }
-_NOT_INSTALLED_EVERYWHERE = {"colorama": "BSD-3-Clause", "hf-xet": "Apache-2.0", "pywin32-ctypes": "BSD-3-Clause"}
+_NOT_INSTALLED_EVERYWHERE = {
+    "colorama": "BSD-3-Clause",
+    "hf-xet": "Apache-2.0",
+    "pywin32": "PSF-2.0",
+    "pywin32-ctypes": "BSD-3-Clause",
+}
 """Licences of packages for other systems, from PyPI."""
 
 
