@@ -235,7 +235,9 @@ def test_results_of_tools_go_back_into_the_conversation_of_every_client(running:
                 turns += [{"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
         turns = [*HELLO, {"role": "assistant", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}]
         turns.append({"role": "tool", "tool_name": "weather", "content": "rain"})
-        ollama.Client(host=running.url).chat("mixtral", turns, tools=[TOOL], options={"num_predict": 2})
+        client = ollama.Client(host=running.url)
+        with client._client:  # it closes no other way
+            client.chat("mixtral", turns, tools=[TOOL], options={"num_predict": 2})
     assert [[turn.role for turn in messages] for messages in seen] == [
         *[["user"], ["user", "assistant", "tool"]] * 3,
         ["user", "assistant", "tool"],
