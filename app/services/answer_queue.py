@@ -214,6 +214,8 @@ def step_turns(step: Step) -> tuple[ChatMessage, ...]:
 _NOTHING = dict.fromkeys(("asked", "running", "failed", "denied"), "The call was stopped.") | {"done": "(nothing)"}
 DENIED = "The user did not allow this call."
 NO_SUCH_TOOL = "There is no tool of this name."
+ANSWER_NOW = "Answer now in words, with these results."
+"""What a model is told that calls again what it has called: a small one goes on so otherwise."""
 
 
 def _is_taken(answer: Message, call_id: str) -> bool:
@@ -223,6 +225,12 @@ def _is_taken(answer: Message, call_id: str) -> bool:
 def _refused(step: Step, why: str) -> Step:
     """A step none of whose calls runs."""
     return replace(step, calls=tuple(replace(use, state="failed", result=why) for use in step.calls))
+
+
+def _is_repeated(steps: Sequence[Step]) -> bool:
+    """Whether the last calls were all made before."""
+    earlier = {(use.name, use.arguments) for step in steps[:-1] for use in step.calls}
+    return all((use.name, use.arguments) in earlier for use in steps[-1].calls)
 
 
 def _lost_way(answer: Message) -> str:
@@ -589,6 +597,8 @@ class AnswerQueue(QObject):
             return
         del self._calling[turn.answer.id]
         turn.messages = (*turn.messages, *step_turns(turn.answer.steps[-1]))
+        if turn.offer is None or _is_repeated(turn.answer.steps):
+            turn.messages = (*turn.messages, ChatMessage("user", ANSWER_NOW))
         turn.request, turn.tokens, turn.first_tokens = None, 0, 0
         self._waiting.append(turn)
         if turn.remote is None:

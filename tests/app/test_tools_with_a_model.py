@@ -46,21 +46,19 @@ def test_a_small_model_calls_three_tools_and_finishes(qtbot: QtBot) -> None:
         tools.when_known(lambda: None)
         qtbot.waitUntil(lambda: len(tools.offered()) == 5, timeout=120_000)
         allowed = tuple(each.key for each in tools.offered())
-        store.create(Conversation("chat"))
-        lineage: list[Message] = []
         ended: list[Message] = []
         queue.changed.connect(
             lambda answer: ended.append(answer) if answer.state is not MessageState.STREAMING else None
         )
         for number, (question, wanted, told) in enumerate(QUESTIONS):
-            lineage.append(Message(f"q{number}", "chat", lineage[-1].id if lineage else None, "user", question))
-            answer = Message(f"a{number}", "chat", f"q{number}", "assistant", "", MessageState.STREAMING)
-            store.add_messages([lineage[-1], answer])
+            # A chat for each: after one answer a model this small makes up the next without calling anything.
+            asked = Message(f"q{number}", f"chat{number}", None, "user", question)
+            answer = Message(f"a{number}", f"chat{number}", f"q{number}", "assistant", "", MessageState.STREAMING)
+            store.create(Conversation(f"chat{number}"), [asked, answer])
             offer = ToolOffer(tools, tools.offered(), allowed)
             sampling = SamplingParams(temperature=0, max_tokens=300)
-            queue.ask(answer, prompt_of("", lineage, calls=True), sampling, offer=offer)
+            queue.ask(answer, prompt_of("", [asked], calls=True), sampling, offer=offer)
             qtbot.waitUntil(lambda number=number: len(ended) == number + 1, timeout=600_000)
-            lineage.append(ended[-1])
             made = [use for step in ended[-1].steps for use in step.calls]
             sys.stdout.write(f"{made}\n{ended[-1].content}\n")
             assert ended[-1].state is MessageState.COMPLETE, ended[-1]

@@ -161,7 +161,8 @@ def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEn
         qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
     asked = engine.requests[-1].command
     assert asked.tools == ()  # it answers with what it has
-    assert "clock was called with the same arguments 3 times" in asked.messages[-1].content
+    assert "clock was called with the same arguments 3 times" in asked.messages[-2].content
+    assert asked.messages[-1].role == "user"
     engine.write("It is noon.")
     engine.finish()
     message = page.presenter.model.rows[-1].message
@@ -177,14 +178,14 @@ def test_rounds_and_calls_at_once_are_limited(
     for number in range(4):
         engine.call(("calculator", json.dumps({"expression": str(number)})))
         qtbot.waitUntil(lambda number=number: len(engine.requests) == number + 2)
-    assert "3 times in a row" in engine.requests[-1].command.messages[-1].content
+    assert "3 times in a row" in engine.requests[-1].command.messages[-2].content
     engine.write("Enough.")
     engine.finish()
     page.presenter.send("Again")
     qtbot.waitUntil(lambda: len(engine.requests) == 6)
     engine.call(*[("calculator", json.dumps({"expression": str(number)})) for number in range(3)])
     qtbot.waitUntil(lambda: len(engine.requests) == 7)
-    assert "More than 2 tools were called at once" in engine.requests[-1].command.messages[-1].content
+    assert "More than 2 tools were called at once" in engine.requests[-1].command.messages[-2].content
 
 
 def test_an_answer_that_waits_for_a_tool_can_be_stopped(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:
