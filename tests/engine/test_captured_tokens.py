@@ -24,6 +24,7 @@ from engine.runtime.decode.step_model import StepModel
 from engine.runtime.kv.layers import new_cache
 from engine.runtime.load import binding
 from engine.runtime.load import model as loading
+from engine.runtime.load.forms import Forms
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -67,6 +68,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> EmulatedCudaCard:
     monkeypatch.setattr(binding, "nvidia_card", lambda place: found)
     monkeypatch.setattr(binding, "_maker", _on_card)
     monkeypatch.setattr(loading, "bind_dense", lambda *_: None)
+    monkeypatch.setattr(Forms, "linears", {})
     monkeypatch.setattr(loading, "_graph_device", lambda _plan, parts: parts.devices.devices[0])
     return found
 

@@ -27,7 +27,7 @@ from engine.kernels.reference import attend_in_torch
 from engine.runtime.decode import tabled_attention
 from engine.runtime.kv.growing import GrowingLayer
 from engine.runtime.kv.narrow import NarrowLayer
-from engine.runtime.load import kv_precision as kv_precision_module
+from engine.runtime.load import model as loading
 from tests.engine.emulated_cuda_card import EmulatedCudaCard, needs_compiler
 from tests.engine.graph_cases import graphs_of
 from tests.engine.loaded_tiny import random_prompt
@@ -170,7 +170,7 @@ def test_tokens_are_those_of_transformers(
 def test_narrow_keys_stay_where_they_are(
     kv_precision: str, tmp_path: Path, on_emulated_cards: EmulatedCudaCard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_precision_module, "attention_of", tabled_attention.attention_of)
+    monkeypatch.setattr(loading, "attention_of", tabled_attention.attention_of)
     expected = reference("qwen3_moe", tmp_path)
     with opened(expected.folder, graphs="on", kv_precision=kv_precision) as model, chatting(model) as session:
         assert model.kv_type is not None

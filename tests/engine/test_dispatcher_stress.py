@@ -52,8 +52,8 @@ def _tiers(device: Device, folder: Path, part: int, dice: random.Random) -> Iter
             patch.setattr(on_disk.disk, "read", damaged)
             yield on_disk
             on_disk.cache.wait()
-            on_disk.lent.settle()
-            assert len(on_disk.lent) == 0
+            on_disk.tier.settle()
+            assert not on_disk.tier.lent
     finally:
         on_disk.close()
 
