@@ -30,6 +30,7 @@ from engine.serving.front_messages import (
     Wants,
     forget_link,
 )
+from engine.serving.link_folder import remove_abandoned
 
 MOST_SERVED = 200
 """How many requests the window remembers."""
@@ -178,7 +179,7 @@ class ApiServer(QObject):
             if not process.waitForFinished(CLOSE_MS):
                 process.kill()
                 process.waitForFinished(STOP_MS)
-                forget_link(self._link)
+                self._clear_after_killed()
 
     def _on_setting(self, key: str) -> None:
         if key in ("serve_others", "serve_to", "serve_port"):
@@ -302,7 +303,7 @@ class ApiServer(QObject):
         self._read(process)
         self._process, self._port = None, 0
         self._set_beside(Beside(""))
-        forget_link(self._link)  # a server that was killed could not do so
+        self._clear_after_killed()
         self._client.serve_others("", "")
         if self._asked_for is None:
             return
@@ -310,6 +311,11 @@ class ApiServer(QObject):
             self._start(self._asked_for)  # the one before it had other settings
         elif self._state is not ServerState.FAILED:
             self._fail(self.tr("The server stopped unexpectedly. Turn it off and on again."))
+
+    def _clear_after_killed(self) -> None:
+        """Does what a server that was killed could not, whether or not it had said where its links are."""
+        forget_link(self._link)
+        remove_abandoned()
 
     def _on_error(self, process: QProcess, error: QProcess.ProcessError) -> None:
         if error == QProcess.ProcessError.FailedToStart and process is self._process:

@@ -25,7 +25,7 @@ class LinkFolder:
         self._descriptor = -1
         self.place: str | None = None
         if os.name == "posix":
-            _remove_abandoned()
+            remove_abandoned()
             while self._descriptor < 0:
                 self.place = os.path.join(self._made(), "engine")
 
@@ -46,7 +46,7 @@ class LinkFolder:
             os.close(descriptor)
 
 
-def _remove_abandoned() -> None:
+def remove_abandoned() -> None:
     """Removes folders of this user that no living process has locked."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:

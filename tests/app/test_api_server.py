@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from app.views.settings.other_programs import OtherProgramsCard
 from engine.common.paths import log_dir
 from engine.serving.front_messages import Served
 from engine.serving.link import DeskLink
+from engine.serving.link_folder import PREFIX
 from tests.app.scripted_engine import ScriptedEngine
 from tests.scripted_desk import ScriptedDesk
 
@@ -124,6 +126,23 @@ def test_a_server_that_dies_is_said_and_comes_back(server: ApiServer, settings: 
     settings.serves_others = False
     settings.serves_others = True
     qtbot.waitUntil(lambda: on(server), timeout=20_000)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_server_that_must_be_killed_leaves_no_folders(
+    server: ApiServer, settings: Settings, monkeypatch: pytest.MonkeyPatch, qtbot: QtBot, has_begun: bool
+) -> None:
+    def links() -> list[Path]:
+        return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*"))
+
+    before = len(links())
+    if not has_begun:
+        monkeypatch.setattr(server, "_on_message", lambda _message: None)
+    settings.serves_others = True
+    qtbot.waitUntil(lambda: on(server) if has_begun else len(links()) >= before + 2, timeout=20_000)
+    monkeypatch.setattr("app.services.api_server.CLOSE_MS", 0)
+    server.close()
+    assert len(links()) == before
 
 
 def test_the_card_shows_what_a_program_needs(server: ApiServer, settings: Settings, qtbot: QtBot) -> None:

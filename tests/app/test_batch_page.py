@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import openpyxl
 import pytest
 from PySide6.QtCore import QMimeData, QPoint, QPointF, Qt, QUrl
 from PySide6.QtGui import QDragEnterEvent, QDropEvent
+from PySide6.QtTest import QTest
 from PySide6.QtWidgets import (
     QAbstractButton,
     QApplication,
@@ -583,6 +585,18 @@ def test_a_prompt_with_other_columns_stays_and_says_so(page: BatchPage, qtbot: Q
     qtbot.waitUntil(lambda: page.form.template.template == "Sum up {{story}}")
     assert "{{story}}" in page.form.template.trouble.text()
     assert not page.form.foot.start.isEnabled()
+
+
+def test_tab_goes_through_the_prompt_as_it_is_read(page: BatchPage, qtbot: QtBot, table: Path) -> None:
+    fill(page, qtbot, table)
+    template, answers = page.form.template, page.form.answers
+    page.activateWindow()
+    template.edit.setFocus()
+    order = [template.edit, template.pictures, template.system, answers.max_tokens]
+    for before, after in pairwise(order):
+        assert before.hasFocus()
+        QTest.keyClick(before, Qt.Key.Key_Tab)
+        assert after.hasFocus()
 
 
 def test_a_column_of_pictures_is_found_chosen_and_part_of_the_job(

@@ -103,17 +103,17 @@ class TemplateCard(Card):
             self, self.tr("Click a column to insert it at the cursor; it stands for each row's own text.")
         )
         self.trouble = warning_label(self)
-        self.system = ShortEdit(2, self)
-        self.system.setAccessibleName(self.tr("System prompt"))
-        self.system.setPlaceholderText(self.tr("System prompt: instructions for every row (optional)"))
-        self.system.setTabChangesFocus(True)
-        self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self.pictures = ComboBox(self)
         self.pictures.setAccessibleName(self.tr("Column of pictures"))
         self.pictures.setToolTip(
             self.tr("Its cells are paths of pictures, which begin in the file's folder, for a model that sees")
         )
         self.pictures.activated.connect(self._on_edited)
+        self.system = ShortEdit(2, self)  # made after what stands above it, as Tab goes
+        self.system.setAccessibleName(self.tr("System prompt"))
+        self.system.setPlaceholderText(self.tr("System prompt: instructions for every row (optional)"))
+        self.system.setTabChangesFocus(True)
+        self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self._blind = warning_label(self)
         column = Flow(self.pictures, parent=self)
         for widget in (self._hint, self._chips, self.edit, self.trouble, column, self._blind, self.system):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from PySide6.QtCore import QEvent, QPoint, Qt, Signal
+from PySide6.QtCore import QEvent, QPoint, QSize, Qt, Signal
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, QVBoxLayout, QWidget
 
 from app.icons import icon
@@ -270,6 +270,17 @@ class Composer(QFrame):
             self._fit_meter()
         return handled
 
+    def minimumSizeHint(self) -> QSize:
+        """Without the tools that make room, which a page that is not shown has not fitted to its width."""
+        hint = super().minimumSizeHint()
+        spare = [tool for tool in (self._extra_tool, self.tools_button) if tool is not None and not tool.isHidden()]
+        return QSize(hint.width() - sum(_width(tool) + TOOL_SPACING_PX for tool in spare), hint.height())
+
+    @property
+    def _extra_tool(self) -> IconButton | None:
+        """The first that makes room."""
+        return self._tools[-2] if len(self._tools) > 3 else None
+
     def _fit_meter(self) -> None:
         """Fits what is in the row of buttons to its width.
 
@@ -279,12 +290,17 @@ class Composer(QFrame):
         if self._is_fitting:
             return
         self._is_fitting = True
+        comes_and_goes = [*self._tools, self.meter]
+        before = [each.isHidden() for each in comes_and_goes]
         for _ in range(_MOST_FITS):
             if not self._must_fit:
                 break
             self._must_fit = False
             self._fit_to_width()
         self._is_fitting = False
+        if [each.isHidden() for each in comes_and_goes] != before:
+            # The layout that gave it this size, if any, goes on with places from before it was all laid out again.
+            self.updateGeometry()
 
     def _fit_to_width(self) -> None:
         """Shows the longest form of the meter that fits beside the buttons; what is worth less makes room for it."""
@@ -295,7 +311,7 @@ class Composer(QFrame):
         metrics = self.system_button.fontMetrics()
         frame = self.system_button.sizeHint().width() - metrics.horizontalAdvance(self.system_button.text())
         all_tools = sum(_width(tool) + TOOL_SPACING_PX for tool in self._tools)
-        extra = self._tools[-2] if len(self._tools) > 3 else None
+        extra = self._extra_tool
         fewer_tools = all_tools - (_width(extra) + TOOL_SPACING_PX if extra is not None else 0)
         # The switch for tools is in the menu of the button before it, too, which then shows whether it is on.
         fewest = fewer_tools - _width(self.tools_button) - TOOL_SPACING_PX
