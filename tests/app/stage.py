@@ -54,6 +54,7 @@ from app.views.models import ModelsPage
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog
+from app.views.settings.computing import ComputingCard
 from app.views.tray import QuickPrompt
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
@@ -244,6 +245,8 @@ class Stage:
         for answer in self.window.findChildren(AnswerView):
             answer.flush()  # long ones are written piece by piece
         self.until(lambda: not formulas().is_busy)
+        # A prediction that comes just before a look finds the rows above it pressed together for a moment.
+        self.until(lambda: not any(card.is_busy for card in self.window.findChildren(ComputingCard)))
         self.breathe(30)
 
     def close(self) -> None:

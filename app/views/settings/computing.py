@@ -58,6 +58,11 @@ class ComputingCard(SettingsCard):
         self.apply.clicked.connect(self._reload)
         settings.changed.connect(self._on_setting)
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether what it says of this PC is still being found out."""
+        return self._looking.is_busy or self.planning.is_busy
+
     def close_down(self) -> None:
         """Waits for background work."""
         self._looking.close()
