@@ -31,7 +31,7 @@ from app.widgets.quantities import duration, memory
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Text
 from engine.common.settings import kept_settings
 
-COMBO_WIDTH_PX, SLIDER_WIDTH_PX, NUMBER_WIDTH_PX = 240, 180, 140
+COMBO_WIDTH_PX, SLIDER_WIDTH_PX, NUMBER_WIDTH_PX = 240, 180, 148
 SHARES = 32
 """Steps of a memory's slider; the last one takes all that is free."""
 _SEGMENTS_CHARACTERS = 20
