@@ -8818,20 +8818,20 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Ein Klick auf eine Spalte fügt sie an der Einfügemarke ein; sie steht für den Text jeder Zeile.</translation>
         </message>
         <message>
-            <source>System prompt</source>
-            <translation>System-Prompt</translation>
-        </message>
-        <message>
-            <source>System prompt: instructions for every row (optional)</source>
-            <translation>System-Prompt: Anweisungen für jede Zeile (optional)</translation>
-        </message>
-        <message>
             <source>Column of pictures</source>
             <translation>Spalte mit Bildern</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
             <translation>Ihre Zellen sind Pfade von Bildern, ausgehend vom Ordner der Datei, für ein Modell, das Bilder sieht</translation>
+        </message>
+        <message>
+            <source>System prompt</source>
+            <translation>System-Prompt</translation>
+        </message>
+        <message>
+            <source>System prompt: instructions for every row (optional)</source>
+            <translation>System-Prompt: Anweisungen für jede Zeile (optional)</translation>
         </message>
         <message>
             <source>Pictures: none</source>

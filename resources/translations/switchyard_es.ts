@@ -8818,20 +8818,20 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Haga clic en una columna para insertarla en el cursor; representa el texto de cada fila.</translation>
         </message>
         <message>
-            <source>System prompt</source>
-            <translation>Prompt del sistema</translation>
-        </message>
-        <message>
-            <source>System prompt: instructions for every row (optional)</source>
-            <translation>Prompt del sistema: instrucciones para cada fila (opcional)</translation>
-        </message>
-        <message>
             <source>Column of pictures</source>
             <translation>Columna de imágenes</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
             <translation>Sus celdas son rutas de imágenes, desde la carpeta del archivo, para un modelo que ve imágenes</translation>
+        </message>
+        <message>
+            <source>System prompt</source>
+            <translation>Prompt del sistema</translation>
+        </message>
+        <message>
+            <source>System prompt: instructions for every row (optional)</source>
+            <translation>Prompt del sistema: instrucciones para cada fila (opcional)</translation>
         </message>
         <message>
             <source>Pictures: none</source>

@@ -8818,20 +8818,20 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Cliquez sur une colonne pour l’insérer au curseur ; elle représente le texte de chaque ligne.</translation>
         </message>
         <message>
-            <source>System prompt</source>
-            <translation>Prompt système</translation>
-        </message>
-        <message>
-            <source>System prompt: instructions for every row (optional)</source>
-            <translation>Prompt système : instructions pour chaque ligne (facultatif)</translation>
-        </message>
-        <message>
             <source>Column of pictures</source>
             <translation>Colonne d'images</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
             <translation>Ses cellules sont des chemins d'images, à partir du dossier du fichier, pour un modèle qui voit les images</translation>
+        </message>
+        <message>
+            <source>System prompt</source>
+            <translation>Prompt système</translation>
+        </message>
+        <message>
+            <source>System prompt: instructions for every row (optional)</source>
+            <translation>Prompt système : instructions pour chaque ligne (facultatif)</translation>
         </message>
         <message>
             <source>Pictures: none</source>

@@ -8781,20 +8781,20 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>列をクリックするとカーソル位置に挿入され、各行のテキストに置き換わります。</translation>
         </message>
         <message>
-            <source>System prompt</source>
-            <translation>システムプロンプト</translation>
-        </message>
-        <message>
-            <source>System prompt: instructions for every row (optional)</source>
-            <translation>システムプロンプト: 全行への指示（省略可）</translation>
-        </message>
-        <message>
             <source>Column of pictures</source>
             <translation>画像の列</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
             <translation>セルはファイルのあるフォルダーを基準とする画像のパスで、画像を認識するモデル用です</translation>
+        </message>
+        <message>
+            <source>System prompt</source>
+            <translation>システムプロンプト</translation>
+        </message>
+        <message>
+            <source>System prompt: instructions for every row (optional)</source>
+            <translation>システムプロンプト: 全行への指示（省略可）</translation>
         </message>
         <message>
             <source>Pictures: none</source>

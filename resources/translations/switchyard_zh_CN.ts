@@ -8781,20 +8781,20 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>点击某列可将其插入光标处；它代表各行自己的文本。</translation>
         </message>
         <message>
-            <source>System prompt</source>
-            <translation>系统提示词</translation>
-        </message>
-        <message>
-            <source>System prompt: instructions for every row (optional)</source>
-            <translation>系统提示词：适用于每行的指令（可选）</translation>
-        </message>
-        <message>
             <source>Column of pictures</source>
             <translation>图片列</translation>
         </message>
         <message>
             <source>Its cells are paths of pictures, which begin in the file's folder, for a model that sees</source>
             <translation>单元格是图片路径（相对于该文件所在的文件夹），供能看图片的模型使用</translation>
+        </message>
+        <message>
+            <source>System prompt</source>
+            <translation>系统提示词</translation>
+        </message>
+        <message>
+            <source>System prompt: instructions for every row (optional)</source>
+            <translation>系统提示词：适用于每行的指令（可选）</translation>
         </message>
         <message>
             <source>Pictures: none</source>

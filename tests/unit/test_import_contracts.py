@@ -23,6 +23,7 @@ APP_MAY_USE = (
     "engine.telemetry",
     "engine.tuning",
     "engine.serving.front_messages",
+    "engine.serving.link_folder",
 )
 
 
