@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -317,6 +318,10 @@ def test_a_session_is_opened_as_it_was_recorded(tmp_path: Path, page: MonitorPag
     assert len(session.history.spans_between(start, end)) == len(spans)
     assert session.about["model"] == STARTER.name
     assert len(session.maps) == 1
+    menu = page.sessions.menu()
+    with patch.object(page.sessions, "_first_words", lambda times: ["Why is the sky blue?"] * len(times)):
+        menu.aboutToShow.emit()
+        qtbot.waitUntil(lambda: any("sky blue" in action.text() for action in menu.actions()), timeout=20_000)
     with qtbot.waitSignal(page.sessions.opened, timeout=20_000):
         page.sessions.read(entry, compare=False)
     assert not page.timeline.view.navigator.is_live

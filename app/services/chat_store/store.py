@@ -350,7 +350,7 @@ class ChatStore(QObject):
         """What was asked first after each of these times (newest first, seconds since 1970), in a few words.
 
         Empty for one after which nothing was asked before the next, or of which the chat is gone; also if the store is
-        busy.
+        busy.  Waits for the store: not for the window's thread.
         """
         between = list(zip(times, [float("inf"), *times], strict=False))
         try:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 MOST_EXPRESSION = 500
 MOST_POWER_BITS = 100_000
-MOST_FILE = 20 * 10**6
+MOST_ROWS = 1000
+"""Of a batch that a model may start."""
 
 
 class ToolError(Exception):
@@ -59,7 +60,9 @@ RUN_BATCH = Tool(
     "Starts a batch job in this program that answers the same prompt for each row, and returns at once. {text} in the "
     "prompt stands for the row.",
     _schema(
-        {"prompt": _TEXT, "rows": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": 1000}}, "prompt", "rows"
+        {"prompt": _TEXT, "rows": {"type": "array", "items": _TEXT, "minItems": 1, "maxItems": MOST_ROWS}},
+        "prompt",
+        "rows",
     ),
 )
 BUILT_IN = (CALCULATOR, CLOCK, READ_FILE, RUN_BATCH, SEARCH)
@@ -98,9 +101,6 @@ def run_built_in(name: str, arguments: dict[str, Any], attached: Attached) -> st
             raise ToolError("No documents are attached to this chat.")
         return shortened(attached.search(str(arguments.get("question", "")))) or "Nothing was found."
     raise ToolError(f"There is no tool named {name[:60]!r}.")
-
-
-MOST_ROWS = 1000
 
 
 def start_batch(jobs: BatchJobs, prompt: str, rows: Sequence[str]) -> str:
@@ -146,7 +146,7 @@ def read_file(path: str, folders: tuple[str, ...]) -> str:
             if not place.is_relative_to(root) or not place.is_file():
                 continue
             with place.open("rb") as file:
-                content = file.read(min(MOST_FILE, 4 * MOST_RESULT))
+                content = file.read(4 * MOST_RESULT)
         except (OSError, ValueError) as error:
             raise ToolError(f"The file {path[:120]} cannot be read ({reason(error)}).") from None
         if b"\0" in content[:4096]:

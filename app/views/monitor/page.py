@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from PySide6.QtCore import QDateTime, QLocale, Qt, QTimer, Signal
-from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
+from PySide6.QtGui import QAction, QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import (
     QButtonGroup,
     QFileDialog,
@@ -71,7 +71,7 @@ class SessionsButton(QPushButton):
         super().__init__(parent)
         self._first_words = first_words
         self.setText(self.tr("Sessions"))
-        self._reading = LatestTask(self)
+        self._reading, self._naming = LatestTask(self), LatestTask(self)
         self._menu = QMenu(self)
         self._menu.aboutToShow.connect(self._fill)
         self.setMenu(self._menu)
@@ -79,6 +79,7 @@ class SessionsButton(QPushButton):
     def wait(self) -> None:
         """Waits for a session that is being read."""
         self._reading.close()
+        self._naming.close()
 
     def read(self, entry: SessionEntry, *, compare: bool) -> None:
         """Reads a session; one of the signals follows."""
@@ -87,21 +88,31 @@ class SessionsButton(QPushButton):
         self._reading.ask(lambda: open_session(entry), lambda session: self._done(session, compare=compare), self._fail)
 
     def _fill(self) -> None:
+        self._naming.forget()
         self._menu.clear()
         entries = sessions_in(sessions_dir())[:MOST_LISTED]
         if not entries:
             self._menu.addAction(self.tr("None yet: ask something in Chat")).setEnabled(False)
             return
-        words = self._first_words([entry.started_s for entry in entries])
+        named: list[tuple[QAction, QAction]] = []
         self._menu.addSection(self.tr("Open"))
         compare = QMenu(self.tr("Compare with"), self._menu)
-        for entry, said in zip(entries, words, strict=True):
-            for menu, is_second in ((self._menu, False), (compare, True)):
-                action = menu.addAction(session_title(entry, said))
+        for entry in entries:
+            both = self._menu.addAction(session_title(entry, "")), compare.addAction(session_title(entry, ""))
+            for action, is_second in zip(both, (False, True), strict=True):
                 action.triggered.connect(
                     lambda _checked=False, one=entry, second=is_second: self.read(one, compare=second)
                 )
+            named.append(both)
         self._menu.addMenu(compare)
+
+        def name(words: Sequence[str]) -> None:
+            for entry, said, actions in zip(entries, words, named, strict=True):
+                for action in actions:
+                    action.setText(session_title(entry, said))
+
+        # The store may be busy, and a menu must open at once.
+        self._naming.ask(lambda: self._first_words([entry.started_s for entry in entries]), name)
 
     def _done(self, session: OpenedSession, *, compare: bool) -> None:
         self._rest()
