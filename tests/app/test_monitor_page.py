@@ -319,7 +319,8 @@ def test_a_session_is_opened_as_it_was_recorded(tmp_path: Path, page: MonitorPag
     assert session.about["model"] == STARTER.name
     assert len(session.maps) == 1
     menu = page.sessions.menu()
-    with patch.object(page.sessions, "_first_words", lambda times: ["Why is the sky blue?"] * len(times)):
+    words = patch.object(page.sessions, "_first_words", lambda times: ["Why is the sky blue?"] * len(times))
+    with words, patch("app.views.monitor.page.sessions_dir", lambda: tmp_path):
         menu.aboutToShow.emit()
         qtbot.waitUntil(lambda: any("sky blue" in action.text() for action in menu.actions()), timeout=20_000)
     with qtbot.waitSignal(page.sessions.opened, timeout=20_000):
