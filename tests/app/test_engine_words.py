@@ -32,10 +32,8 @@ def german(qapp: QApplication) -> Iterator[None]:
 
 
 def _engine_texts() -> str:
-    services = ENGINE.parent / "app" / "services"
-    others = [*(services / "tools").glob("*.py"), services / "answer_queue.py"]  # which tell models, too
     texts = []
-    for path in [*ENGINE.rglob("*.py"), *others]:
+    for path in [*ENGINE.rglob("*.py"), ENGINE.parent / "app" / "services" / "tools.py"]:  # which tells models, too
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values))  # type: ignore[misc]

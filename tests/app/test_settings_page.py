@@ -27,7 +27,7 @@ from app.services.data_folder import planned_change
 from app.services.endpoints import Endpoints
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
@@ -63,7 +63,7 @@ def page(qtbot: QtBot, settings: Settings, theme: ThemeController, server: ApiSe
 
 
 def _tools(settings: Settings) -> Tools:
-    return Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    return Tools(settings, lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
 
 
 def _button(parent: QWidget, text: str) -> QPushButton:

@@ -15,13 +15,13 @@ import psutil
 import pytest
 from pytestqt.qtbot import QtBot
 
+from app.services import tools as service
 from app.services.chat_store.records import Attachment
 from app.services.settings import Settings
-from app.services.tools import service
-from app.services.tools.built_in import ToolError, calculate, read_file
-from app.services.tools.host import MOST_RESULT
-from app.services.tools.servers import ServerError, ToolServer, servers_of
-from app.services.tools.service import OfferedTool, Outcome, Tools
+from app.services.tools import Tools
+from engine.tools.built_in import MOST_RESULT, ToolError, calculate, read_file
+from engine.tools.rounds import MOST_OFFERED, OfferedTool, Outcome
+from engine.tools.servers import ServerError, ToolServer, servers_of
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -32,7 +32,7 @@ def server(kind: str) -> ToolServer:
 
 @pytest.fixture
 def tools(qtbot: QtBot) -> Iterator[Tools]:
-    tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda prompt, rows: f"{prompt}: {len(rows)}")
+    tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
     yield tools
     # Other tests of this process may have left it a child that is to stay, so only the host's family is asked after.
     family = []
@@ -72,7 +72,7 @@ def test_a_server_over_pipes_lists_its_tools_and_runs_them(tools: Tools, qtbot: 
     assert call(tools, qtbot, "add", {"a": "two"}).failed
     # The next session knows them without starting the server.
     tools._settings.save()
-    later = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    later = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
     assert [each.tool.name for each in later.offered()] == names
     assert not later.is_running
 
@@ -156,7 +156,7 @@ def test_long_results_and_lists_are_cut(tools: Tools, qtbot: QtBot) -> None:
     assert (len(outcome.text) < MOST_RESULT + 100, "200,000 characters" in outcome.text) == (True, True)
     tools.remove("long")
     listed(tools, qtbot, server("many"))
-    assert len(tools.offered()) == service.MOST_OFFERED
+    assert len(tools.offered()) == MOST_OFFERED
 
 
 def test_odd_characters_in_descriptions_and_results_are_text(tools: Tools, qtbot: QtBot) -> None:
@@ -178,19 +178,19 @@ def test_a_call_can_be_stopped(tools: Tools, qtbot: QtBot) -> None:
 
 def test_what_may_run_unasked(tools: Tools) -> None:
     offered = {each.tool.name: each for each in tools.offered()}
-    assert [name for name, each in offered.items() if tools.may_run(each, ())] == [
+    assert [name for name, each in offered.items() if each.may_run(())] == [
         "calculator",
         "clock",
         "search_documents",
     ]
     own = OfferedTool(offered["clock"].tool, "clock", "evil")
-    assert not tools.may_run(own, ())
-    assert tools.may_run(own, ("evil/clock",))
+    assert not own.may_run(tools.always_allowed)
+    assert own.may_run(("evil/clock",))
     tools.allow_always("evil/clock")
-    assert tools.may_run(own, ())
+    assert own.may_run(tools.always_allowed)
     tools.put(ToolServer("evil", "x"))
     tools.remove("evil")
-    assert not tools.may_run(own, ())
+    assert not own.may_run(tools.always_allowed)
 
 
 def test_arguments_that_are_no_object_are_refused(tools: Tools, qtbot: QtBot) -> None:

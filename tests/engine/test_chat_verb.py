@@ -22,7 +22,7 @@ from tests.engine.tiny_families import tiny_checkpoint
 CHECKOUT = Path(__file__).resolve().parents[2]
 FIELDS = {
     *("text", "reasoning", "prompt_tokens", "generated_tokens", "ttft_s", "tokens_per_s", "device", "finish_reason"),
-    *("model", "precision", "threads", "device_note", "template_note", "gave_way"),
+    *("calls", "model", "precision", "threads", "device_note", "template_note", "gave_way"),
 }
 
 
@@ -111,9 +111,7 @@ class Echo:
         self.asked: list[list[str]] = []
         self.interrupt = False
 
-    def generate(
-        self, messages: Any, sampling: Any, *, on_progress: Any, on_text: Any, on_reasoning: Any, cancelled: Any
-    ) -> Any:
+    def generate(self, messages: Any, sampling: Any, *, on_text: Any, cancelled: Any, **_more: Any) -> Any:
         self.asked.append([message.content for message in messages])
         on_text("ech", 1)
         if self.interrupt:

@@ -163,7 +163,7 @@ class CallRow(QWidget):
         if self._inside is not None:
             self._inside.setVisible(is_open)
             _fill(self._arguments, pretty(self.use.arguments))
-            _fill(self._result, self.use.result)
+            _fill(self._result, self.use.result if self.use.state == "done" else said(self.use.result))
 
     def _box(self, name: str, column: QVBoxLayout) -> QPlainTextEdit:
         label = QLabel(name, self)

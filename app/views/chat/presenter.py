@@ -29,7 +29,7 @@ from engine.common.errors import ErrorCode
 from engine.remote.endpoint import RemoteModel, is_remote
 
 if TYPE_CHECKING:
-    from app.services.tools.service import Tools
+    from app.services.tools import Tools
 
 Permission = Literal["once", "chat", "always", "deny"]
 

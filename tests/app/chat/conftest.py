@@ -17,7 +17,7 @@ from app.services.model_speeds import ModelSpeeds
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from app.views.chat.chat_view import ChatView
 from tests.app.scripted_engine import ScriptedEngine
 
@@ -41,7 +41,7 @@ def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callabl
         speeds = ModelSpeeds(settings)
         answers, counter = AnswerQueue(engine, store), TokenCounter()  # type: ignore[arg-type]
         documents, prompts, presets = Documents(store), SavedPrompts(), SavedPresets()
-        tools = Tools(settings, lambda: documents, lambda _prompt, rows: f"{len(rows)} rows")
+        tools = Tools(settings, lambda: documents, lambda _job, _rows: None)
         page = ChatView(
             engine,  # type: ignore[arg-type]
             store,

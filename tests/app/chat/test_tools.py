@@ -10,15 +10,16 @@ import pytest
 from PySide6.QtWidgets import QPushButton
 from pytestqt.qtbot import QtBot
 
-from app.services import answer_queue
 from app.services.chat_store import ChatStore, MessageState
 from app.services.chat_store.records import Attachment
-from app.services.tools.servers import ToolServer
-from app.services.tools.service import OfferedTool, Outcome, Tools
+from app.services.tools import Tools
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
 from engine.common.chat import Tool
 from engine.remote.endpoint import endpoint_at, save_endpoint
+from engine.tools import rounds
+from engine.tools.rounds import OfferedTool, Outcome
+from engine.tools.servers import ToolServer
 from tests.app.scripted_engine import ScriptedEngine
 
 WEB = ToolServer("web", "npx", tools=(Tool("search", "Searches.", '{"type": "object"}'),))
@@ -172,8 +173,8 @@ def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEn
 def test_rounds_and_calls_at_once_are_limited(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_queue, "MOST_ROUNDS", 3)
-    monkeypatch.setattr(answer_queue, "MOST_CALLS", 2)
+    monkeypatch.setattr(rounds, "MOST_ROUNDS", 3)
+    monkeypatch.setattr(rounds, "MOST_CALLS", 2)
     begin(page, engine, qtbot)
     for number in range(4):
         engine.call(("calculator", json.dumps({"expression": str(number)})))
