@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 
 from engine.common.chat import Tool, ToolCall, ToolChoice
 from engine.common.errors import EngineError
+from engine.families.replies.calls import NEST
 from engine.families.replies.reader import Spoken, form_of, reply_reader
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
@@ -43,6 +44,9 @@ FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "deepseek-fenced": ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", ()),
     "minimax": ("minimax_m2", "tools <minimax:tool_call>", ()),
+    "minimax-m3": ("minimax_m3_vl", "tools", (NEST,)),
+    "minimax-m3-text": ("minimax_m3_vl", "tools", ()),
+    "jamba": ("jamba", "tools <tool_calls>[", ()),
     "lfm": ("lfm2_moe", "tools <|tool_call_start|>", ("<|tool_call_start|>", "<|tool_call_end|>")),
     "llama4": ("llama4_text", "tools <|python_start|>", ("<|python_start|>", "<|python_end|>")),
     "kimi": ("kimi_k2", "tools <|tool_calls_section_begin|>", ()),
@@ -53,7 +57,7 @@ FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-ENDS = ("\n</parameter>\n", "</parameter>", "</arg_value>", '<|"|>')
+ENDS = ("\n</parameter>\n", "</parameter>", "</arg_value>", '<|"|>', NEST)
 
 
 class Model:
@@ -126,6 +130,7 @@ _PLAIN = st.sampled_from(
         {"enum": ["fast", 3, None]},
         {"type": ["string", "null"]},
         {"const": 7},
+        {"const": "as it is"},
     ]
 )
 
@@ -185,6 +190,8 @@ OPENS = {
     "lfm": "Now <|tool_call_start|>",
     "gemma": "<|tool_call>",
     "minimax": "<minimax:tool_call>",
+    "minimax-m3": f"{NEST}<tool_call>",
+    "jamba": "<tool_calls>",
 }
 
 
