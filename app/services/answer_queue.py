@@ -203,6 +203,16 @@ def prompt_of(
     return tuple(found)
 
 
+def sent_text(message: Message, *, calls: bool) -> str:
+    """All that `prompt_of` sends of a message, pictures and documents excepted, to be counted."""
+    parts = []
+    for step in message.steps:
+        parts.append(step.text)
+        if calls:
+            parts += [part for use in step.calls for part in (use.name, use.arguments, use.result)]
+    return "\n\n".join(filter(None, (*parts, message.content)))
+
+
 class AnswerQueue(QObject):
     """Requests answers.  Each of them ends as complete, partial or failed, and is saved as such.
 

@@ -83,7 +83,7 @@ class _Server:
                 await self.closing.wait()
         except BaseException as error:
             if not self.ready.done():
-                self.ready.set_exception(error if isinstance(error, Exception) else TroubleError("was stopped"))
+                self.ready.set_exception(error if isinstance(error, Exception) else TroubleError("was stopped."))
                 self.ready.exception()  # whoever asked may have gone
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
