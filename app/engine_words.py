@@ -67,8 +67,6 @@ _NOTED = (
     QT_TRANSLATE_NOOP("Engine", "There is no tool of this name."),
     QT_TRANSLATE_NOOP("Engine", "The expression divides by zero."),
     QT_TRANSLATE_NOOP("Engine", "No folder is attached to this chat: attach one first."),
-    QT_TRANSLATE_NOOP("Engine", "{0} was stopped."),
-    QT_TRANSLATE_NOOP("Engine", "{0} failed: {1}."),
     QT_TRANSLATE_NOOP("Engine", "{0} was removed or is off."),
     QT_TRANSLATE_NOOP("Engine", "The process with the tools ended."),
     QT_TRANSLATE_NOOP("Engine", "The process with the tools could not be started."),
@@ -100,7 +98,9 @@ _NOTED = (
     QT_TRANSLATE_NOOP("Engine", "An expression has 1 to {0} characters."),
     QT_TRANSLATE_NOOP("Engine", "The expression cannot be read ({0})."),
     QT_TRANSLATE_NOOP("Engine", "The expression cannot be computed ({0})."),
-    QT_TRANSLATE_NOOP("Engine", "Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed."
+    ),
     # Models and files.
     QT_TRANSLATE_NOOP("Engine", "The starter model is not on this machine yet."),
     QT_TRANSLATE_NOOP("Engine", "There is no file {0}: check the path."),
@@ -184,6 +184,9 @@ _NOTED = (
         "Engine", "{0} is protected by a password or is an old .xls: save it as .xlsx without a password."
     ),
     QT_TRANSLATE_NOOP("Engine", "Another run is working on the job of {0}: wait for it or stop it first."),
+    # The end of which could be anything.
+    QT_TRANSLATE_NOOP("Engine", "{0} was stopped."),
+    QT_TRANSLATE_NOOP("Engine", "{0} failed: {1}."),
 )  # fmt: skip
 FORMS = tuple(map(str, _NOTED))
 """Sentences, and parts of them that are put into others."""
