@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import queue
 import subprocess
@@ -242,11 +243,14 @@ def _line(use: ToolUse) -> str:
 
 
 def use_document(use: ToolUse) -> dict[str, Any]:
-    """A call for `--json`."""
+    """A call for `--json`; arguments that are none are the text that came."""
+    arguments: Any = use.arguments
+    with contextlib.suppress(ValueError):
+        arguments = json.loads(use.arguments)
     return {
         "name": use.name,
         "server": use.server,
-        "arguments": json.loads(use.arguments),
+        "arguments": arguments,
         "state": use.state,
         "result": use.result,
         "seconds": use.seconds,

@@ -71,6 +71,9 @@ class RemoteTalk:
                 said.append(delta.text)
                 on_text(delta.text, pieces)
 
+        if tools and "tools" in self._client.found.lacks:
+            words = f"{called(self._client.endpoint)} takes no tools: leave --tools out, or choose another model."
+            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, words)
         request = RemoteRequest(tuple(messages), sampling, self.model, tools, chosen=self._chosen)
         try:
             answer = self._client.ask(request, on_delta, cancelled)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from app.services import tools as service
 from app.services.chat_store.records import Attachment
 from app.services.settings import Settings
 from app.services.tools import Tools
+from engine.common.paths import config_dir
+from engine.common.settings import settings_path
+from engine.tools import servers
 from engine.tools.built_in import MOST_RESULT, ToolError, calculate, read_file
 from engine.tools.rounds import MOST_OFFERED, OfferedTool, Outcome
-from engine.tools.servers import ServerError, ToolServer, servers_of
+from engine.tools.servers import ServerError, ToolServer, servers_of, with_values
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -96,6 +100,99 @@ def test_a_server_over_http_runs_its_tools(tools: Tools, qtbot: QtBot) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+KEY = "key-4f1b9d"
+
+
+@pytest.fixture
+def vault(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A keyring for one test."""
+    held: dict[str, str] = {}
+    monkeypatch.setattr(servers, "_this_run", {})
+    monkeypatch.setattr(servers, "ask_keyring", lambda name: held.get(name, ""))
+    monkeypatch.setattr(servers, "tell_keyring", held.__setitem__)
+    monkeypatch.setattr(servers, "forget_in_keyring", lambda name: held.pop(name, None))
+    return held
+
+
+def keyed() -> ToolServer:
+    plain = server("keyed")
+    return replace(plain, env=(*plain.env, ("API_KEY", KEY)))
+
+
+def opened_again(monkeypatch: pytest.MonkeyPatch) -> Tools:
+    """What the next start of the window knows."""
+    monkeypatch.setattr(servers, "_this_run", {})
+    return Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+
+
+def test_keys_of_servers_are_in_the_keyring_and_in_no_file(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not listed(tools, qtbot, keyed()).failed
+    assert call(tools, qtbot, "go") == Outcome(KEY)
+    tools._settings.save()
+    (kept,) = vault.values()
+    assert KEY in kept
+    home = config_dir().parent
+    assert not [path for path in home.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert KEY not in caplog.text + repr(tools.servers)
+    later = opened_again(monkeypatch)
+    try:
+        assert call(later, qtbot, "go") == Outcome(KEY)
+        # Another command does not get it, nor does a server that was removed and added again.
+        moved = replace(later.servers[0], args=(*later.servers[0].args, "elsewhere"))
+        assert "needs its" in listed(later, qtbot, moved).text
+        later.remove("keyed")
+        qtbot.waitUntil(lambda: vault == {})
+    finally:
+        later.close()
+
+
+def test_keys_that_an_older_version_wrote_into_the_settings_move_out(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"name": "web", "url": "https://example.org/mcp", "headers": {"Authorization": f"Bearer {KEY}"}, "on": True}
+    tools._settings.set("tool_servers", [old])
+    tools._settings.save()
+    later = opened_again(monkeypatch)
+    try:
+        qtbot.waitUntil(lambda: bool(vault))
+        qtbot.waitUntil(lambda: KEY not in json.dumps(later._settings.get("tool_servers", list[Any]())))
+        later._settings.save()
+        assert KEY not in settings_path().read_text()
+        assert with_values(later.servers[0]).headers == (("Authorization", f"Bearer {KEY}"),)
+    finally:
+        later.close()
+
+
+def test_without_a_keyring_keys_are_for_this_run_and_the_next_asks(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "tell_keyring", lambda _name, _secret: None)
+    assert not listed(tools, qtbot, keyed()).failed
+    assert tools.for_this_run == {"keyed"}
+    assert call(tools, qtbot, "go") == Outcome(KEY)
+    tools._settings.save()
+    later = opened_again(monkeypatch)
+    try:
+        told = call(later, qtbot, "go")
+        assert told == Outcome(
+            "keyed needs its PYTHONPATH again, which was kept for one run only: edit the server.", True
+        )
+    finally:
+        later.close()
+
+
+def test_a_value_may_be_read_from_the_environment(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = replace(server("keyed"), env=(("PYTHONPATH", ROOT), ("API_KEY", "Bearer ${MY_KEY}")))
+    assert listed(tools, qtbot, plain).text == "keyed needs MY_KEY in the environment, where it is not set: set it."
+    monkeypatch.setenv("MY_KEY", KEY)
+    assert not listed(tools, qtbot, plain).failed
+    assert call(tools, qtbot, "go") == Outcome(f"Bearer {KEY}")
 
 
 @pytest.mark.parametrize(
