@@ -19,7 +19,7 @@ from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
 from app.services.background import TaskQueue
 from engine.common.chat import Picture
 from engine.common.foreign import read_foreign, reason
-from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES, SUFFIXES, is_endless, kind_of, media_of
+from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES, MOST_PIXELS, SUFFIXES, is_endless, kind_of, media_of
 from engine.common.sizes import about
 
 MOST_SIDE_PX = 2048
@@ -30,6 +30,8 @@ JPEG_QUALITY = 90
 OTHER_SUFFIXES = (".heic", ".heif", ".avif", ".svg", ".svgz", ".tif", ".tiff", ".bmp", ".jxl", ".jp2", ".psd")
 """Pictures that are refused by name."""
 _FILE_MANAGERS = ("x-special/nautilus-clipboard", "copy", "cut")
+_JPEG_TIMES = 3
+"""As many pixels as of other kinds: it is scaled while it is read."""
 _MOST = QSize(MOST_SIDE_PX, MOST_SIDE_PX)
 _FORMATS = ("png", "jpeg", "webp", "gif")
 
@@ -163,7 +165,11 @@ def _read(path: Path) -> QImage:
             raise NotAPictureError(words.format(path.name, kind))
         words = translate("Pictures", "{0} is no PNG, JPEG, WebP or GIF picture.")
         raise NotAPictureError(words.format(path.name))
-    size = reader.size()
+    size, is_jpeg = reader.size(), bytes(reader.format().data()) == b"jpeg"
+    if size.width() * size.height() > MOST_PIXELS * (_JPEG_TIMES if is_jpeg else 1):
+        raise NotAPictureError(
+            translate("Pictures", "{0} has too many pixels: make it smaller first.").format(path.name)
+        )
     if size.isValid():
         reader.setScaledSize(fitting(size, _MOST))  # while it is read: a photo of a camera takes little memory
     image = reader.read()
