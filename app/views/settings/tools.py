@@ -148,7 +148,7 @@ class ToolsCard(SettingsCard):
         if server.tools is None:
             return self.tr("Its tools are asked for when a chat needs them.")
         if not server.tools:
-            return self.tr("It has no tools.")
+            return self.tr("It offers no tools; its prompts and resources are not used here.")
         names = [tool.name for tool in server.tools]
         shown = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
         return self.tr("{0} tools: {1}", "", len(names)).format(len(names), shown)
