@@ -264,6 +264,7 @@ class _HostProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         self._number = 0
+        self._listening: threading.Thread | None = None
 
     def ask(self, server: ToolServer, line: dict[str, Any], seconds: float, cancelled: Cancelled) -> dict[str, Any]:
         """The answer, or a `problem`."""
@@ -305,11 +306,13 @@ class _HostProcess:
 
         def listen() -> None:
             assert process.stdout is not None
-            for line in process.stdout:
-                answers.put(json.loads(line))
+            with process.stdout as lines:
+                for line in lines:
+                    answers.put(json.loads(line))
             answers.put(None)
 
-        threading.Thread(target=listen, name="tools", daemon=True).start()
+        self._listening = threading.Thread(target=listen, name="tools", daemon=True)
+        self._listening.start()
         return process
 
     @staticmethod
@@ -341,6 +344,8 @@ class _HostProcess:
                 child.kill()
             except psutil.Error:
                 continue
+        if self._listening is not None:
+            self._listening.join(_GRACE_S)
 
 
 def answer_with_tools(

@@ -135,7 +135,7 @@ def test_people_are_asked_on_the_terminal(
     assert chat(model, "--tools") == 0
     told = capsys.readouterr()
     assert told.out == "Let me look.\n" * 5 + "Done.\n"
-    assert told.err.count("Allow it?") == 5  # once more after what was no answer, and for one of three cities
+    assert told.err.count("Allow it?") == 4  # once more after what was no answer, and for one of three cities
     assert 'The model wants to call add of the server good with {"a": 1, "b": 1}' in told.err
     results = [each["content"] for each in model.posted[-1].body["messages"] if each["role"] == "tool"]
     assert results == ["The user did not allow this call.", "4", *[f"It is sunny in {city}." for city in "ABC"]]
