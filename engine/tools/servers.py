@@ -82,8 +82,8 @@ class ToolServer:
         return (*self.env, *self.headers)
 
     def is_same_place(self, other: ToolServer) -> bool:
-        """Whether both are one program."""
-        return self.entry == other.entry
+        """Whether both are one program, whatever the values of its variables or headers."""
+        return self.place == other.place and dict(self.pairs).keys() == dict(other.pairs).keys()
 
 
 def server_of(name: str, raw: Any, *, is_kept: bool = False) -> ToolServer:

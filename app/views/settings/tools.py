@@ -301,7 +301,7 @@ class ToolServerDialog(QDialog):
     def _end_tests(self) -> None:
         """What was only tried does not go on."""
         for server in self._tested:
-            if all(each.entry != server.entry for each in self._tools.servers):
+            if not any(each.name == server.name and each.is_same_place(server) for each in self._tools.servers):
                 self._tools.stop(server.name)
 
     def _on_tested(self, server: ToolServer, outcome: Outcome) -> None:
