@@ -315,7 +315,7 @@ def test_whatever_a_camera_or_a_program_writes_is_read_as_the_engine_reads_it(qt
         got = read_picture(ours, name)
         assert got.size == wanted.size, name
         apart = np.abs(np.asarray(got, np.int16) - np.asarray(wanted, np.int16)).mean()
-        assert apart < (40 if "CMYK" in name else 4), (name, apart)
+        assert apart < (40 if "CMYK" in name else 10), (name, apart)
 
 
 @pytest.mark.parametrize("size", [(20_000, 20_000), (60_000, 1_000)])
