@@ -81,6 +81,8 @@ class Tools(QObject):
         self._own, self._keys = TaskQueue(self), TaskQueue(self)
         self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
         self._idle.timeout.connect(self.stop_servers)
+        self._looked_at: dict[str, ToolServer] = {}
+        """With the tools that they listed."""
         self.problems: dict[str, str] = {}
         """By the names of servers, why their tools are not known."""
         self.for_this_run: set[str] = set()
@@ -102,8 +104,9 @@ class Tools(QObject):
         known = next((each for each in self._servers if each.name in (server.name, instead_of)), None)
         bare = put_aside(server)
         brings_values, server = bare != server, bare
-        if known is not None and server.tools is None and known.is_same_place(server):
-            server = replace(server, tools=known.tools)
+        for each in (known, self._looked_at.get(server.name)):
+            if each is not None and server.tools is None and each.is_same_place(server):
+                server = replace(server, tools=each.tools)
         if known is not None and known.vault and known.vault != server.vault:
             self._keys.add(lambda: forget_values(known))
         if brings_values:
@@ -195,6 +198,7 @@ class Tools(QObject):
                 return
             self.problems.pop(server.name, None)
             listed = tuple(Tool(each["name"], each["description"], each["parameters"]) for each in tools)
+            self._looked_at[server.name] = replace(server, tools=listed)
             known = next((each for each in self._servers if each.name == server.name), None)
             if known is not None and known.is_same_place(server):
                 others = [each for each in self._servers if each.name != server.name]

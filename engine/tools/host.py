@@ -22,6 +22,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from engine.common.foreign import reason
 from engine.tools.built_in import shortened
 
 MOST_TOOLS = 128
@@ -295,7 +296,7 @@ class Host:
             return f"sent more than {MOST_BYTES // 2**20} MB at once, and was stopped."
         if isinstance(error, TroubleError):
             return str(error)
-        said = " ".join(str(error).split())[:200].rstrip(".")
+        said = " ".join(reason(error).split())[:200].rstrip(".") if isinstance(error, Exception) else ""
         if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
             return f"could not be started ({said}): check its command."
         if "onnection closed" in said or "closed" in type(error).__name__.lower():

@@ -292,7 +292,7 @@ class ToolServerDialog(QDialog):
             return
         self.test.setEnabled(False)
         self._tell(self.tr("Starting…"))
-        self._told: list[str] = []
+        self._told: list[tuple[bool, str]] = []
         self._tested += found
         self._left = len(found)
         for server in found:
@@ -305,11 +305,13 @@ class ToolServerDialog(QDialog):
                 self._tools.stop(server.name)
 
     def _on_tested(self, server: ToolServer, outcome: Outcome) -> None:
-        self._told.append(said(outcome.text) if outcome.failed else f"{server.name}: {outcome.text}")
+        words = said(outcome.text) if outcome.failed else f"{server.name}: {outcome.text}"
+        self._told.append((outcome.failed, words))
         self._left -= 1
         if not self._left:
             self.test.setEnabled(True)
-            self._tell("\n".join(self._told))
+            self._tell("\n".join(words for failed, words in self._told if not failed))
+            set_message(self.trouble, "\n".join(words for failed, words in self._told if failed))
 
     def _tell(self, words: str) -> None:
         self.said.setText(words)
