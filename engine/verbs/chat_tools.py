@@ -294,7 +294,8 @@ class _HostProcess:
 
     def _started(self) -> subprocess.Popen[bytes]:
         command, environment = confined_module("engine.tools.host")
-        self._answers = answers = queue.Queue()
+        answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
+        self._answers = answers
         self._process = process = subprocess.Popen(
             command,
             env=environment,
