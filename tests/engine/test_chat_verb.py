@@ -129,6 +129,11 @@ def test_a_model_that_reads_text_only_says_so(tiny: Path, tmp_path: Path, capsys
     assert "tiny-mixtral reads text only: it was made for text." in capsys.readouterr().err
 
 
+def test_a_model_that_was_made_for_no_tools_says_so(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(tiny, "--prompt", "How late is it?", "--tools") == 2
+    assert "no place for tools" in capsys.readouterr().err
+
+
 # --- conversing -----------------------------------------------------------------------------------
 
 
