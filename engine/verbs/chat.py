@@ -148,12 +148,14 @@ def _turn(
     """Answers the last message; returns the new conversation, without the message if answering failed."""
     try:
         with _stopped_by_ctrl_c() as stopped:
-            result, _steps, turns = _answer(talker, sampling, messages, tools, _Shown(), stopped)
+            result, steps, turns = _answer(talker, sampling, messages, tools, _Shown(), stopped)
     except EngineError as error:
         note(f"switchyard: {error.message}")
         return messages[:-1]
     write_text("\n")
     note(f"[{result.generated_tokens} tokens, {result.tokens_per_s:.1f}/s, first after {result.ttft_s:.2f} s]")
+    if steps and not result.text:  # it was stopped among its calls, which stay
+        return turns
     return [*turns, ChatMessage("assistant", result.text, result.reasoning)]
 
 

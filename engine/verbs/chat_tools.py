@@ -303,6 +303,7 @@ class _HostProcess:
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is for the answer
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # the same on Windows
         )
 
         def listen() -> None:
@@ -372,4 +373,4 @@ def answer_with_tools(
         turns += turns_after(steps, is_last=begun.is_last)
         offered = () if begun.is_last else offered
         if cancelled():
-            return replace(result, finish_reason="cancelled"), steps, turns
+            return replace(result, text="", reasoning="", calls=(), finish_reason="cancelled"), steps, turns
