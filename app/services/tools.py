@@ -107,10 +107,12 @@ class Tools(QObject):
         for each in (known, self._looked_at.get(server.name)):
             if each is not None and server.tools is None and each.is_same_place(server):
                 server = replace(server, tools=each.tools)
-        if known is not None and known.vault and known.vault != server.vault:
+        if known is not None and known.vault and (known.vault != server.vault or not server.pairs):
             self._keys.add(lambda: forget_values(known))
-        if brings_values:
+        if brings_values or (known is not None and server.pairs and not known.is_same_place(server)):
             self._store(server, self.changed.emit)
+        if known is not None and known.place != server.place:
+            self._disallow(known.name)  # which was allowed of another program
         for name in {server.name, instead_of} - {""}:
             self.problems.pop(name, None)
             self.stop(name)
@@ -123,9 +125,11 @@ class Tools(QObject):
         for each in self._servers:
             if each.name == name and each.vault:
                 self._keys.add(lambda each=each: forget_values(each))
-        allowed = [key for key in self.always_allowed if not key.startswith(f"{name}/")]
-        self._settings.set(ALLOWED, allowed)
+        self._disallow(name)
         self._keep([each for each in self._servers if each.name != name])
+
+    def _disallow(self, name: str) -> None:
+        self._settings.set(ALLOWED, [key for key in self.always_allowed if not key.startswith(f"{name}/")])
 
     def is_on(self, built_in: str) -> bool:
         """Whether chats with tools offer a built-in one."""

@@ -290,6 +290,9 @@ def test_what_may_run_unasked(tools: Tools) -> None:
     tools.allow_always("evil/clock")
     assert own.may_run(tools.always_allowed)
     tools.put(ToolServer("evil", "x"))
+    tools.put(ToolServer("evil", "y"))  # another program is not allowed what that one was
+    assert not own.may_run(tools.always_allowed)
+    tools.allow_always("evil/clock")
     tools.remove("evil")
     assert not own.may_run(tools.always_allowed)
 
