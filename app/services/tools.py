@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from PySide6.QtCore import QCoreApplication, QObject, QProcess, QProcessEnvironment, QTimer, Signal
@@ -124,7 +125,7 @@ class Tools(QObject):
         self.problems.pop(name, None)
         for each in self._servers:
             if each.name == name and each.vault:
-                self._keys.add(lambda each=each: forget_values(each))
+                self._keys.add(partial(forget_values, each))
         self._disallow(name)
         self._keep([each for each in self._servers if each.name != name])
 

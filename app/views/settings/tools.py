@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
@@ -256,10 +257,10 @@ class ToolServerDialog(QDialog):
         if self._old is None:
             return (server_of(self.name.text(), raw),)
         known = {key for key, value in self._old.pairs if value is None}
-        raw |= {"on": self._old.is_on, "vault": self._old.vault}
+        kept: dict[str, Any] = {**raw, "on": self._old.is_on, "vault": self._old.vault}
         unchanged = {key: None for key, value in pairs.items() if value == _KEPT and key in known}
-        raw["headers" if address else "env"] = pairs | unchanged
-        server = server_of(self.name.text(), raw, is_kept=True)
+        kept["headers" if address else "env"] = pairs | unchanged
+        server = server_of(self.name.text(), kept, is_kept=True)
         if unchanged and server.place != self._old.place:
             raise ServerError(
                 self.tr("Enter the variables or headers again: they are kept for the old command or address alone.")

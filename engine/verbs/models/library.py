@@ -188,7 +188,7 @@ def _row(entry: LibraryEntry) -> str:
 def _able(entry: LibraryEntry) -> str:
     if entry.embeds:
         return "embed texts"
-    return ", ".join(filter(None, ("chat", entry.calls_tools and "call tools", entry.thinks and "think first")))
+    return ", ".join(["chat", *["call tools"] * entry.calls_tools, *["think first"] * entry.thinks])
 
 
 def details(entry: LibraryEntry) -> str:
