@@ -53,12 +53,10 @@ class TensorEntry:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that holds some of it."""
         return (self.file,)
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        """The tensors in files that it is made of."""
         return (self,)
 
     def row(self, index: int) -> TensorEntry:
@@ -69,9 +67,6 @@ class TensorEntry:
 
 def read_header(file: Path, open_file: Opener = open_foreign) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, by name.
-
-    Args:
-        open_file: for a file that is not on this machine.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`, naming the file, if it is missing, cut short or inconsistent.

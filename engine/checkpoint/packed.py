@@ -119,7 +119,6 @@ class Rows:
 
     @property
     def are_below(self) -> bool:
-        """Whether the result is the sources one below the other as they are."""
         return self.order is None and self.axis == -2 and not self.transposed and not self.alternating
 
     def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
@@ -174,12 +173,10 @@ class LatentHeads:
 
 
 def is_packed(entry: TensorEntry) -> bool:
-    """Whether its bytes are something else than the tensor's numbers one after the other."""
     return isinstance(entry, PackedEntry) or is_blocks(entry.dtype)
 
 
 def is_blocks(dtype: str) -> bool:
-    """Whether this is a quantised type of ggml."""
     return dtype in BY_NAME and BY_NAME[dtype].split is not None
 
 
@@ -195,7 +192,6 @@ def as_array(entry: TensorEntry, raw: NDArray[np.uint8]) -> Array:
 
 
 def numbers(dtype: str, array: Array) -> Floats:
-    """What `as_array` gave, as numbers."""
     if is_blocks(dtype):
         return BY_NAME[dtype].dequantise(array)
     if dtype == "BF16":

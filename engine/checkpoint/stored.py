@@ -98,7 +98,6 @@ def type_of(entry: TensorEntry) -> str | None:
 
 
 def target_of(name: str) -> TiledFormat | None:
-    """The format for a type, as `type_of` calls it."""
     return format_for(name) if name in BY_NAME else _CODES[name.partition(" ")[0]]
 
 
@@ -130,7 +129,6 @@ def linear_format(entry: TensorEntry) -> TiledFormat | None:
 
 
 def format_of_codes(entry: TensorEntry) -> TiledFormat | None:
-    """The format that keeps the codes of a tensor that is made of several."""
     if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
         return entry.packing.kept_in(entry.sources, entry.shape[1])
     return None
@@ -181,7 +179,6 @@ def pieces_of(entry: TensorEntry) -> Sequence[TensorEntry]:
 
 
 def rows_of(entry: TensorEntry) -> Rows | None:
-    """How the rows of other tensors make this one, if they do."""
     return entry.packing if isinstance(entry, PackedEntry) and isinstance(entry.packing, Rows) else None
 
 

@@ -23,10 +23,10 @@ from engine.common import clock
 from engine.experts.cache.policies import Key
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.misses import MIXED
-from engine.experts.record import RecordLayout
 from engine.experts.recording import record_uses
 from engine.experts.token_choice import CopyPace, TokenChoice
 from engine.experts.vram_cache import VramCache
+from engine.formats.layouts import RecordLayout
 from engine.kernels.cuda.exchange import LIMIT_NS, CardTimes, CudaExchange
 from engine.kernels.cuda.launcher import SharingLauncher
 from engine.kernels.gpu.experts import CardExperts

@@ -72,9 +72,6 @@ class DiskTier:
         readers: maximum requests in flight.
         repair: makes a record (layer, expert) again, uint8 [nbytes], which is then written where it was damaged.
             Called by one reader thread at a time.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if a file cannot be opened.
     """
 
     def __init__(
@@ -125,13 +122,11 @@ class DiskTier:
 
     @property
     def busy_s(self) -> float:
-        """Seconds with at least one request in flight."""
         with self._lock:
             return self._busy_s + (clock.now() - self._busy_since_s if self._under_way else 0.0)
 
     @property
     def note(self) -> str:
-        """One sentence for the user, if the bank was damaged."""
         if not self.records_repaired:
             return ""
         return (
@@ -141,7 +136,6 @@ class DiskTier:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads bypass the page cache."""
         return self._container is not None and self._files.are_direct
 
     def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool = True) -> Read:
@@ -166,7 +160,6 @@ class DiskTier:
         return read
 
     def read_all(self, layer: int, records: torch.Tensor, *, urgent: bool = True) -> list[Read]:
-        """Starts reading a whole layer, uint8 [E, nbytes], in large pieces in file order."""
         step = max(PIECE_BYTES // records.shape[1], 1)
         return [
             self.read(layer, begin, records[begin : begin + step], urgent=urgent)
@@ -180,7 +173,6 @@ class DiskTier:
             self._push(_URGENT, [piece for piece in read.pieces if not piece.begun])
 
     def close(self) -> None:
-        """Stops the threads once the requests in flight have ended; queued reads fail.  Idempotent."""
         with self._work:
             self._closed = True
             waiting = {piece for _, _, piece in self._queue if not piece.begun}
@@ -299,7 +291,6 @@ class DiskTier:
             self.records_repaired += 1
 
     def _rewrite(self, layer: int, expert: int, record: torch.Tensor) -> None:
-        """Overwrites a damaged record with the same one, made again; what is another one fails the next look at it."""
         places = self._parts[layer][0].places
         assert not isinstance(places, memoryview)
         path, offset = places[expert]
@@ -313,7 +304,6 @@ class DiskTier:
             writable.close()
 
     def _read_again(self, layer: int, expert: int, record: memoryview) -> bool:
-        """Rereads the record; whether it is intact now."""
         try:
             self._fill(layer, expert * len(record), record)
         except EngineError:
@@ -321,18 +311,12 @@ class DiskTier:
         return self._is_intact(layer, expert, record)
 
     def _is_intact(self, layer: int, expert: int, record: memoryview) -> bool:
-        """Whether these are the bytes of a record, if that can be told."""
         name, container = self.table.layers[layer].name, self._container
         if container is None or name not in container.entries:
             return True
         return container.is_intact(name, expert, torch.frombuffer(record, dtype=torch.uint8)[None])
 
     def _fill(self, layer: int, begin: int, target: memoryview) -> None:
-        """Bytes of a layer's records, one behind the other, from this one on.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
-        """
         nbytes, done = self.table.layers[layer].layout.nbytes, 0
         while done < len(target):
             expert, start = divmod(begin + done, nbytes)

@@ -40,11 +40,7 @@ class EarlyReads:
 
     def begin(self, model: str, asked: str) -> bool:
         """Begins to read what the last start with these settings has read, on threads.  Once: a process that has its
-        engine has other things in RAM and to do.
-
-        Returns:
-            Whether it has not begun before.
-        """
+        engine has other things in RAM and to do."""
         with self._lock:
             if self._has_begun:
                 return False
@@ -61,11 +57,7 @@ class EarlyReads:
             return sum(image.nbytes for image in self._images.values())
 
     def take(self, path: Path) -> FileImage:
-        """The image of this file, begun early or now; the caller closes it.
-
-        Raises:
-            OSError, MemoryError: as `FileImage`.
-        """
+        """The image of this file, begun early or now; the caller closes it."""
         self._started()
         with self._lock:
             image = self._images.pop(path, None)
@@ -76,7 +68,6 @@ class EarlyReads:
         return FileImage(path)
 
     def drop(self) -> None:
-        """Gives back what nobody has taken."""
         self._started()
         with self._lock:
             images, self._images = list(self._images.values()), {}
@@ -106,10 +97,7 @@ EARLY_READS = EarlyReads()
 
 
 def remember(model: str, asked: str, files: Iterable[Path]) -> None:
-    """Notes what the next start that is asked for this model and these settings can read.
-
-    Never fails: it is not worth a start.
-    """
+    """Notes what the next start that is asked for this model and these settings can read; never fails."""
     with contextlib.suppress(OSError, EngineError, ValueError):
         note = _note_of(model)
         record = json.dumps({"asked": asked, "files": [str(file) for file in files]})

@@ -37,11 +37,7 @@ NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def map_in_huge_pages(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Memory that is only used once it is written to, and how many of its bytes to skip so that huge pages fit.
-
-    Raises:
-        MemoryError: the system refuses the allocation.
-    """
+    """Memory that is only used once it is written to, and how many of its bytes to skip so that huge pages fit."""
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, max(nbytes, 1)), 0
@@ -77,9 +73,6 @@ class MappedFile:
     Attributes:
         nbytes: of the file, as it is now.
         memory: all of it; only what `read` has read is sure to be there.
-
-    Raises:
-        OSError, ValueError: it cannot be mapped.
     """
 
     def __init__(self, file: DirectFile, *, is_held: bool = True) -> None:
@@ -101,11 +94,7 @@ class MappedFile:
                 self.memory.madvise(mmap.MADV_HUGEPAGE)  # also: in huge pages from the disk
 
     def read(self, begin: int, nbytes: int) -> None:
-        """Until these bytes, which begin with a page, are there.
-
-        Raises:
-            OSError: the disk cannot read them, the file has become shorter, or this system is too old.
-        """
+        """Until these bytes, which begin with a page, are there."""
         if self._madvise(ctypes.c_void_p(self._address + begin), ctypes.c_size_t(nbytes), _POPULATE_READ):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
@@ -200,10 +189,6 @@ _LESS_URGENT = 10
 class FileImage:
     """A file that is being read from its beginning; any thread may wait for a part of it.
 
-    Raises:
-        OSError: it cannot be opened.
-        MemoryError: the system refuses memory of its size.
-
     Attributes:
         path: of the file.
         bytes: all of it, page-aligned; only what `wait_for` has waited for is there.
@@ -251,11 +236,7 @@ class FileImage:
         return _identity(now) == _identity(self._status)
 
     def wait_for(self, end: int, patience_s: float | None = None) -> bool:
-        """Until everything before the byte `end` is there, or for so long; whether it is.
-
-        Raises:
-            OSError: the disk cannot read it, the file has become shorter, or the image was closed.
-        """
+        """Until everything before the byte `end` is there, or for so long; whether it is."""
         end = min(end, len(self.bytes))
         with self._changed:
             self._changed.wait_for(lambda: self._complete >= end or self._failure is not None, patience_s)

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-import torch
+from collections.abc import Callable
 
 from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.bank import BankLayer
 from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import Purpose
-from engine.experts.record import RecordLayout
 from engine.experts.record_source import Held
+from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 
 KernelMaker = Callable[[LayerRecords], ExpertKernel]
@@ -24,9 +21,6 @@ class Segment:
 
     Args:
         first: number of its first slot.
-
-    Raises:
-        DeviceMemoryError: not enough device memory.
     """
 
     def __init__(self, device: Device, layout: RecordLayout, count: int, first: int, category: MemoryCategory) -> None:
@@ -34,49 +28,20 @@ class Segment:
         memory = device.memory.allocate(count * layout.nbytes, category)
         self._memory = memory
         self.slots = range(first, first + count)
-        self.records = BankLayer("slots", layout, memory.view(count, layout.nbytes))
+        self.records = LayerRecords("slots", layout, memory.view(count, layout.nbytes))
         self._kernels: dict[KernelMaker, ExpertKernel] = {}
 
     def kernel(self, make: KernelMaker) -> ExpertKernel:
-        """The kernel for the experts in these slots, cached."""
         kernel = self._kernels.get(make)
         if kernel is None:
             kernel = self._kernels[make] = make(self.records)
         return kernel
 
     def release(self) -> None:
-        """Frees the memory.  No copy to it and no computation from it may be in flight."""
         self._kernels.clear()
-        self.records.stacked.clear()
-        self.records.rows.clear()
+        self.records.forget()
         self._device.memory.release(self._memory)
         del self._memory, self.records
-
-
-class JoinedRecords:
-    """The slots of several segments as one layer of records, so that one kernel call covers all segments.
-
-    Args:
-        segments: at least one.
-    """
-
-    def __init__(self, layout: RecordLayout, segments: Sequence[Segment]) -> None:
-        self.layout = layout
-        self.pieces = [segment.records.records for segment in segments]
-        self.stacked = segments[0].records.stacked if len(segments) == 1 else {}
-        self.rows = {
-            part.name: [row for segment in segments for row in segment.records.rows[part.name]] for part in layout.parts
-        }
-
-    @property
-    def num_experts(self) -> int:
-        """Number of slots."""
-        return sum(piece.shape[0] for piece in self.pieces)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the slots."""
-        return self.pieces[0].device
 
 
 class DeviceSlots:
@@ -99,22 +64,17 @@ class DeviceSlots:
         return len(self.segments) * self.segment_slots
 
     def locate(self, slot: Slot) -> tuple[Segment, int]:
-        """The segment of a slot, and its index in the segment."""
         return self.segments[slot // self.segment_slots], slot % self.segment_slots
 
     def kernel(self, make: KernelMaker) -> ExpertKernel:
-        """The kernel for the experts in all slots, which takes slots as expert ids; cached."""
         kernel = self._kernels.get(make)
         if kernel is None:
-            kernel = self._kernels[make] = make(JoinedRecords(self.layout, self.segments))
+            kernel = self._kernels[make] = make(
+                LayerRecords("slots", self.layout, *(segment.records.records for segment in self.segments))
+            )
         return kernel
 
     def add(self) -> Segment:
-        """Adds a segment.
-
-        Raises:
-            DeviceMemoryError: not enough device memory.
-        """
         self._kernels.clear()
         size = self.segment_slots
         segment = Segment(self.device, self.layout, size, len(self), MemoryCategory.EXPERTS)
@@ -124,7 +84,6 @@ class DeviceSlots:
         return segment
 
     def drop(self) -> None:
-        """Frees the last segment.  No copy to it and no computation from it may be in flight."""
         self._kernels.clear()
         self.addresses = self.addresses[: -self.segment_slots]
         self.segments.pop().release()
@@ -134,7 +93,6 @@ class DeviceSlots:
         self._last_use = last_use
 
     def start(self, layer: int, expert: int, slot: Slot, source: Held, purpose: Purpose) -> Event:
-        """See `engine.experts.cache.tier.Copier`; the record stays in RAM until it has been copied."""
         stream = self.device.h2d_stream
         if self._last_use is not None:
             stream.wait(self._last_use)

@@ -16,9 +16,9 @@ from engine.common.errors import EngineError
 from engine.devices.device import Device, Direction, Event
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.cache.tier import TierCounters
-from engine.experts.record import RecordLayout
 from engine.experts.record_source import Held
 from engine.experts.slot_segments import Segment
+from engine.formats.layouts import RecordLayout
 from engine.telemetry import lanes
 
 
@@ -41,9 +41,6 @@ class Staging:
     Attributes:
         segment: the slots.
         most_together: experts of a group, at most half of the slots.
-
-    Raises:
-        DeviceMemoryError: not enough device memory.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class Staging:
 
     @property
     def arriving(self) -> int:
-        """Slots whose copy has not ended."""
         # Asking one costs a call of the driver: half of those that may have ended are ruled out each time.
         del self._coming[: bisect_left(self._coming, True, key=lambda copied: not copied.done())]
         return len(self._coming)
@@ -90,7 +86,6 @@ class Staging:
         return Staged(slot, copied)
 
     def used(self, slot: int, last_use: Event) -> None:
-        """The slot's expert is computed by work that ends with this event."""
         self._in_use.discard(slot)
         self._last_use[slot] = last_use
 
@@ -117,7 +112,6 @@ class Staging:
         return claimed
 
     def forget_uses(self) -> None:
-        """After a failure: nothing is in flight any more, and what arrived is unknown."""
         self._drop(list(self._ahead))
         self._last_use = [None] * len(self._last_use)
         self._coming.clear()
@@ -141,7 +135,6 @@ class Staging:
         return slot
 
     def _drop(self, experts: Iterable[int]) -> None:
-        """Nobody needs these, which were brought ahead."""
         for expert in experts:
             self._in_use.discard(self._ahead.pop(expert).slot)
             self._counters.prefetches_wasted += 1

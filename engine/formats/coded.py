@@ -44,11 +44,9 @@ class CodedMatrix:
 
     @property
     def groups(self) -> NDArray[Any]:
-        """The codes, [rows, columns / 32, 32]."""
         return self.codes.reshape(len(self.codes), -1, GROUP)
 
     def values(self) -> NDArray[np.float32]:
-        """The weights, [rows, columns]."""
         values = self.groups.astype(np.float32)
         if self.table is not None:
             values = np.array(self.table, np.float32)[self.groups]

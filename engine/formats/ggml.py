@@ -114,7 +114,6 @@ def _half(two_bytes: Bytes) -> NDArray[Any]:
 
 
 def _as(raw: Bytes, dtype: str) -> NDArray[Any]:
-    """Bytes as numbers."""
     import numpy as np
 
     return np.ascontiguousarray(raw).view(dtype)

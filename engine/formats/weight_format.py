@@ -46,7 +46,6 @@ class WeightFormat(ABC):
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes per weight, including scales and zero points."""
         return self.bits / 8
 
     @property
@@ -71,7 +70,6 @@ class PlainFormat(WeightFormat):
 
     @property
     def width(self) -> int:
-        """Bytes per number."""
         return int(self.bits) // 8
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
-from engine.experts.bank import BankLayer
 from engine.kernels import choose_kernel, dense
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.joined import JoinedLinears, can_join
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import prove_blocks
 from engine.kernels.gpu.stored import CardKernels
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native import linear
 from engine.kernels.repack import Blocks, unpacked
 from engine.kernels.torch_experts import TorchExperts
@@ -91,7 +90,7 @@ def test_prompts_by_operators_where_no_kernel_groups() -> None:
     for kind in ("silu", "gpt-oss"):
         module = module_of(kind, 3, 256, 256, bias=True)
         layer, _ = layer_of(module, "Q4_K Q6_K", CPU)
-        bank = BankLayer("experts", layer.layout, torch.cat(list(layer.pieces)))
+        bank = LayerRecords("experts", layer.layout, torch.cat(list(layer.pieces)))
         by_operators = TorchExperts(bank, ExpertMath.of(module), None, KERNELS.unpack)
         few_only = CardKernels(KERNELS.few, 4, None, KERNELS.unpack)
         kernel = CardExperts(layer, ExpertMath.of(module), few_only, by_operators)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.footprint import RECORD_ALIGNMENT
 from engine.experts import container
 from engine.experts.container import (
     ContainerWriter,
@@ -23,7 +24,7 @@ from engine.experts.container import (
     part_path,
     reopen,
 )
-from engine.experts.record import RECORD_ALIGNMENT, RecordLayout
+from engine.formats.layouts import RecordLayout
 from tests.engine.made_up_records import (
     LARGE,
     SMALL,

@@ -17,8 +17,8 @@ from engine.common import footprint
 from engine.common.config import EngineConfig
 from engine.common.errors import RequestCancelled, never_cancelled
 from engine.experts.direct_file import DirectFile
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.formats import STORED
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.kernels.repack import Blocks, repack
@@ -64,9 +64,9 @@ def file(tmp_path: Path) -> Path:
     return write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=type_of)
 
 
-def layouts(bank: Any) -> list[QuantisedLayout]:
+def layouts(bank: Any) -> list[RecordLayout]:
     found = [layer.layout for layer in bank.layers.values()]
-    assert all(isinstance(layout, QuantisedLayout) for layout in found)
+    assert all(layout.tiled for layout in found)
     return found
 
 

@@ -21,11 +21,6 @@ Arrangement = Callable[[Sequence[TensorEntry], Mapping[str, Any]], TensorEntry]
 
 
 def packed(shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
-    """A tensor of this shape that is made of these.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if they have another number of elements.
-    """
     first = sources[0]
     _check_size(shape, sources)
     nbytes = sum(source.nbytes for source in sources)
@@ -38,7 +33,6 @@ def _check_size(shape: tuple[int, ...], sources: Sequence[TensorEntry]) -> None:
 
 
 def damaged(entry: TensorEntry, what: str) -> EngineError:
-    """The error for a tensor that cannot be what it should be."""
     return EngineError(
         ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: get another version of the file."
     )
@@ -80,8 +74,6 @@ def _rotary(heads: str) -> Arrangement:
 
 
 def _shaped(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
-    """The same numbers in another shape."""
-
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
         made = shape(source.shape)
@@ -96,8 +88,6 @@ def _flat(shape: tuple[int, ...]) -> int:
 
 
 def _half(which: int) -> Arrangement:
-    """One half of a matrix's rows: the gate's or those of up."""
-
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
         return list(rows_of(source, (source.shape[0] // 2,) * 2))[which]
@@ -106,14 +96,11 @@ def _half(which: int) -> Arrangement:
 
 
 def _but(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """A shape without one of its dimensions, counted from the end."""
     at = len(shape) + axis
     return shape if at < 0 else (*shape[:at], *shape[at + 1 :])
 
 
 def _joined(*, axis: int = -2, transposed: bool = False, alternating: bool = False) -> Arrangement:
-    """One below the other, or row by row in turn; of each expert of a stack."""
-
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         shape = list(sources[0].shape)
         each = [source.shape[axis] for source in sources if len(source.shape) >= -axis]

@@ -34,7 +34,6 @@ def format_for(type_name: str) -> TiledFormat | None:
 
 
 def codes_of(kind: BlockType, raw: Bytes) -> CodedMatrix | None:
-    """The codes of rows of blocks, uint8 [rows, bytes of a row]; `None` if no record keeps codes of this type."""
     target = KEPT_IN.get(kind.name)
     if target is None:
         return None

@@ -114,16 +114,13 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the kind of model."""
         return str(self.metadata["general.architecture"])
 
     @property
     def name(self) -> str:
-        """For people: the file's name without its ending, and for parts without their number."""
         return stem_of(self.path)
 
     def text(self, key: str) -> str:
-        """A string of the metadata; empty if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
@@ -134,10 +131,6 @@ class GgufFile:
 
 def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     """The header of a GGUF model, and of all its parts.
-
-    Args:
-        path: its file, the first one of several.
-        open_file: for files that are not on this machine.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `CHECKPOINT_DAMAGED` if a file or a part is missing, cut short or inconsistent;
@@ -153,11 +146,7 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
 
 
 def read_projector(path: Path) -> GgufFile:
-    """The header of a `mmproj` file, the part of a model that sees.
-
-    Raises:
-        EngineError: as `read_gguf`, also for a file that holds something else.
-    """
+    """The header of a `mmproj` file, the part of a model that sees."""
     header = _Header(path, open_foreign, dict(_TYPES))
     if header.metadata.get("general.architecture") != "clip":
         raise _damaged(path, "is named mmproj, but is not the part of a model that sees")
@@ -266,16 +255,6 @@ def _parts_of(path: Path, metadata: Mapping[str, Value], open_file: Opener) -> l
 
 
 class _Header:
-    """The header of one file.
-
-    Attributes:
-        path: the file.
-        size: in bytes.
-        metadata, tensors, arrays: as in `GgufFile`.
-        end: where the header does.
-        digest: SHA-256 of the header.
-    """
-
     def __init__(self, path: Path, open_file: Opener, types: Mapping[int, BlockType] = _TYPES) -> None:
         self.path, self._types = path, types
         try:
@@ -300,7 +279,6 @@ class _Header:
     _stream: BinaryIO
 
     def number(self, key: str) -> int | None:
-        """A whole number of the metadata."""
         value = self.metadata.get(key)
         return value if type(value) is int else None
 
@@ -359,7 +337,6 @@ class _Header:
         return tensors
 
     def _form(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str, tuple[int, ...], int]:
-        """The type's name, the shape and the bytes of a tensor."""
         kind = self._types.get(number)
         if kind is None:
             raise EngineError(

@@ -67,7 +67,6 @@ def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str
 
 
 def left_out_note(directory: Path, config: Mapping[str, Any]) -> str:
-    """A sentence for people about what of the declared quantisation is not done; may be empty."""
     stored = declared_quantisation(directory, config)
     groups = stored.get("config_groups")
     schemes = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
@@ -84,11 +83,7 @@ def left_out_note(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def check_none_is_packed(model: str, names: Iterable[str]) -> None:
-    """For checkpoints that do not say that they are quantised.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED` if one is all the same.
-    """
+    """For checkpoints that do not say that they are quantised: none may be all the same."""
     packed = ("qweight", "qzeros", "weight_packed", "g_idx")
     for key in names:
         if key.rpartition(".")[2] in packed:

@@ -63,8 +63,6 @@ class Policy(ABC):
 
 
 class Lru(Policy):
-    """Evicts the least recently used first."""
-
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
 
@@ -90,8 +88,6 @@ class Lru(Policy):
 
 
 class Fifo(Lru):
-    """First in, first out: hits do not matter."""
-
     def hit(self, key: Key) -> None:
         pass
 
@@ -258,11 +254,7 @@ LFRU_HALF_LIFE_POOLS = 4.0
 
 
 def make_policy(name: str, capacity: int, popularity: Mapping[Key, float] | None = None, seed: int = 0) -> Policy:
-    """The policy called `name` for a pool of `capacity` slots.
-
-    Raises:
-        ValueError: unknown name, or `static` without a popularity.
-    """
+    """The policy called `name` for a pool of `capacity` slots."""
     if name == "lru":
         return Lru()
     if name == "fifo":

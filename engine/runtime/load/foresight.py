@@ -46,7 +46,6 @@ class Popularity:
         self.counts = counts
 
     def of(self, numbers: Sequence[int]) -> dict[Key, float]:
-        """The counts of these layers as keys of a cache that knows them as 0, 1, ..."""
         experts = max(len(self.counts[number]) for number in numbers)
         return {
             layer * experts + expert: count
@@ -55,7 +54,6 @@ class Popularity:
         }
 
     def part(self, numbers: Sequence[int], experts: Sequence[range]) -> Popularity:
-        """Of some experts of these layers."""
         return Popularity(
             [self.counts[number][own.start : own.stop] for number, own in zip(numbers, experts, strict=True)]
         )
@@ -86,7 +84,6 @@ class UseCounts:
         self._following = following
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """See `StepObserver.observe`."""
         counts = self._counts[layer]
         for expert in experts:
             counts[expert] += 1
@@ -116,7 +113,6 @@ class UseCounts:
 
 
 def popularity_file(model_key: str) -> Path:
-    """Where a model's counts are kept."""
     return cache_dir() / "popularity" / f"{sha256(model_key.encode()).hexdigest()[:32]}.json"
 
 
@@ -132,7 +128,6 @@ def load_popularity(model_key: str, experts: Sequence[int]) -> Popularity | None
 
 
 def save_popularity(model_key: str, popularity: Popularity) -> None:
-    """Keeps the counts; where that cannot be done they are counted again."""
     try:
         write_private(popularity_file(model_key), json.dumps({"version": _VERSION, "counts": popularity.counts}))
     except OSError as error:
@@ -155,21 +150,17 @@ class Foresight:
         self._uses: tuple[str, UseCounts, Popularity | None] | None = None
 
     def keep_uses(self, model_key: str, uses: UseCounts, earlier: Popularity | None) -> None:
-        """Lets the counts of this session be kept when the model is closed."""
         self._uses = model_key, uses, earlier
 
     def forget_uses(self) -> None:
-        """Nothing of this session is kept."""
         self._uses = None
 
     def learn_while_idle(self) -> None:
-        """After an answer: begins to train in the background, if predicting pays here and there is news to learn."""
         prefetcher = self.prefetcher
         if prefetcher is not None and (self._learns_always or prefetcher.adopted is not None):
             prefetcher.learn_while_idle()
 
     def close(self) -> None:
-        """Ends training, and keeps what has been counted.  Harmless if repeated."""
         if self.prefetcher is not None:
             self.prefetcher.close()
             self.prefetcher = None
@@ -233,7 +224,6 @@ class RouterGate:
         return logits[:, : self._experts], index
 
     def answers(self) -> bool:
-        """Whether it can be asked so."""
         hidden = torch.linspace(-1, 1, self._matrix.shape[-1])[None]
         try:
             logits, index = self(hidden)

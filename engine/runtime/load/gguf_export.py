@@ -57,11 +57,7 @@ def export_gguf(
 
 
 def _check_config(checkpoint: Path, quantisation: Quantisation) -> None:
-    """That the library makes the same model of the file, also of what neither of the two says.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`.
-    """
+    """That the library makes the same model of the file, also of what neither of the two says."""
     own = read_library_config(checkpoint, read_config(checkpoint)).to_dict()
     again = read_library_config(checkpoint, read_back(checkpoint, quantisation)).to_dict()
     for name in sorted((own.keys() | again.keys()) - _NO_MATTER):
