@@ -24,8 +24,8 @@ from engine.bench.report import PeerError, Report, in_turn
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
-from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier, Read
+from engine.experts.record import ExpertBank
 from engine.kernels.native.library import load_kernels
 from engine.measure.disk import forget_cached, read_rate, write_rate
 from engine.runtime.load.checkpoint import read_headers

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from engine.bench.report import Report, in_turn
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.experts.dispatch import StandardExperts
 from engine.experts.record import allocate_records
 from engine.formats import FORMATS
+from engine.formats.ggml import GGML
 from engine.formats.layouts import RecordLayout
 from engine.formats.lut4 import LUT4, MXFP4_TABLE
 from engine.formats.tiles import Pairing
@@ -45,7 +45,7 @@ class Weights:
 WEIGHTS = (
     *(Weights(each.name, each.name) for each in FORMATS.values() if each.native is not None),
     Weights("lut4 (MXFP4)", LUT4.name, MXFP4_TABLE),
-    *(Weights(kind.name, kind.name) for kind in BY_NAME.values() if kind.split is not None),
+    *(Weights(kind.name, kind.name) for kind in GGML.values() if kind.split is not None),
 )
 _BESIDE = {"lut4": "int4"}
 """Precision -> the one whose weights per second in the same run its own are divided by."""
@@ -109,7 +109,7 @@ def _bench_shape(
 ) -> list[float]:
     """Adds the rows of one shape; returns the read bandwidths that were measured in turn with them, GB/s."""
     module = StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
-    kind = BY_NAME.get(weights.precision)
+    kind = GGML.get(weights.precision)
     if kind is not None and (shape.hidden % kind.elements or shape.inner % kind.elements):
         return []  # files of such a model have no blocks of this type
     layer = _layer(module, shape, weights)
@@ -227,7 +227,7 @@ def _layer(module: StandardExperts, shape: KernelShape, weights: Weights) -> Lay
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )
     layout: RecordLayout = plain
-    kind = BY_NAME.get(weights.precision)
+    kind = GGML.get(weights.precision)
     if kind is not None:
         layout = RecordLayout.in_blocks(plain, {"gate_up_proj": [kind] * 2, "down_proj": [kind]}, alternates=False)
     elif weights.precision != "bf16":

@@ -13,8 +13,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
+from engine.formats.ggml import GGML
 
 _NUMPY = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
@@ -177,7 +177,7 @@ def is_packed(entry: TensorEntry) -> bool:
 
 
 def is_blocks(dtype: str) -> bool:
-    return dtype in BY_NAME and BY_NAME[dtype].split is not None
+    return dtype in GGML and GGML[dtype].split is not None
 
 
 def as_array(entry: TensorEntry, raw: NDArray[np.uint8]) -> Array:
@@ -193,7 +193,7 @@ def as_array(entry: TensorEntry, raw: NDArray[np.uint8]) -> Array:
 
 def numbers(dtype: str, array: Array) -> Floats:
     if is_blocks(dtype):
-        return BY_NAME[dtype].dequantise(array)
+        return GGML[dtype].dequantise(array)
     if dtype == "BF16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "F8_E4M3":

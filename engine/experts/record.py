@@ -1,4 +1,6 @@
-"""Memory for records: in huge pages where available, and returned to the system record by record.
+"""Memory for records, and the bank: all experts of a model, outside its modules, in one memory.
+
+It is in huge pages where available, and returned to the system record by record.
 
 With 4 KiB pages, page faults slow down reads from a fast disk, kernels streaming through records may miss the TLB once
 per page, and processors end what they fetch ahead at each page's end; 2 MiB pages divide all of them by 512.
@@ -9,16 +11,19 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from engine.common.footprint import RECORD_ALIGNMENT
+from engine.devices.host_memory import HostMemory
 from engine.experts.file_image import HUGE as _HUGE
 from engine.experts.file_image import map_in_huge_pages
 from engine.formats.layouts import RecordLayout
+from engine.kernels.interface import LayerRecords
 
 _BLOCK = 32 * _HUGE
 _APART = 64
@@ -144,3 +149,71 @@ def allocate_records(count: int, layout: RecordLayout, device: torch.device) -> 
     raw = torch.empty(count * layout.nbytes + RECORD_ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % RECORD_ALIGNMENT
     return raw[skip : skip + count * layout.nbytes].view(count, layout.nbytes)
+
+
+class ExpertBank:
+    """All experts of a model, by the name of their module.
+
+    Args:
+        device: holds the records.
+        host_memory: allocates the records if a device is going to copy from them; it may pin them.
+        elsewhere: modules whose records are on further devices of the same kind.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        host_memory: HostMemory | None = None,
+        elsewhere: Mapping[str, torch.device] | None = None,
+    ) -> None:
+        self.device = device
+        self._elsewhere = elsewhere or {}
+        self.layers: dict[str, LayerRecords] = {}
+        self._host_memory = host_memory
+
+    def add_layer(
+        self, name: str, num_experts: int, layout: RecordLayout, records: torch.Tensor | None = None
+    ) -> LayerRecords:
+        """Allocates the records of one experts module, which the caller fills.
+
+        Args:
+            records: [E, nbytes], page-aligned, that are there or on their way; only if it `takes_memory`.
+        """
+        if records is None and self._host_memory is None:
+            records = allocate_records(num_experts, layout, self._elsewhere.get(name, self.device))
+        elif records is None and self._host_memory is not None:
+            memory = self._host_memory.allocate(num_experts * layout.nbytes, unit=layout.nbytes)
+            records = memory.view(num_experts, layout.nbytes)
+        assert records is not None
+        layer = self.layers[name] = LayerRecords(name, layout, records)
+        return layer
+
+    @staticmethod
+    @contextmanager
+    def filling(layer: LayerRecords) -> Iterator[torch.Tensor]:
+        """Memory in RAM for the records, which are as the caller leaves it from then on."""
+        here = layer.device.type == "cpu"
+        records = layer.records
+        if not here:
+            records = allocate_records(layer.num_experts, layer.layout, torch.device("cpu"))
+        yield records
+        if not here:
+            layer.records.copy_(records)
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether records in plain memory are as good as those that it would allocate."""
+        return self._host_memory is None and self.device.type == "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())
+
+    def close(self) -> None:
+        """Frees the records.  A model still bound to them raises an error when used."""
+        for layer in self.layers.values():
+            records = layer.records
+            layer.forget()
+            if self._host_memory is not None:
+                self._host_memory.release(records)
+        self.layers.clear()

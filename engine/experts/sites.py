@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
-from engine.experts.record import LayerSpec
+from engine.experts.record import ExpertBank, LayerSpec
 from engine.families.library import CHOSEN_EXPERTS, EXPERTS_INTERFACE
 from engine.formats.layouts import RecordLayout
 from engine.kernels import choose_kernel

@@ -15,9 +15,9 @@ from engine.common.errors import CancelCheck, EngineError
 from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
-from engine.experts.bank import ExpertBank
 from engine.experts.layer_stream import LayerStream
 from engine.experts.ram_tier import RamTier
+from engine.experts.record import ExpertBank
 from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
 from engine.foreign_text.process import FOREIGN_TEXT

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers.activations import ACT2FN
 
-from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.experts.dispatch import StandardExperts
 from engine.experts.record import allocate_records
 from engine.formats import FORMATS
+from engine.formats.ggml import GGML, BlockType
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.activation import activation_of
@@ -107,8 +107,8 @@ def layer_of(
         tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
     records, layout = source.records, plain
     meant = {name: tensor.float() for name, tensor in source.stacked.items()}
-    if precision.split()[0] in BY_NAME:
-        layout, records, meant = _in_blocks(module, plain, [BY_NAME[each] for each in precision.split()], meant)
+    if precision.split()[0] in GGML:
+        layout, records, meant = _in_blocks(module, plain, [GGML[each] for each in precision.split()], meant)
     elif FORMATS[precision].is_tiled:
         activation = activation_of(module)
         pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES

@@ -13,9 +13,8 @@ import torch
 from benchmarks.disk import load_prepared
 from engine.common.errors import EngineError, ErrorCode
 from engine.experts import disk_tier
-from engine.experts.bank import ExpertBank
 from engine.experts.direct_file import DirectFile
-from engine.experts.record import allocate_records
+from engine.experts.record import ExpertBank, allocate_records
 from tests.engine.made_up_records import (
     CPU,
     LARGE,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
+from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear, TurnedLinear
 from engine.kernels.native.rows import route_rows
@@ -88,7 +88,7 @@ def test_a_huge_value_takes_nothing_from_those_beside_it(isa: Isa) -> None:
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
 def test_rows_of_numbers_are_not_rounded(name: str, isa: Isa) -> None:
-    kind = BY_NAME[name]
+    kind = GGML[name]
     weight = torch.randn(90, 301, generator=torch.Generator().manual_seed(4))
     stored = weight.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name])
     blocks = Blocks(kind, stored.view(torch.uint8).view(90, -1))

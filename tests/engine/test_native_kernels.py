@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import StandardExperts
+from engine.experts.record import ExpertBank
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import dequantise
 from engine.kernels.interface import ExpertMath, LayerRecords

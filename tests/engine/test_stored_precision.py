@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.common import footprint
 from engine.common.config import EngineConfig
 from engine.common.errors import RequestCancelled, never_cancelled
 from engine.experts.direct_file import DirectFile
 from engine.formats import STORED
+from engine.formats.ggml import GGML
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
@@ -77,7 +77,7 @@ def expected(file: Path, part: str, shape: TiledShape, layer: int, expert: int) 
         entry = read_gguf(file).tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
         raw = np.fromfile(entry.file, np.uint8, entry.nbytes, offset=entry.offset)
         rows = torch.from_numpy(raw).view(*entry.shape[:-1], -1)[expert].contiguous()
-        sources.append(Blocks(BY_NAME[entry.dtype], rows))
+        sources.append(Blocks(GGML[entry.dtype], rows))
     made = TiledMatrix.empty(shape)
     repack([(tuple(sources), made)], None)
     return made
@@ -241,5 +241,5 @@ def test_few_bytes_are_read_at_once(file: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_blocks_of_these_tests_are_ggmls(kind: str) -> None:
     values = np.random.default_rng(1).standard_normal((6, 512), np.float32)
-    error = BY_NAME[kind].dequantise(quantise_k(values, kind)) - values
+    error = GGML[kind].dequantise(quantise_k(values, kind)) - values
     assert np.abs(error).max() < {"Q4_K": 0.3, "Q6_K": 0.08}[kind]

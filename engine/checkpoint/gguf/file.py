@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
-from engine.checkpoint.gguf.types import BLOCK_TYPES, WHOLE, BlockType, unread_type
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line
+from engine.formats.ggml import BLOCK_TYPES, BlockType
 
 _VERSIONS = (2, 3)
 _MOST_ENTRIES = 2**16
@@ -98,7 +98,7 @@ class GgufFile:
         path: the file, or the first of its parts.
         parts: all its files in order.
         metadata: all keys; arrays of numbers are numpy's.
-        tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `types.BY_NAME`.
+        tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `GGML`.
         digest: SHA-256 of the header with the metadata.
         open_file: opens its files.
         arrays: of the metadata, where they lie, by key.
@@ -153,6 +153,8 @@ def read_projector(path: Path) -> GgufFile:
     return GgufFile(path, (path,), header.metadata, header.tensors, header.digest, open_foreign, header.arrays)
 
 
+WHOLE = BlockType("I32", "", 26, 1, 4)
+"""Of tables that are no weights."""
 _TYPES = {**BLOCK_TYPES, WHOLE.id: WHOLE}
 _ARRAYS = {"int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "I64"}
 
@@ -446,3 +448,27 @@ _LENGTH = struct.Struct("<Q")
 
 def _damaged(path: Path, what: str) -> EngineError:
     return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} {what}: download or copy the model again.")
+
+
+_UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_DROPPED = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}  # fmt: skip
+_IK_LLAMA_CPP = {
+    133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K", 140: "IQ5_K", 141: "IQ6_K",
+    144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS", 152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT",
+    156: "IQ3_KS", 157: "IQ2_KL", 158: "IQ1_KT",
+}  # fmt: skip
+_IK_LLAMA_CPP_FROM = 137
+
+
+def unread_type(number: int) -> str:
+    """What a type is, in words, that is not among `BLOCK_TYPES`: ggml's, one of a program beside it, or a newer one."""
+    if number in _UNREAD:
+        return _UNREAD[number]
+    if number in _DROPPED:
+        return f"{_DROPPED[number]} (which llama.cpp no longer has)"
+    if number in _IK_LLAMA_CPP or number >= _IK_LLAMA_CPP_FROM:
+        return f"{_IK_LLAMA_CPP.get(number, f'type {number}')} (ik_llama.cpp's own)"
+    return f"type {number} (a new one, or another program's own)"

@@ -17,8 +17,7 @@ from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
 from engine.experts.cache.policies import Key
-from engine.experts.card_tokens import CardTokens, choice_for
-from engine.experts.card_trial import tried_tokens
+from engine.experts.card_tokens import CardTokens, choice_for, tried_tokens
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor

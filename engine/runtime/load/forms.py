@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.gguf.codes import KEPT_IN
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import beside, common_format, linear_format, pieces_of, target_of, type_of
 from engine.common.footprint import PASSING_MATRICES
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, careful, format_of
+from engine.formats.ggml import GGML
 from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.activation import activation_of
@@ -209,5 +208,5 @@ def stored_note(plan: LoadingPlan) -> str:
     for name in sorted(name for name in types if name is not None):
         target = target_of(name)
         assert target is not None
-        phrases.append(f"{name} {'is kept as' if name in KEPT_IN or name not in BY_NAME else 'became'} {target.words}")
+        phrases.append(f"{name} {'is kept as' if name not in GGML or GGML[name].kept_in else 'became'} {target.words}")
     return f"The file's {', '.join(phrases)}." if phrases else ""

@@ -14,14 +14,13 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf
 from engine.experts.direct_file import Part, Place, bytes_of
 from engine.experts.record import HugePages
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, ROUTERS, STORED
-from engine.formats.ggml import BlockType
+from engine.formats.ggml import GGML, BlockType
 from engine.formats.layouts import PartSpec, RecordLayout
 from engine.formats.tiles import Pairing
 from engine.kernels.activation import activation_of
@@ -47,9 +46,9 @@ from engine.runtime.load.tensor_reader import TensorReader, blocks_of
 
 SIXTEEN_BITS = frozenset(("F16", "BF16"))
 """Types that a model in bf16 is used in as its files have them."""
-BLOCKS = frozenset(name for name, kind in BY_NAME.items() if kind.split is not None)
+BLOCKS = frozenset(name for name, kind in GGML.items() if kind.split is not None)
 """Types that cards read in place: plain numbers come to them as their own."""
-ALL_TYPES = frozenset(BY_NAME)
+ALL_TYPES = frozenset(GGML)
 
 
 def types_in_place(opened: OpenedCheckpoint, precision: str, types: frozenset[str]) -> frozenset[str]:
@@ -77,7 +76,7 @@ def _is_matrix(entry: TensorEntry, types: frozenset[str]) -> bool:
 def site_in_place(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> ExpertsSite:
     stacks = _stacks_of(site, plan, types)
     assert stacks is not None
-    kinds = {name: [BY_NAME[stack.dtype] for stack in each] for name, each in stacks.items()}
+    kinds = {name: [GGML[stack.dtype] for stack in each] for name, each in stacks.items()}
     return replace(site, layout=RecordLayout.in_blocks(site.layout.unquantised, kinds, alternates=_alternates(site)))
 
 
@@ -115,7 +114,7 @@ def _is_in_place(stack: Stack, site: ExpertsSite, part: PartSpec, types: frozens
     """Whether all experts have a matrix of rows of these types, that begins where a file allows to use it in place."""
     if stack.dtype not in types or len(stack.shape) != 2 or stack.shape[1] != part.shape[1]:
         return False
-    aligned = stack.dtype in BLOCKS or not any(offset % BY_NAME[stack.dtype].nbytes for _, offset in stack.places)
+    aligned = stack.dtype in BLOCKS or not any(offset % GGML[stack.dtype].nbytes for _, offset in stack.places)
     return aligned and len(stack.places) == site.num_experts
 
 
@@ -187,7 +186,7 @@ def bind_matrices_in_place(
         turned = in_columns(entry)
         if turned is not None:
             stored_matrix, order = turned
-            own, kind = model.get_submodule(name.removesuffix(".weight")), BY_NAME[stored_matrix.dtype]
+            own, kind = model.get_submodule(name.removesuffix(".weight")), GGML[stored_matrix.dtype]
             raw = reader.bytes_of(stored_matrix).view(stored_matrix.shape[0], -1)
             own.forward = TurnedLinear(QuantisedLinear(own, Blocks(kind, raw), kernels), torch.from_numpy(order))
             continue
@@ -205,7 +204,7 @@ def bind_matrices_in_place(
 
 def _rows_of(stack: TensorEntry, raw: torch.Tensor) -> Blocks:
     matrices, rows, _ = stack.shape
-    return Blocks(BY_NAME[stack.dtype], raw.view(matrices * rows, -1))
+    return Blocks(GGML[stack.dtype], raw.view(matrices * rows, -1))
 
 
 def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[str, TensorEntry]:
@@ -244,7 +243,7 @@ def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
 
 
 def _is_aligned(entry: TensorEntry) -> bool:
-    return entry.dtype in BLOCKS or entry.offset % BY_NAME[entry.dtype].nbytes == 0
+    return entry.dtype in BLOCKS or entry.offset % GGML[entry.dtype].nbytes == 0
 
 
 def _stacks_by_part(site: ExpertsSite, plan: LoadingPlan) -> dict[str, Stack]:

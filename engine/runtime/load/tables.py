@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, is_blocks
 from engine.checkpoint.stored import rows_of
 from engine.common.errors import RequestCancelled
 from engine.common.footprint import KEPT_ROWS_BYTES, LARGE_TABLE_BYTES
 from engine.experts.direct_file import OpenFiles, bytes_of
+from engine.formats.ggml import GGML
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import BlockEmbedding
 from engine.kernels.repack import Blocks, unpack_into
@@ -69,7 +69,7 @@ class StoredTable:
         if plain is not None:
             return raw.view(plain).to(dtype)
         out = torch.empty(len(raw), self.columns, dtype=dtype)
-        unpack_into(Blocks(BY_NAME[entry.dtype], raw), out, kernels)
+        unpack_into(Blocks(GGML[entry.dtype], raw), out, kernels)
         return out
 
 

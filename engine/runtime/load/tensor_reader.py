@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, as_array, is_blocks, is_packed, unpacked
 from engine.checkpoint.quantised.packings import ByRows, Codes
@@ -29,6 +28,7 @@ from engine.experts.early_reads import EARLY_READS
 from engine.experts.file_image import FileImage
 from engine.experts.layer_stream import LayerStream
 from engine.experts.record import HugePages, empty_in_huge_pages
+from engine.formats.ggml import GGML, BlockType
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import Blocks, unpack_into
 
@@ -123,7 +123,7 @@ def blocks_of(entry: TensorEntry) -> Stored | None:
             return None
         assert isinstance(entry, PackedEntry)
         order = torch.from_numpy(order_of(entry))
-    kind, rows = BY_NAME[stored.dtype], stored.shape[-2]
+    kind, rows = GGML[stored.dtype], stored.shape[-2]
     return Stored(rows, stored.nbytes // rows // kind.nbytes * kind.elements, (stored,), kind, order)
 
 

@@ -11,7 +11,6 @@ import torch
 from engine.checkpoint.library import remove_leftovers
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.bank import ExpertBank
 from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
@@ -19,7 +18,7 @@ from engine.experts.dispatch import BANK_LAYER
 from engine.experts.executor import ExpertExecutor
 from engine.experts.layer_stream import LayerStream
 from engine.experts.ram_tier import RamPressure, RamTier
-from engine.experts.record import HugePages
+from engine.experts.record import ExpertBank, HugePages
 from engine.experts.sites import ExpertsSite, bind, empty_modules
 from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix, TiledShape
