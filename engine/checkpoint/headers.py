@@ -30,15 +30,7 @@ header of a file with all 90,000 tensors of the biggest models is a third of thi
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a safetensors file.
-
-    Attributes:
-        file: the file that contains it.
-        key: its name in the file.
-        dtype: the type's name in the format (`BF16`, ...).
-        shape: its shape.
-        offset, nbytes: position of its bytes from the start of the file, and their number.
-    """
+    """One tensor of a file: where its bytes are, and what they are called there."""
 
     file: Path
     key: str

@@ -59,10 +59,6 @@ class PackedEntry(TensorEntry):
     """A tensor that is made of others.
 
     `shape` is of the result, `nbytes` of all sources; `dtype`, `file`, `key` and `offset` are for messages only.
-
-    Attributes:
-        sources: what is read.
-        packing: what is made of it.
     """
 
     sources: tuple[TensorEntry, ...]

@@ -156,14 +156,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Container:
-    """A file whose header has been read.
-
-    Attributes:
-        precision, source: see `Contents`.
-        entries, layouts: of the tensors, by name: as bytes [records, bytes of one], and descriptions of the records.
-        digests: the checksums of the records of each tensor that is sealed.
-        table: where the checksums begin; identity: of the file, whatever is sealed of it.
-    """
+    """A file whose header has been read."""
 
     path: Path
     precision: str

@@ -31,12 +31,7 @@ _NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 class DirectFile:
-    """An open file.
-
-    Args:
-        writable: open for writing too, creating the file if it does not exist.
-        direct: whether to leave nothing of it in the page cache.
-    """
+    """An open file."""
 
     def __init__(self, path: Path, *, writable: bool = False, direct: bool = True) -> None:
         flags = (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | _BINARY
@@ -206,11 +201,7 @@ class OpenFiles:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes [offset, offset + nbytes) of every record of a layer.
-
-    Attributes:
-        places: where those of each expert lie; or in RAM, one expert's behind the other's.
-    """
+    """Bytes [offset, offset + nbytes) of every record of a layer."""
 
     offset: int
     nbytes: int

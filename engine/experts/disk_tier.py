@@ -42,12 +42,7 @@ class _Piece:
 
 
 class Read(Future[None]):
-    """A read of records in flight; done when they are in memory and their checksums have been verified.
-
-    Attributes:
-        layer, expert, count: the `count` records starting at `expert`.
-        begun_ns: when its first piece was started; is_urgent: whether a step waits for it.
-    """
+    """A read of `count` records, from `expert` on; done when they are in memory and their checksums are verified."""
 
     def __init__(self, layer: int, expert: int, count: int, target: memoryview) -> None:
         super().__init__()
@@ -143,9 +138,6 @@ class DiskTier:
 
         `into` must stay allocated until the result is done.  Its exception is an EngineError: `CHECKPOINT_DAMAGED`
         (also for a wrong checksum that could not be repaired), `INTERNAL` if the tier is closed first.
-
-        Args:
-            urgent: a step waits for it, so it goes before all reads that are not urgent.
         """
         target = bytes_of(into)
         count, odd = divmod(len(target), self.table.layers[layer].layout.nbytes)

@@ -69,10 +69,6 @@ class MappedFile:
 
     Args:
         is_held: whether all of it is to stay in memory; then it counts as used RAM as long as it lives.
-
-    Attributes:
-        nbytes: of the file, as it is now.
-        memory: all of it; only what `read` has read is sure to be there.
     """
 
     def __init__(self, file: DirectFile, *, is_held: bool = True) -> None:
@@ -187,12 +183,7 @@ _LESS_URGENT = 10
 
 
 class FileImage:
-    """A file that is being read from its beginning; any thread may wait for a part of it.
-
-    Attributes:
-        path: of the file.
-        bytes: all of it, page-aligned; only what `wait_for` has waited for is there.
-    """
+    """A file that is being read from its beginning; any thread may wait for a part of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -57,10 +57,6 @@ class _Range:
 class LayerStream:
     """The layers of a model that are not held.
 
-    Args:
-        layers: where the weights of each lie.
-        window: bytes of those that are there at once.
-
     Attributes:
         nbytes: of all of them; bytes_read: so far.
     """

@@ -87,9 +87,6 @@ class RamPressure:
 class _Slots:
     """The slots shared by all layers with records of one layout, and the `Copier` from disk to them.
 
-    Args:
-        count: initial slots; most: that there can ever be.
-
     Attributes:
         slots: the memory, as a layer that kernels index by slot, used or not.
         tier: manages the slots; pool: its only pool.
@@ -153,11 +150,7 @@ class _Slots:
 
 
 def share_slots(table: RecordTable, budget: int, at_least: int) -> dict[RecordLayout, int]:
-    """Divides `budget` bytes into slots of each layout, in proportion to its records and never more than those.
-
-    Args:
-        at_least: experts of one layer that must fit at once.
-    """
+    """Divides `budget` bytes into slots of each layout, in proportion to its records and never more than those."""
     least = _least_nbytes(table, at_least)
     if least > budget:
         raise EngineError(
@@ -384,9 +377,6 @@ class RamTier:
 
         Args:
             dead: (layer, expert) pairs that are not expected to be needed and may be evicted.
-
-        Returns:
-            How many reads were started; experts without a slot are skipped.
         """
         reads: list[Read] = []
         with self._lock:

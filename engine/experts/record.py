@@ -152,13 +152,7 @@ def allocate_records(count: int, layout: RecordLayout, device: torch.device) -> 
 
 
 class ExpertBank:
-    """All experts of a model, by the name of their module.
-
-    Args:
-        device: holds the records.
-        host_memory: allocates the records if a device is going to copy from them; it may pin them.
-        elsewhere: modules whose records are on further devices of the same kind.
-    """
+    """All experts of a model, by the name of their module."""
 
     def __init__(
         self,

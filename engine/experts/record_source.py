@@ -43,10 +43,6 @@ class Held:
 class RecordSource:
     """One layer's records; of this class if all of them are in RAM and stay there.
 
-    Args:
-        bank: the records.
-        kernel: the CPU's, which takes rows of `Held` as expert ids.
-
     Attributes:
         has_all: whether all records are always in RAM.
     """

@@ -28,11 +28,7 @@ KernelMaker = Callable[[LayerRecords], ExpertKernel]
 
 
 class Segment:
-    """Slots in one block of memory, which kernels index like the experts of a layer.
-
-    Args:
-        first: number of its first slot.
-    """
+    """Slots in one block of memory, which kernels index like the experts of a layer."""
 
     def __init__(self, device: Device, layout: RecordLayout, count: int, first: int, category: MemoryCategory) -> None:
         self._device = device

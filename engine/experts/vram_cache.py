@@ -61,14 +61,8 @@ class VramCounters(TierCounters):
 
 @dataclass(slots=True)
 class Lookup:
-    """One layer's experts of one step.
-
-    Attributes:
-        hits: expert -> its slot, pinned until `VramCache.release`.
-        misses: the others, in request order; late: those of them that are arriving.
-        is_use: whether the step counts as a use for the policy; a prefill does not.
-        admitted: misses that are being copied to a slot, also pinned.
-    """
+    """One layer's experts of one step: hits are pinned until `VramCache.release`, misses in request order, `late` those
+    of them that are arriving, `admitted` those that are being copied to a slot.  A prefill is no use for the policy."""
 
     layer: int
     hits: dict[int, Slot] = field(default_factory=dict)

@@ -22,11 +22,7 @@ BF16 = PlainFormat(name="bf16", words="16-bit", bits=16.0, dtype="bfloat16", wor
 
 @dataclass(frozen=True, kw_only=True)
 class SizedFormat(WeightFormat):
-    """A format known only by its size; nothing here reads or writes it.
-
-    Attributes:
-        tiled: `is_tiled`.
-    """
+    """A format known only by its size; nothing here reads or writes it."""
 
     tiled: bool = False
 

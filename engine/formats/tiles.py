@@ -40,11 +40,7 @@ class Pairing(IntEnum):
 
 @dataclass(frozen=True)
 class TiledShape:
-    """The shape of a matrix in tiles.
-
-    Attributes:
-        rows, columns: of the matrix; `rows` is even if they are paired.
-    """
+    """The shape of a matrix in tiles; rows are even if they are paired."""
 
     rows: int
     columns: int

@@ -60,11 +60,7 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainFormat(WeightFormat):
-    """Floating-point numbers in row-major order.
-
-    Attributes:
-        dtype: torch's name of the type.
-    """
+    """Floating-point numbers in row-major order."""
 
     dtype: str
 

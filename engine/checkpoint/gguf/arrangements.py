@@ -49,11 +49,7 @@ def expert_rows(entry: TensorEntry) -> Iterator[TensorEntry]:
 
 
 def rows_of(entry: TensorEntry, counts: Sequence[int]) -> Iterator[TensorEntry]:
-    """So many rows of a tensor, and then so many more: its parts from the first row to the last.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if it has not so many.
-    """
+    """So many rows of a tensor, and then so many more: its parts from the first row to the last."""
     if not entry.shape or sum(counts) != entry.shape[0] or min(counts) < 0:
         raise damaged(entry, f"has the shape {entry.shape}, which does not fit the number of heads")
     row, begin = entry.nbytes // entry.shape[0], 0

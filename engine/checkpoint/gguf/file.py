@@ -67,11 +67,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """An array of strings of the metadata, decoded when it is asked for: a vocabulary's are hundreds of thousands.
-
-    Raises:
-        UnicodeDecodeError: when it comes to one that is not UTF-8.
-    """
+    """An array of strings of the metadata, decoded when it is asked for: a vocabulary's are hundreds of thousands."""
 
     count: int
     raw: bytes
@@ -92,17 +88,7 @@ Value = str | bool | int | float | Strings | NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF model of which the header has been read.
-
-    Attributes:
-        path: the file, or the first of its parts.
-        parts: all its files in order.
-        metadata: all keys; arrays of numbers are numpy's.
-        tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `GGML`.
-        digest: SHA-256 of the header with the metadata.
-        open_file: opens its files.
-        arrays: of the metadata, where they lie, by key.
-    """
+    """A GGUF model of which the header has been read; shapes are in torch's order, outermost dimension first."""
 
     path: Path
     parts: tuple[Path, ...]
@@ -166,12 +152,7 @@ _BYTES = BlockType("I8", "", 24, 1, 1)
 
 
 def read_converted(path: Path) -> tuple[bytes, Mapping[str, Value], Mapping[str, TensorEntry]]:
-    """The header of a file of converted weights: its bytes, its metadata, and its tensors by name.
-
-    Raises:
-        FileNotFoundError: there is none.
-        EngineError: as `read_gguf`, also for one with another architecture.
-    """
+    """The header of a file of converted weights: its bytes, its metadata, and its tensors by name."""
     path.stat()
     header = _Header(path, open_foreign, {_BYTES.id: _BYTES})
     if header.metadata.get("general.architecture") != CONVERTED:

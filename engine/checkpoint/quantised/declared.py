@@ -39,9 +39,6 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
 def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str = "") -> dict[str, Any]:
     """The same, also from files beside config.json; `quant_method` is one that can be read.
 
-    Args:
-        model: what to call the model; by default as its folder.
-
     Raises:
         EngineError: `MODEL_UNSUPPORTED` for any other; `CHECKPOINT_DAMAGED` if a file beside is broken.
     """

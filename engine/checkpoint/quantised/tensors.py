@@ -109,10 +109,6 @@ def quantised_tensors(
 ) -> dict[str, TensorEntry]:
     """The model's tensors by their plain names; those that are quantised are `PackedEntry`.
 
-    Args:
-        name: of the model, for people.
-        stored: what `declared_quantisation` found, which transformers does not read.
-
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if tensors are missing or do not fit together or config.json;
             `MODEL_UNSUPPORTED` for a variant that is not read.

@@ -33,7 +33,6 @@ class Policy(ABC):
         """`key` is resident and was used."""
 
     def used(self, keys: Sequence[Key], hits: Sequence[Key]) -> None:
-        """As `hit` and `missed` for many: all keys that were used, in order, and those of them that were resident."""
         resident = set(hits)
         for key in keys:
             (self.hit if key in resident else self.missed)(key)
@@ -224,11 +223,7 @@ class Scored(Policy):
 
 
 class StaticPopularity(Scored):
-    """Scores fixed by a calibration run: the most popular experts stay resident (Fiddler's placement).
-
-    Args:
-        popularity: uses of each key in the calibration; missing keys were never used.
-    """
+    """Scores fixed by a calibration run: the most popular experts stay resident (Fiddler's placement)."""
 
     def __init__(self, popularity: Mapping[Key, float]) -> None:
         super().__init__()

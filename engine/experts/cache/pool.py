@@ -81,9 +81,6 @@ class Pool:
 
         Args:
             only_if_admitted: let the policy refuse if the victim is worth more than `key`.
-
-        Raises:
-            ValueError: `key` is already resident or arriving.
         """
         if key in self.residents or key in self.arriving:
             raise ValueError(f"expert {key} already has a slot")
@@ -147,11 +144,7 @@ class Pool:
         return True
 
     def move(self, key: Key, slot: Slot) -> Slot:
-        """Records that `key` was copied to `slot`, which the pool did not have before; returns the slot it replaces.
-
-        Raises:
-            ValueError: `key` is pinned.
-        """
+        """Records that `key` was copied to `slot`, which the pool did not have before; returns the slot it replaces."""
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
         left, self.residents[key] = self.residents[key], slot

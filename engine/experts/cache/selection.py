@@ -46,9 +46,6 @@ def step_pool(pool: Pool, keys: Sequence[Key]) -> tuple[int, int]:
     """One step of an idealised cache: looks up all keys, then post-fetches the misses.
 
     A key used in a step is never evicted in that step.
-
-    Returns:
-        How many were hits, and how many were brought.
     """
     pinned: list[Key] = []
     missed: list[Key] = []
@@ -135,16 +132,7 @@ class PolicySelector:
 
 
 class PolicySampler:
-    """Feeds the steps of some layers to shadows, and says which policy the tier should adopt.
-
-    Args:
-        layers: indices of the layers with slots in the tier, at least one.
-        slots: of the tier.
-        ways: slots per layer if each layer has its own, else None.
-        popularity: from a calibration; adds `static` to the candidates.
-        adopted: the initial policy.
-        clock: times the shadows.
-    """
+    """Feeds the steps of some layers to shadows, and says which policy the tier should adopt."""
 
     def __init__(
         self,

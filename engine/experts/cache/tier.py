@@ -91,14 +91,7 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """State of a tier at one moment.
-
-    Attributes:
-        residents, arriving: keys.
-        slots: number of slots.
-        policy: name of the current policy; is_adaptive: whether it is chosen at run time.
-        shadows: recent hit rate of each candidate policy; empty unless adaptive.
-    """
+    """State of a tier at one moment."""
 
     residents: list[Key]
     arriving: list[Key]
@@ -223,11 +216,7 @@ class Tier(Generic[Source, Handle]):
                 pool.adopt(self._new_policy(pool.capacity))
 
     def used(self, layers: Sequence[int], keys: NDArray[np.int64], missed: NDArray[np.bool_]) -> None:
-        """As `observe` and `look_up` of several layers, for keys of which somebody has found out which were missed.
-
-        Args:
-            keys, missed: [layers, n].
-        """
+        """As `observe` and `look_up` of several layers, for keys of which somebody has found out which were missed."""
         if self.sampler is not None and not self.sampler.rests():
             for layer in self.sampler.layers & set(layers):
                 self.observe(layer, keys[layers.index(layer)].tolist())
@@ -271,11 +260,7 @@ class Tier(Generic[Source, Handle]):
     def bring(
         self, layer: int, expert: int, source: Source, purpose: Purpose, *, only_if_admitted: bool = True
     ) -> Copy[Handle] | None:
-        """Starts copying an expert, unless it is resident or arriving, or no slot should or can be freed for it.
-
-        Raises:
-            EngineError: the copy could not be started; the expert stays absent.
-        """
+        """Starts copying an expert, unless it is resident or arriving, or no slot should or can be freed for it."""
         pool, key = self.pool_of[layer], layer * self._experts + expert
         if key in pool.residents or key in pool.arriving:
             return None
@@ -297,11 +282,7 @@ class Tier(Generic[Source, Handle]):
     def prefetch(
         self, layer: int, expert: int, source: Source, dead: Iterable[tuple[int, int]] = ()
     ) -> Copy[Handle] | None:
-        """As `bring`, for an expert that may be needed; evicts nothing but experts in `dead`.
-
-        Args:
-            dead: (layer, expert) pairs that are not expected to be needed; at most one of them is evicted.
-        """
+        """As `bring`, for an expert that may be needed; evicts nothing but experts in `dead`."""
         pool, key = self.pool_of[layer], layer * self._experts + expert
         if key in pool.residents or key in pool.arriving or not (pool.free or self._evict_dead(pool, dead)):
             return None

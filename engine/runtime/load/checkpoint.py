@@ -94,13 +94,8 @@ class OpenedCheckpoint:
 
 
 def open_checkpoint(config: EngineConfig, *, guesses: bool = False) -> OpenedCheckpoint:
-    """Reads headers of `config.model`, but not its tokenizer, and builds the model on the meta device.
-
-    `guesses`: with the layer that guesses tokens, if the checkpoint has one.
-
-    Raises:
-        EngineError: the checkpoint is damaged, or not one that runs here.
-    """
+    """Reads headers of `config.model`, but not its tokenizer, and builds the model on the meta device; with the layer
+    that guesses tokens if it has one and `guesses`."""
     if config.precision not in PRECISIONS:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,

@@ -163,12 +163,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Converted:
-    """A conversion and the file that holds it.
-
-    Attributes:
-        note: a sentence for people; empty if there is nothing to say.
-        resumed_bytes: that an earlier attempt had finished; the rest was `made` now, unless the file was there.
-    """
+    """A conversion and the file that holds it."""
 
     conversion: Conversion
     container: Container
@@ -199,10 +194,6 @@ def convert(
     """Makes the file unless it is there and up to date.
 
     If another process makes the same file, this one waits and uses that.
-
-    Raises:
-        EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
-        RequestCancelled: `cancelled()` was true.
     """
 
     def check() -> None:

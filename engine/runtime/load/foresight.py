@@ -36,11 +36,7 @@ _NAMES = ("gate", "router")
 
 
 class Popularity:
-    """Counts by layer and expert.
-
-    Args:
-        counts: [layers][experts]; layers may differ in their number of experts.
-    """
+    """Counts by layer and expert, [layers][experts]; layers may differ in their number of experts."""
 
     def __init__(self, counts: list[list[float]]) -> None:
         self.counts = counts
@@ -70,12 +66,7 @@ class Popularity:
 
 
 class UseCounts:
-    """Counts the uses of a session's decode steps, and passes them on.
-
-    Args:
-        experts: of each layer.
-        following: receives the same calls.
-    """
+    """Counts the uses of a session's decode steps, and passes them on."""
 
     def __init__(self, experts: Sequence[int], following: StepObserver | None = None) -> None:
         self._counts = [[0] * count for count in experts]

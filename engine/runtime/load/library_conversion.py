@@ -51,12 +51,7 @@ _HARMLESS = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale",
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """One matrix or vector of every expert of a module, as files have it.
-
-    Attributes:
-        dtype, shape, nbytes: of one expert's.
-        places: where that of each expert begins.
-    """
+    """One matrix or vector of every expert of a module, as files have it: what one is, and where each begins."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -325,12 +320,7 @@ def _by_expert(entry: TensorEntry, experts: int) -> TensorEntry:
 
 @dataclass
 class PartConverter:
-    """Makes one part of the experts of one module.
-
-    Attributes:
-        model: the skeleton, as the library's operations may look at it.
-        sites: the experts modules by name.
-    """
+    """Makes one part of the experts of one module; the library's operations may look at the skeleton."""
 
     model: Any
     sites: dict[str, ExpertsSite]

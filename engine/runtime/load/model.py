@@ -335,9 +335,6 @@ def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = N
 
     Args:
         captures: where all of it is, if its steps are captured there: a card's kernel may read such keys then.
-
-    Returns:
-        `None` for the model's own type, and then a sentence if another one was asked for.
     """
     wanted = _KV_TYPES.get(kv_precision)
     if wanted is None:

@@ -37,13 +37,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a model may run on.
-
-    Attributes:
-        devices: besides the CPU.
-        memory: that there is at this moment.
-        has_kernels: whether native kernels compute on the CPU here.
-    """
+    """What a model may run on."""
 
     devices: Sequence[Device]
     memory: Budgets

@@ -79,10 +79,6 @@ class RecordMaker:
 
     Besides the records it needs memory for the tensors of one expert, or of one layer where the library's conversion
     mixes experts, and for one layer's records before they are quantised if they are.
-
-    Args:
-        model: its skeleton.
-        kernels: quantise, where there are any.
     """
 
     def __init__(

@@ -42,13 +42,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """Where the rows of an embedding lie.
-
-    Attributes:
-        parts: matrices of one type, one below the other.
-        row_bytes: of a row; columns: its numbers.
-        per_token: rows that a token looks up.
-    """
+    """Where the rows of an embedding lie: matrices of one type, one below the other."""
 
     parts: tuple[TensorEntry, ...]
     row_bytes: int

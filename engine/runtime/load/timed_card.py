@@ -94,11 +94,6 @@ class TimedTokens:
 
     A layer's experts in slots and the rest, which the processor computes meanwhile, take the longer of their two times;
     the row and the answer cross the link.  What the processor takes is what it took, by the records.
-
-    Args:
-        dense_s: of a token, without experts.
-        layouts: of the layers that have experts.
-        hidden: of a row.
     """
 
     def __init__(self, meter: Meter, dense_s: float, layouts: Sequence[RecordLayout], hidden: int) -> None:
@@ -164,12 +159,7 @@ def _weights(model: Any, dense_sizes: Mapping[str, int]) -> tuple[list[int], int
 
 
 class _Forward:
-    """One forward after another, in pieces between calls of experts.
-
-    Args:
-        layers, behind: bytes in 16 bits.
-        share: part of these that is read: linear layers are quantised as experts are.
-    """
+    """One forward after another, in pieces between calls of experts."""
 
     def __init__(self, meter: Meter, layers: list[int], behind: int, share: float) -> None:
         self._meter, self._layers, self._behind, self._share = meter, layers, behind, share
