@@ -113,7 +113,7 @@ class _Slots:
         try:
             return source.read(layer, expert, target, urgent=purpose is Purpose.FETCH)
         except EngineError as error:
-            read = Read(layer, expert, 1, bytes_of(target))
+            read = Read(layer, expert, bytes_of(target))
             read.set_exception(error)
             return read
 
