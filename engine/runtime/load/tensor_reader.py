@@ -24,8 +24,7 @@ from engine.checkpoint.stored import format_of_codes, in_rows, order_of
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.experts.container import Container
 from engine.experts.direct_file import OpenFiles, bytes_of, unreadable
-from engine.experts.early_reads import EARLY_READS
-from engine.experts.file_image import FileImage
+from engine.experts.file_image import EARLY_READS, FileImage
 from engine.experts.layer_stream import LayerStream
 from engine.experts.record import HugePages, empty_in_huge_pages
 from engine.formats.ggml import GGML, BlockType
