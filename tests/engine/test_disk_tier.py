@@ -181,7 +181,7 @@ def test_a_file_that_is_deleted_under_us_is_still_read(path: Path) -> None:
 def test_what_is_no_expert_is_refused(path: Path) -> None:
     with disk_of(path, CONTENTS) as disk:
         for layer, expert, place in ((0, 16, one(0)), (0, -1, one(0)), (0, 0, one(0)[1:])):
-            with pytest.raises(ValueError, match="are not experts"):
+            with pytest.raises(ValueError, match="are not expert"):
                 disk.read(layer, expert, place)
         assert disk.records_read == 0
 

@@ -44,7 +44,7 @@ from tests.engine.tiny_families import tiny_checkpoint
 from tests.tiny_gguf import write_model
 
 folder = Path(sys.argv[1])
-made = tiny_checkpoint("qwen3_moe", folder / "made")
+made = tiny_checkpoint("qwen3_moe", folder / "made", moe_intermediate_size=32)
 file = write_model(made, folder / "toy.gguf", "qwen3moe", quantised="TOY_8")
 found = read_gguf(file).tensors
 down = found["blk.1.ffn_down_exps.weight"]
@@ -97,7 +97,7 @@ def test_a_type_is_read_planned_and_decoded_by_its_entry(tmp_path: Path) -> None
     assert "TOY_8" in found["guessed"]
 
 
-@pytest.mark.parametrize("name", ["IQ1_M", "Q1_0", "Q2_0"])
+@pytest.mark.parametrize("name", ["Q1_0", "Q2_0"])
 def test_no_other_file_names_a_type(name: str) -> None:
     assert name in GGML
     named = re.compile(rf"\b{name}\b|\b{name.lower()}\.h\b")
