@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,19 +40,18 @@ def _e4m3() -> Floats:
 _E4M3 = _e4m3()
 
 
-class Packing(Protocol):
+class Packing(ABC):
     """How the tensors that are stored make the tensor that is meant."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
         """The tensor, from its sources as `as_array` gives them; of one expert if they all hold one row of stacks."""
 
-
-@runtime_checkable
-class Piecewise(Packing, Protocol):
-    """A packing that need not make the whole at once."""
-
     def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
-        """The same as `unpack`, some rows at a time."""
+        """The same, perhaps some rows at a time."""
+        yield self.unpack(entries, arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class PackedEntry(TensorEntry):
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryRows:
+class RotaryRows(Packing):
     """Rows of queries or keys whose heads are in the order of adjacent pairs, put back in that of two halves.
 
     Some architectures of ggml rotate element 2i of a head with 2i + 1, transformers element i with i + d/2; whoever
@@ -98,7 +98,7 @@ class RotaryRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class Rows(Packing):
     """Rows of all sources one below the other, of which a tensor has some in another order.
 
     Attributes:
@@ -135,7 +135,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(Packing):
     """Numbers that are stored as a function of them: `lowered` by one, `scaled`, or the `logarithm` of what is
     stored, which llama.cpp has with or without its sign, or there are zeros instead.
     """
@@ -156,7 +156,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentHeads:
+class LatentHeads(Packing):
     """What multi-head latent attention makes keys and values of, stored as two stacks of one matrix per head.
 
     [heads, latent, key width] and [heads, value width, latent] -> [heads * (key width + value width), latent].
@@ -200,10 +200,7 @@ def numbers(dtype: str, array: Array) -> Floats:
 def unpacked(entry: TensorEntry, arrays: Sequence[Array]) -> Iterator[Floats]:
     """The tensor's numbers, from its sources as `as_array` gives them: pieces of its first dimension, one by one."""
     if isinstance(entry, PackedEntry):
-        if isinstance(entry.packing, Piecewise):
-            yield from entry.packing.pieces(entry.sources, arrays)
-        else:
-            yield entry.packing.unpack(entry.sources, arrays)
+        yield from entry.packing.pieces(entry.sources, arrays)
         return
     (array,) = arrays
     rows = max(1, _AT_ONCE * len(array) // max(entry.numel, 1))

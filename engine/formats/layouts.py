@@ -134,7 +134,7 @@ class RecordLayout:
         rows, columns = next(part.shape for part in self.unquantised.parts if part.name == name)
         return TiledShape(rows, columns, dict(self.tiled)[name], self.pairing if name == _PAIRED else Pairing.PLAIN)
 
-    def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix:
+    def matrix(self, rows: Mapping[str, Sequence[torch.Tensor] | torch.Tensor], name: str, expert: int) -> TiledMatrix:
         zeros, table = rows.get(f"{name}_zeros"), rows.get(f"{name}_table")
         return TiledMatrix(
             self.tiled_shape(name),

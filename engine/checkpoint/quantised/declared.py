@@ -36,7 +36,7 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str = "") -> dict[str, Any]:
+def declared_quantisation(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The same, also from files beside config.json; `quant_method` is one that can be read.
 
     Raises:
@@ -57,7 +57,7 @@ def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str
     if method not in _METHODS:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{model or directory.name} is quantised with {quoted(method)}, which Switchyard cannot "
+            f"{directory.name} is quantised with {quoted(method)}, which Switchyard cannot "
             "read: use the model's original, FP8, MXFP4, GPTQ, AWQ or compressed-tensors version.",
         )
     return {**stored, "quant_method": method}

@@ -9,7 +9,7 @@ of columns, a scale s and a zero z: w = s * (c - z). Sources:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import Array, Floats, numbers
+from engine.checkpoint.packed import Array, Floats, Packing, numbers
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import quoted
 from engine.formats.coded import CodedMatrix
@@ -131,7 +131,7 @@ class Codes:
         return values.reshape(rows, columns)
 
 
-class ByRows(ABC):
+class ByRows(Packing):
     """A packing whose rows can be unpacked some at a time, so that the whole is never in memory in float32.
 
     Attributes:

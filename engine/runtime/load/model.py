@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ from engine.runtime.load.plan import Machine, Plan, resolve
 from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
-from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
+from engine.runtime.loaded_model import LoadedModel, LoadingParts, ModelParts, OnPhase, ignore_phase
 from engine.runtime.pictures import Blind, Sight
 from engine.runtime.segments import SegmentedCapture
 
@@ -290,18 +290,11 @@ def _hand_over(
         chunk = LONG_TOKENS
     else:
         chunk = chunk_tokens_in_ram(profile.experts, profile.experts_per_token)
+    own = {each.name: getattr(parts, each.name) for each in fields(ModelParts)}
     return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
+        **own | {"tokenizer": tokenizer, "devices": devices if plan.devices else None},
         info=info,
-        bank=parts.bank,
-        disk_backed=parts.disk_backed,
-        tables=parts.tables,
-        stream=parts.stream,
-        kernels=parts.kernels,
         device=plan.dense,
-        devices=devices if plan.devices else None,
-        foresight=parts.foresight,
         graph_device=captures,
         context_tokens=context,
         chunk_tokens=chunk,

@@ -59,7 +59,8 @@ def read_weights(plan: Plan, parts: LoadingParts, on_progress: OnProgress, cance
     converting = progress.part(conversion.nbytes if conversion is not None and is_made else 0)
     whole = _whole_files(plan, conversion)
     reading, arriving = progress.part(_bytes_read(plan, conversion, whole)), progress.part(_arriving(plan, whole))
-    converted, note = None, ""
+    converted: Converted | None = None
+    note = ""
     if conversion is not None:
         conversion.kernels = parts.kernels
         parts.on_phase("converting" if is_made else "reading")
