@@ -53,8 +53,15 @@ class TensorEntry:
 
     def row(self, index: int) -> TensorEntry:
         """One row of its first dimension, which the shape still has: an expert's, of a stack of all."""
-        nbytes = self.nbytes // self.shape[0]
-        return replace(self, shape=(1, *self.shape[1:]), offset=self.offset + index * nbytes, nbytes=nbytes)
+        return self.rows(index, 1)
+
+    def rows(self, begin: int, count: int) -> TensorEntry:
+        each = self.nbytes // self.shape[0]
+        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + begin * each, nbytes=count * each)
+
+    def below(self, index: int) -> TensorEntry:
+        """One row without the first dimension."""
+        return replace(self.rows(index, 1), shape=self.shape[1:])
 
 
 def read_header(file: Path, open_file: Opener = open_foreign) -> dict[str, TensorEntry]:

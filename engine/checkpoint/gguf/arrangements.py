@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -43,20 +44,14 @@ def expert_rows(entry: TensorEntry) -> Iterator[TensorEntry]:
     experts = entry.shape[0]
     if len(entry.shape) < 2 or experts > _MOST_EXPERTS:
         raise damaged(entry, f"is no stack of experts ({entry.shape})")
-    nbytes = entry.nbytes // experts
-    for expert in range(experts):
-        yield replace(entry, shape=entry.shape[1:], offset=entry.offset + expert * nbytes, nbytes=nbytes)
+    yield from map(entry.below, range(experts))
 
 
 def rows_of(entry: TensorEntry, counts: Sequence[int]) -> Iterator[TensorEntry]:
     """So many rows of a tensor, and then so many more: its parts from the first row to the last."""
     if not entry.shape or sum(counts) != entry.shape[0] or min(counts) < 0:
         raise damaged(entry, f"has the shape {entry.shape}, which does not fit the number of heads")
-    row, begin = entry.nbytes // entry.shape[0], 0
-    for count in counts:
-        offset, nbytes = entry.offset + begin * row, count * row
-        yield replace(entry, shape=(count, *entry.shape[1:]), offset=offset, nbytes=nbytes)
-        begin += count
+    yield from map(entry.rows, accumulate(counts, initial=0), counts)
 
 
 def _rotary(heads: str) -> Arrangement:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.checkpoint.headers import TensorEntry
@@ -343,11 +343,6 @@ def _read_mlx(checkpoint: _Checkpoint, model_type: str) -> None:
         made = [(module, parts)]
         if is_stack:
             own_names = [f"{place}.experts.{expert}.{names.get(last, last)}" for expert in range(shape[0])]
-            made = [(name, [_row(part, expert) for part in parts]) for expert, name in enumerate(own_names)]
+            made = [(name, [part.below(expert) for part in parts]) for expert, name in enumerate(own_names)]
         for name, sources in made:
             checkpoint.make(name, (shape[-2], columns), sources, Affine(bits))
-
-
-def _row(entry: TensorEntry, row: int) -> TensorEntry:
-    nbytes = entry.nbytes // entry.shape[0]
-    return replace(entry, shape=entry.shape[1:], offset=entry.offset + row * nbytes, nbytes=nbytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -341,7 +341,7 @@ class TensorReader:
         count, size = entry.shape
         together = max(_PIECE // size, 1)
         for first in range(0, count, together):
-            some = replace(entry, offset=entry.offset + first * size, nbytes=min(together, count - first) * size)
+            some = entry.rows(first, min(together, count - first))
             self._is_there(entry.file, some.offset + some.nbytes)
             if not self._container.is_intact(entry.key, first, self._view(some).view(-1, size)):
                 raise self._container.damaged(entry.key)
