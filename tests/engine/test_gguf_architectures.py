@@ -297,8 +297,8 @@ def test_experts_keep_their_codes(
         for module, layer in model.bank.layers.items():
             layout = layer.layout
             assert layout.tiled
-            assert {each.name for _, each in layout.formats} == {kept_in}
-            for part, _ in layout.formats:
+            assert {each.name for _, each in layout.tiled} == {kept_in}
+            for part, _ in layout.tiled:
                 for expert in (0, layer.num_experts - 1):
                     own = exact.bank.layers[module].stacked[part][expert].float()
                     ours = dequantise(layout.matrix(layer.rows, part, expert), torch.float32)

@@ -34,7 +34,7 @@ def test_an_expert_of_a_small_and_of_a_big_model(precision: str, weights: int) -
     most, down = FORMATS[precision], FORMATS[careful(precision, weights)]
     layout = RecordLayout.in_tiles(plain, lambda name: down if name == "down_proj" else most, Pairing.HALVES)
     planned = HIDDEN * INNER * (2 * most.bytes_per_weight + down.bytes_per_weight)
-    tables = sum(64 for name, tiled in layout.formats if tiled.table is not None)
+    tables = sum(64 for name, tiled in layout.tiled if tiled.table is not None)
     assert planned <= layout.nbytes < planned + tables + 4096
     assert (down is most) == (precision == "int8" or weights >= SMALL_MODEL)
 

@@ -140,7 +140,7 @@ def test_codes_are_kept(kind: str, tmp_path: Path) -> None:
         for name, layer in ours.bank.layers.items():
             layout = layer.layout
             assert layout.tiled
-            for part, target in layout.formats:
+            for part, target in layout.tiled:
                 assert target.name == ("int8" if kind == "int-quantized" else "int4")
                 for expert in range(layer.num_experts):
                     own = dequantise(layout.matrix(layer.rows, part, expert), torch.float32)

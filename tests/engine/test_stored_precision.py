@@ -98,9 +98,9 @@ def test_each_matrix_is_in_the_format_that_keeps_it(file: Path) -> None:
         assert model.info.precision == STORED
         assert model.bank is not None
         for index, (layer, layout) in enumerate(zip(model.bank.layers.values(), layouts(model.bank), strict=True)):
-            assert {name: each.name for name, each in layout.formats} == FORMATS[index]
+            assert {name: each.name for name, each in layout.tiled} == FORMATS[index]
             for expert in (0, layer.num_experts - 1):
-                for name, _ in layout.formats:
+                for name, _ in layout.tiled:
                     ours = layout.matrix(layer.rows, name, expert)
                     assert torch.equal(dequantise(ours), dequantise(expected(file, name, ours.shape, index, expert)))
         assert near(logits(model.model), wanted)
