@@ -43,20 +43,15 @@ class Held:
 class RecordSource:
     """One layer's records; of this class if all of them are in RAM and stay there.
 
-    Args:
-        kernel: the CPU's, of the whole layer.
-        own: which of them, as if they were a layer; by default all.
-
     Attributes:
         has_all: whether all records are always in RAM.
     """
 
     has_all = True
 
-    def __init__(self, bank: LayerRecords, kernel: ExpertKernel, own: range | None = None) -> None:
+    def __init__(self, bank: LayerRecords, kernel: ExpertKernel) -> None:
         self._records, self.kernel = bank.records, kernel
-        own = own or range(bank.num_experts)
-        self.num_experts, self._first = len(own), own.start
+        self.num_experts = bank.num_experts
 
     @property
     def lendable(self) -> int:
@@ -64,7 +59,7 @@ class RecordSource:
 
     def acquire(self, experts: Sequence[int], *, waits: bool = True) -> Held:  # noqa: ARG002
         """Pins these distinct experts, and starts reading missing ones.  May pin none; see `RamTier.acquire`."""
-        return Held(self._records, {expert: self._first + expert for expert in experts})
+        return Held(self._records, {expert: expert for expert in experts})
 
     def hold_present(self, experts: Sequence[int]) -> Held:
         """Pins those of them that are in RAM now, without counting a use, so eviction order does not change."""
@@ -77,6 +72,22 @@ class RecordSource:
     def wait_for_copies(self) -> bool:
         """Waits until a copy that holds a record has ended; False if there is none."""
         return False
+
+
+class PartOfRecords(RecordSource):
+    """Some of a layer's records, all of them in RAM, as if they were a layer.
+
+    Args:
+        kernel: the CPU's, of the whole layer.
+        own: which they are.
+    """
+
+    def __init__(self, bank: LayerRecords, kernel: ExpertKernel, own: range) -> None:
+        super().__init__(bank, kernel)
+        self.num_experts, self._first = len(own), own.start
+
+    def acquire(self, experts: Sequence[int], *, waits: bool = True) -> Held:  # noqa: ARG002
+        return Held(self._records, {expert: self._first + expert for expert in experts})
 
 
 class Arrivals:

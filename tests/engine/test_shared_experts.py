@@ -26,7 +26,7 @@ from engine.experts.activations import Activations
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
-from engine.experts.record_source import RecordSource
+from engine.experts.record_source import PartOfRecords
 from engine.experts.shared import Part, SharedExperts, Ways, parts_of
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import read_profile
@@ -109,7 +109,7 @@ class Shared:
                 HybridExperts(
                     cache,
                     index,
-                    RecordSource(bank, make(bank), own),
+                    PartOfRecords(bank, make(bank), own),
                     make,
                     latency,
                     activations,

@@ -35,7 +35,7 @@ from engine.experts.prediction.target import (
     over_link,
 )
 from engine.experts.ram_tier import RamTier
-from engine.experts.record_source import RecordSource
+from engine.experts.record_source import PartOfRecords, RecordSource
 from engine.experts.shared import Part, SharedExperts, SharedPrefetch, Ways
 from engine.experts.sites import ExpertsSite
 from engine.experts.slot_segments import KernelMaker
@@ -225,15 +225,16 @@ def _records_in_ram(
     site: ExpertsSite, parts: LoadingParts, device: Device, own: range
 ) -> tuple[LayerRecords, ExpertKernel, RecordSource]:
     assert parts.bank is not None
-    seen = parts.bank.layers.get(site.name)
-    over_disk = parts.disk_backed if seen is None else None
-    layer = over_disk.disk.table.index_of[site.name] if over_disk is not None else 0
-    seen = over_disk.slots(layer) if over_disk is not None else seen
-    assert seen is not None
-    kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
-    if over_disk is not None:
+    held, over_disk = parts.bank.layers.get(site.name), parts.disk_backed
+    if held is None:
+        assert over_disk is not None
+        layer = over_disk.disk.table.index_of[site.name]
+        seen = over_disk.slots(layer)
+        kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
         return seen, kernel, over_disk.source(layer, kernel)
-    return seen, kernel, RecordSource(seen, kernel, own)
+    kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
+    whole = len(own) == site.num_experts
+    return held, kernel, RecordSource(held, kernel) if whole else PartOfRecords(held, kernel, own)
 
 
 def open_caches(

@@ -159,7 +159,12 @@ def _weights(model: Any, dense_sizes: Mapping[str, int]) -> tuple[list[int], int
 
 
 class _Forward:
-    """One forward after another, in pieces between calls of experts."""
+    """One forward after another, in pieces between calls of experts.
+
+    Args:
+        layers, behind: bytes in 16 bits.
+        share: part of these that is read: linear layers are quantised as experts are.
+    """
 
     def __init__(self, meter: Meter, layers: list[int], behind: int, share: float) -> None:
         self._meter, self._layers, self._behind, self._share = meter, layers, behind, share
@@ -168,6 +173,7 @@ class _Forward:
         self._tokens = self._piece = 0
 
     def begin(self, _module: Any, args: Any, kwargs: Any) -> None:
+        """The model is called."""
         ids = kwargs.get("input_ids")
         self._tokens = ids.numel() if ids is not None else args[0].numel() if args else 1
         self._piece, self._card = 0, ExitStack()
@@ -181,12 +187,14 @@ class _Forward:
             self._host.__enter__()
 
     def enter(self, _module: Any, _args: Any, _output: Any) -> None:
+        """They are computed, or queued."""
         if self._host is not None:
             self._host.__exit__(None, None, None)
             self._host = None
             self._count()
 
     def end(self, _module: Any, _args: Any, _output: Any) -> None:
+        """The model has been called."""
         if self._card is None:
             return
         card, self._card = self._card, None
