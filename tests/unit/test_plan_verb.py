@@ -140,7 +140,7 @@ def test_capitals_do_not_matter_to_known_names(capsys: pytest.CaptureFixture[str
 def test_what_was_timed_here_is_the_figure_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.hardware.probe.probe", lambda: MACHINE)
+    monkeypatch.setattr("engine.tuning.machine_state.probe_machine", lambda: MACHINE)
     monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
     model = str(tiny_model())
 

@@ -25,7 +25,7 @@ from engine.experts.sites import ExpertsSite
 from engine.kernels.interface import ExpertKernel, LayerRecords, RecordFormat
 from engine.runtime.decoder_layers import decoder_layers, layer_names
 
-_LAUNCHES = 4
+LAUNCHES = 4
 """Of a layer's operators: norms, projections, attention and the router, as captured graphs run them."""
 
 
@@ -95,7 +95,7 @@ def charge_model(
         site.module.register_forward_pre_hook(forward.leave)
         site.module.register_forward_hook(forward.enter, always_call=True)
     if tokens is not None:
-        dense_s = sum(meter.kernel_s(nbytes * share, nbytes, _LAUNCHES) for nbytes in [*layers, behind])
+        dense_s = sum(meter.kernel_s(nbytes * share, nbytes, LAUNCHES) for nbytes in [*layers, behind])
         tokens.take_time(TimedTokens(meter, dense_s, tokens.layouts, model.config.get_text_config().hidden_size))
         return
     for layer in decoder_layers(model)[:1]:  # a step past the library's model would not be seen
@@ -231,4 +231,4 @@ class _Forward:
 
     def _kernels(self, nbytes: int, tokens: int) -> None:
         # As many operations for a token as there would be bytes in 16 bits.
-        self._meter.kernel(nbytes * self._share, nbytes * tokens, _LAUNCHES)
+        self._meter.kernel(nbytes * self._share, nbytes * tokens, LAUNCHES)
