@@ -98,8 +98,9 @@ _REQUIRED = 6
 _OPTIONAL = tuple(field.name for field in fields(DeviceProfile)[_REQUIRED:])
 _FIXED_HOST, _ONLY_HOST = "?host=fixed", "?host=only"
 _ROOMY = 2**37
-_CALLS_OF_LAYER, _CALLS_OF_CARD, _CALLS_OF_HOST = 4, 4, 4
-"""Calls of the driver, of `call_us` each, that the dispatcher makes for a layer, a card's share and the CPU's."""
+_CALLS_OF_LAYER, _CALLS_OF_CARD, _CALLS_OF_HOST, _CALLS_OF_FETCH = 4, 4, 4, 3
+"""Calls of the driver, of `call_us` each, that the dispatcher makes for a layer, a card's share, the CPU's, and an
+expert that is fetched."""
 
 
 _lent: dict[str, DeviceProfile] = {}
@@ -243,7 +244,9 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
             layer_s=latency_s + _CALLS_OF_LAYER * call_s,
             card_s=_CALLS_OF_CARD * call_s,
             host_s=_CALLS_OF_HOST * call_s,
+            fetch_s=_CALLS_OF_FETCH * call_s,
             launch_s=card.launch_us / 1e6,
+            flags_s=2 * latency_s + call_s,
         )
     gpu = GpuProfile(f"{EMULATED}{card.name}", memory_bytes, flops, bytes_per_s, count)
     h2d, d2h = card.link_h2d_gbps * 1e9, card.link_d2h_gbps * 1e9

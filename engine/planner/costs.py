@@ -73,26 +73,30 @@ class Dispatch:
             for an emulated card also its router, which the library's operators compute there.
         card_s: seconds added if the card computes any expert; host_s: likewise for the CPU.
         host_expert_s: seconds added for each expert that the CPU computes.
+        fetch_s: seconds of the host for each expert that is fetched, which others wait for.
         host_rate: CPU bandwidth here, relative to computing all experts alone in one call.
         card_call_s: seconds added to each call that computes experts on an emulated card.
         seen_card_expert_s: seconds by which the engine overestimates an expert on the card when it chooses between card
             and CPU, because it times experts one at a time, each in a call of its own.
         by_flags: the card asks for what it misses while it computes the step. Rows are no copies then, the card
             computes all experts that it holds, and none is fetched before the step has ended.
+        bundled_bytes: rows of up to so many bytes come to the CPU with the routing.
     """
 
     layer_s: float = 0.0
     card_s: float = 0.0
     host_s: float = 0.0
     host_expert_s: float = 0.0
+    fetch_s: float = 0.0
     host_rate: float = 1.0
     card_call_s: float = 0.0
     seen_card_expert_s: float = 0.0
     by_flags: bool = False
+    bundled_bytes: float = 0.0
 
     def slower(self, factor: float) -> Dispatch:
         """With calls that take so many times as long."""
-        calls = ("layer_s", "card_s", "host_s", "host_expert_s", "card_call_s")
+        calls = ("layer_s", "card_s", "host_s", "host_expert_s", "fetch_s", "card_call_s")
         return replace(self, **{name: factor * getattr(self, name) for name in calls})
 
 
@@ -497,11 +501,14 @@ class Costs:
         return nbytes / ((link.h2d if pinned else link.h2d_pageable) * self.dense_cards) + link.latency_s
 
     def h2d_of_experts(self, nbytes: float, *, pinned: bool = True) -> float:
-        """One of a layer's experts after another, each over the link of its card, as fast as RAM can be read."""
+        """One of a layer's experts after another, each over the link of its card, as fast as RAM can be read, which is
+        no limit where links are modelled."""
         if self.cards is not Cards.EXPERTS:
             return self.h2d(nbytes, pinned=pinned)
         link = self.machine.link
         one_s = nbytes / (link.h2d if pinned else link.h2d_pageable) + link.latency_s
+        if self.machine.origins.get("link.h2d") is Origin.MODELLED:
+            return one_s / self.expert_cards
         return max(one_s / self.expert_cards, min(one_s, nbytes / self.machine.cpu.ram_bytes_per_s))
 
     def d2h(self, nbytes: float) -> float:
@@ -595,6 +602,8 @@ DISPATCH = Dispatch(layer_s=60e-6, card_s=30e-6, host_s=30e-6)
 STEP_LAUNCHES = Launches(layer=7, experts=2, token=14)
 """Counted by `tests/engine/test_card_launches.py`: two products, two norms, rotation, attention and router; products of
 experts; at most 14 for the embedding, angles, the last norm and the head: 5 where one kernel finds the angles."""
+BUNDLED_BYTES = 2.0**17
+"""See `engine.experts.dispatcher`; what is estimated of real cards, `DISPATCH`, counts a copy for rows."""
 MODELLED_LAUNCHES = Launches(layer=4, experts=1, token=4)
 """Of a card whose time is modelled: see `engine.runtime.load.timed_card`."""
 GRAPH_OPERATOR_S = 2.8e-6
@@ -681,8 +690,8 @@ def engine_costs(
 def _steps(gpu: GpuProfile, calls: CallProfile, *, captures: bool) -> DecodeSteps:
     """Of NVIDIA's cards each may ask the CPU for experts from within a graph, if it is the only one."""
     if calls.launch_s:
-        alone = Dispatch(by_flags=True) if captures and gpu.count == 1 else None
-        return DecodeSteps(MODELLED_LAUNCHES, calls.launch_s, alone)
+        by_flags = Dispatch(layer_s=calls.flags_s, by_flags=True)
+        return DecodeSteps(MODELLED_LAUNCHES, calls.launch_s, by_flags if captures and gpu.count == 1 else None)
     name = gpu.name.lower()
     if not captures or any(maker in name for maker in _WITHOUT_GRAPHS):
         return DecodeSteps(STEP_LAUNCHES)
@@ -711,6 +720,8 @@ def _dispatch(calls: CallProfile, *, parts: int, is_emulated: bool) -> Dispatch:
         card_s=parts * calls.card_s,
         host_s=calls.host_s,
         host_expert_s=calls.host_expert_s,
+        fetch_s=calls.fetch_s,
+        bundled_bytes=BUNDLED_BYTES if calls.launch_s else 0.0,
         card_call_s=calls.single_s,
         seen_card_expert_s=calls.single_s,
     )

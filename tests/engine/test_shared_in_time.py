@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
 from engine.batch_files.prepared_job import prepare
@@ -22,6 +24,7 @@ from engine.checkpoint.synthetic import make_synthetic
 from engine.common import clock
 from engine.common.config import BatchJob, EngineConfig, Misses, SamplingParams, Sharing
 from engine.devices.timeline import Wire
+from engine.experts.dispatch import BANK_LAYER
 from engine.hardware.machine import HardwareProfile, read_machine
 from engine.hardware.profiles import with_emulated
 from engine.planner.batch_prediction import JobPrediction
@@ -165,27 +168,65 @@ def test_schedules_with_attention_on_the_card_take_as_long_as_planned(
     assert several == pytest.approx(planned_s(shape, schedule, cards, even_of_several), rel=0.15)
 
 
+def test_what_sweeps_take_counts_more_than_what_the_planner_knew(folder: Path) -> None:
+    machine = machine_of(1)
+    gpu, cpu, calls = machine.gpu, machine.cpu, machine.calls
+    assert gpu is not None
+    said = replace(
+        machine,
+        gpu=replace(gpu, bytes_per_s=4 * gpu.bytes_per_s, flops=4 * gpu.flops),
+        cpu=replace(cpu, ram_bytes_per_s=4 * cpu.ram_bytes_per_s, flops=4 * cpu.flops),
+        calls=replace(calls, launch_s=calls.launch_s / 4),
+    )
+    loaded, known = opened(folder, 1), engine_costs(said, find_shape(str(folder)), "bf16", 1)
+    try:
+        assert job_plan.observed_of(loaded, known) == Observed()
+        for schedule in (CGOPIPE, S4):
+            sweep_s(loaded, schedule)
+        found = job_plan.observed_of(loaded, known)
+    finally:
+        loaded.close()
+    assert found.card_layer == pytest.approx(4, rel=0.2)
+    assert found.cpu_attention == pytest.approx(4, rel=0.2)
+    assert (found.card_experts, found.cpu_experts) == (1, 1)
+    right = engine_costs(machine, known.model, "bf16", 1)
+    assert replace(known, observed=found).gpu_layer(12, 0, cached=False) == pytest.approx(
+        right.gpu_layer(12, 0, cached=False), rel=0.2
+    )
+
+
+def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:
+    """Experts that its tokens use, [tokens, layers, k]; of the last layer only one is computed, so its are guessed."""
+    seen, removers = list[NDArray[np.int16]](), list[Any]()
+    for module in loaded.model.modules():
+        if BANK_LAYER in module.__dict__:
+            removers.append(module.register_forward_pre_hook(lambda _, given: seen.append(given[1].numpy().copy())))
+    prefill_seconds(loaded, prompt)
+    for remover in removers:
+        remover.remove()
+    return np.stack([*seen[:-1], seen[-2]], 1).astype(np.int16)
+
+
 @pytest.mark.parametrize("cards", [1, 2, 4])
 @pytest.mark.parametrize("misses", ["mixed", "fetch", "cpu"])
 def test_chats_and_prompts_take_as_long_as_planned(misses: Misses, cards: int, folder: Path) -> None:
-    loaded = opened(folder, cards, misses)
+    """Which experts are used is for the model to say: the planner is told."""
+    loaded, prompts = opened(folder, cards, misses), {}
     try:
-        text = random_text(300, SHORT, 12)
-        steps = decode_seconds(loaded, text)
-        for seed in range(2):  # what is measured while running settles
-            prompt_s = {
-                count: prefill_seconds(loaded, random_text(300, count, 0, seed).prompt) for count in (SHORT, LONG)
-            }
+        step_s = statistics.fmean(decode_seconds(loaded, random_text(300, SHORT, 12)))
+        for count in (SHORT, LONG):
+            for seed in range(2):  # what is measured while running settles
+                prompt = random_text(300, count, 1, seed).prompt
+                took_s = prefill_seconds(loaded, prompt)
+            prompts[count] = took_s, routing_of(loaded, prompt)
     finally:
         loaded.close()
-    shape = find_shape(str(folder))
-    for count, took_s in prompt_s.items():
-        found = predict_decode(
-            machine_of(cards), shape, config_of(folder, cards, misses), prompt_tokens=count, tokens=12
-        )
+    shape, config = find_shape(str(folder)), config_of(folder, cards, misses)
+    for count, (took_s, routing) in prompts.items():
+        found = predict_decode(machine_of(cards), shape, config, prompt_tokens=count, tokens=12, routing=routing)
         assert took_s == pytest.approx(found.ttft_s, rel=0.15)
         if count == SHORT:
-            assert statistics.fmean(steps) == pytest.approx(1 / found.tokens_per_s, rel=0.15)
+            assert step_s == pytest.approx(1 / found.tokens_per_s, rel=0.15)
 
 
 def planned_rate(engine: Engine, rows: str, slower: float, monkeypatch: pytest.MonkeyPatch) -> float:

@@ -181,15 +181,21 @@ def test_shares_follow_the_room_that_each_card_has() -> None:
     assert big.devices[1].dense == 0
 
 
-def test_where_experts_cannot_be_shared_layers_are_and_it_is_said() -> None:
+def test_where_one_card_has_no_room_for_all_else_layers_are_shared_and_it_is_said() -> None:
     config = EngineConfig("tiny", sharing="experts")
-    in_ram = math.floor(1.2 * GIB)
-    placed = resolve(config, budgets(2**25, 2**25, ram=in_ram), sizes(experts=512))
+    placed = resolve(config, budgets(7 * 2**20, 2**25), sizes())
     assert placed.shares == ()
     assert placed.of_layer
     assert placed.notes[0].code is NoteCode.SHARED_BY_LAYERS
     assert resolve(EngineConfig("tiny"), budgets(2**25, 2**25), sizes()).shares == ()
     assert resolve(config, budgets(2**25), sizes()).shares == ()
+
+
+def test_experts_that_ram_has_no_room_for_are_shared_from_disk() -> None:
+    config, in_ram = EngineConfig("tiny", sharing="experts"), math.floor(1.2 * GIB)
+    placed = resolve(config, budgets(2**25, 2**25, ram=in_ram), sizes(experts=512))
+    assert len(placed.shares) == 2
+    assert placed.on_disk > 0
 
 
 def test_all_cards_of_this_machine_are_planned_with() -> None:

@@ -265,16 +265,17 @@ class RequestSimulation:
         self.uses += len(load)
         self._residents.touch(layer, ids)
         predicts = self._strategy.prefetch is Prefetch.PREDICTED
-        done, promised, in_use = ready, 0.0, frozenset(ids)
+        done, promised, handed, in_use = ready, 0.0, ready, frozenset(ids)
+        computed: list[tuple[int, list[tuple[int, int]], float]] = []
         # Others before the first, which computes while their sums travel.
-        for place, card in enumerate([*range(1, self._cards), 0]):
+        ends = [ready] * self._cards
+        for card in [*range(1, self._cards), 0]:
             if not (there[card] or misses[card]):
                 continue
-            begin = ready
+            begin = handed
             if card:
                 carried = costs.between_cards(tokens)
-                begin = self._timeline.run("small_copy", carried, "hidden", ready, layer=layer, step=step, card=card)
-            begin += place * costs.dispatch.card_s / self._cards  # the host hands over to one after the other
+                begin = self._timeline.run("small_copy", carried, "hidden", handed, layer=layer, step=step, card=card)
             ended = begin
             alone = not prefill and self._is_shared(layer) and self._cpu_is_sooner(there[card], misses[card])
             if alone:
@@ -289,10 +290,22 @@ class RequestSimulation:
                 if predicts and not prefill and index == 0:
                     self._predict((layer + 1) % layers, coming, ended, step)
                     predicts = False
-            divided = ([], misses[card]) if alone else self._divide(misses[card], card, begin, promised, prefill)
-            promised += costs.host_share(sum(rows for _, rows in divided[1]), len(divided[1]))
-            ended = max(ended, self._serve(layer, *divided, in_use, card, begin, step, prefill))
-            if card:
+            fetched, here = ([], misses[card]) if alone else self._divide(misses[card], card, begin, promised, prefill)
+            promised += costs.host_share(sum(rows for _, rows in here), len(here))
+            # The host lets one expert be fetched, and hands over to one card, after the other.
+            handed += len(fetched) * costs.dispatch.fetch_s
+            if self._cards == 1:  # the disk reads the CPU's experts first
+                ended = max(ended, self._on_host(layer, here, card, handed, step))
+            handed += costs.dispatch.card_s / self._cards
+            ends[card] = max(ended, self._fetch(layer, fetched, in_use, begin, step, prefill))
+            computed.append((card, here, begin))
+        for card, here, begin in computed:
+            if self._cards > 1:  # once all have been given what they can do
+                begin = handed
+                ends[card] = max(ends[card], self._on_host(layer, here, card, begin, step))
+            self._post_fetch(layer, here, in_use, card, begin, step, prefill)
+        for card, ended in enumerate(ends):
+            if card and ended > ready:
                 passing = costs.between_cards(2.0 * tokens)  # sums are in 32 bits
                 ended = self._timeline.run("small_copy", passing, "sums", ended, layer=layer, step=step)
             done = max(done, ended)
@@ -334,20 +347,15 @@ class RequestSimulation:
         seconds, card = self._costs.gpu_experts(rows), self._card(expert)
         return self._timeline.run("gpu", seconds, "expert", after, layer=layer, expert=expert, step=step, card=card)
 
-    def _serve(
+    def _fetch(
         self,
         layer: int,
         fetched: list[tuple[int, int]],
-        computed: list[tuple[int, int]],
         in_use: Container[int],
-        card: int,
         ready: float,
         step: int,
         prefill: bool,
     ) -> float:
-        done = ready
-        if computed:
-            done = self._on_host(layer, computed, card, ready, step)
         previous = ready
         last = ready
         for expert, rows in fetched:
@@ -356,6 +364,18 @@ class RequestSimulation:
             previous, last = last, self._compute(layer, expert, rows, copied, step)
             if not prefill:
                 self._keep(layer, expert, copied, in_use, ready)
+        return last
+
+    def _post_fetch(
+        self,
+        layer: int,
+        computed: list[tuple[int, int]],
+        in_use: Container[int],
+        card: int,
+        ready: float,
+        step: int,
+        prefill: bool,
+    ) -> None:
         for expert, _ in computed:
             if prefill or not self._residents.can_admit(layer, in_use, ready):
                 break
@@ -363,7 +383,6 @@ class RequestSimulation:
                 continue
             if self._strategy.waits_for_arrival or self._timeline.free_at("h2d", card) <= ready:
                 self._keep(layer, expert, self._copy(layer, expert, ready, step, "post-fetch"), in_use, ready)
-        return max(done, last)
 
     def _keep(self, layer: int, expert: int, arrival: float, in_use: Container[int], now: float) -> None:
         if self._residents.can_admit(layer, in_use, now):
@@ -371,8 +390,11 @@ class RequestSimulation:
 
     def _on_host(self, layer: int, computed: list[tuple[int, int]], card: int, ready: float, step: int) -> float:
         run, costs = self._timeline.run, self._costs
-        rows = sum(count for _, count in computed)
-        at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step, card=card)
+        if not computed:
+            return ready
+        rows, at = sum(count for _, count in computed), ready
+        if 2.0 * rows * costs.model.hidden > costs.model.experts_per_token * costs.dispatch.bundled_bytes:
+            at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step, card=card)
         seconds = costs.dispatch.host_s + self._slower * costs.host_share(rows, len(computed))
         at = self._host_experts(computed, seconds, at, layer, step, reads_from=at)
         return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step, card=card)
@@ -432,9 +454,10 @@ class RequestSimulation:
         arrived = disk + count * read + copy if read else 0.0
         for fetched, (_, rows) in enumerate(misses, start=1):
             rest -= rows
-            card = max(link + fetched * copy, arrived, busy) + costs.gpu_experts(rows)
-            best = min(best, (max(on_host(rest, count - fetched), card), fetched))
-            if card > best[0]:
+            there = max(link + fetched * copy, arrived, busy) + costs.gpu_experts(rows)
+            here = fetched * costs.dispatch.fetch_s + on_host(rest, count - fetched)
+            best = min(best, (max(here, there), fetched))
+            if there > best[0]:
                 break
         return misses[: best[1]], misses[best[1] :]
 

@@ -120,6 +120,8 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
     prompt = together * workload.prompt_tokens
     prefill = _prefill_loads(setting, shares, prompt)
     decode = _decode_loads(setting, shares, rows)
+    if (strategy.grouped or strategy.host_only) and layers == model.moe_layers > 1 and workload.beams == 1:
+        prefill[-1] = decode[0][-1]  # of a prompt's last layer the engine computes the last row alone
     first = simulation.run_pass(
         prefill, decode[0][0], rows=prompt, context=workload.prompt_tokens, after=0.0, step=-1, prompts=together
     )

@@ -46,6 +46,8 @@ from engine.runtime.loaded_model import LoadedModel
 
 _IS_OFF = 1.5
 """What was observed counts from so many times what is known: single times scatter."""
+_OF_SWEEPS = 0.3
+"""Weight of one observation of a sweep's parts, which are few and long."""
 _SINKS = 4
 """First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""
 _READ_ROWS = 48
@@ -280,7 +282,7 @@ def observed_of(loaded: LoadedModel, known: Costs) -> Observed:
         (Cost.CPU_ATTENTION, lambda nbytes: known.cpu_attention(1, nbytes / each_token)),
     ):
         if not found[0].knows(kind):
-            found[0].know(kind, seconds, Source.DATA_SHEET)
+            found[0].know(kind, seconds, Source.DATA_SHEET, weight=_OF_SWEEPS)
 
     def factor(kind: Cost) -> float:
         seen = max(each.factor(kind) for each in found)
