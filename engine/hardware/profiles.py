@@ -240,7 +240,7 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
         origins |= dict.fromkeys(modelled, Origin.MODELLED)
         call_s = card.call_us / 1e6
         calls = CallProfile(
-            native_s=0.0 if has_fixed_host(device) else calls.native_s,
+            native_s=call_s if has_fixed_host(device) else calls.native_s,
             layer_s=latency_s + _CALLS_OF_LAYER * call_s,
             card_s=_CALLS_OF_CARD * call_s,
             host_s=_CALLS_OF_HOST * call_s,

@@ -677,7 +677,7 @@ def engine_costs(
         host_token_s=TOKEN_CALLS * calls.native_s,
         native_card=is_emulated,
         dispatch=_dispatch(calls, parts=parts, is_emulated=is_emulated),
-        step_share=STEP_SHARE if calls.native_s else 1.0,
+        step_share=STEP_SHARE if calls.native_s and efficiency.host_memory < 1 else 1.0,
         cached_share=min(1.0, machine.cpu.cache_bytes / max(_bytes_read(model, precision, dense), 1.0)),
         cached_gain=CACHED_GAIN,
         score_bytes=0.0,

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -212,15 +211,13 @@ def _fills_up(card: Device) -> None:
 @pytest.mark.parametrize(
     ("fault", "device", "said"),
     [
-        (_vanishes, "emulated:slow-linkx2", "emulated:slow-link#1 stopped responding"),
-        (_fills_up, "emulated:slow-linkx2", "Other programs use"),
         (_vanishes, "emulated:slow-link,emulated:pcie3-x8-8gb", "emulated:pcie3-x8-8gb#0 stopped responding"),
-        (None, "emulated:slow-link,emulated:pcie3-x8-8gb", ""),
+        (_fills_up, "emulated:slow-linkx2", "Other programs use"),
     ],
-    ids=["vanishes", "fills up", "of another size vanishes", "of another size"],
+    ids=["of another size vanishes", "fills up"],
 )
 def test_the_command_line_says_in_one_sentence_what_became_of_a_card(
-    fault: Callable[[Device], None] | None,
+    fault: Callable[[Device], None],
     device: str,
     said: str,
     expected: Reference,
@@ -238,7 +235,7 @@ def test_the_command_line_says_in_one_sentence_what_became_of_a_card(
         def answers(answer: Answer, question: str) -> None:
             on_answer(answer, question)
             answered[0] += 1
-            if answered[0] == 1 and fault is not None:
+            if answered[0] == 1:
                 assert engine._loaded is not None
                 assert engine._loaded.devices is not None
                 fault(engine._loaded.devices.devices[1])
@@ -254,5 +251,5 @@ def test_the_command_line_says_in_one_sentence_what_became_of_a_card(
     told = json.loads(capsys.readouterr().out)
     assert (told["finished"], told["done"], told["failed"]) == (True, 6, 0)
     assert said in told["note"]
-    assert told["note"].count("stopped responding") + told["note"].count("Other programs use") == bool(said)
+    assert told["note"].count("stopped responding") + told["note"].count("Other programs use") == 1
     assert len(output.read_text().splitlines()) == 7

@@ -28,6 +28,7 @@ from engine.planner.placement import (
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.planner.plan_search import Question, run_shared, ways_to_share
+from engine.planner.step_time import StepTime
 from engine.planner.workload import CHAT, Workload
 from tests.unit.test_hardware_measured import PROBE, RTX
 
@@ -68,6 +69,24 @@ def test_cards_that_share_experts_read_them_at_once() -> None:
     assert 0.7 < two.gpu_experts(2, 2, grouped=True) / one.gpu_experts(2, 2, grouped=True) < 0.85
     assert two.h2d_of_experts(1e9) == pytest.approx(one.h2d_of_experts(1e9) / 2, rel=0.01)
     assert two.h2d(1e9) == one.h2d(1e9)
+
+
+def test_heads_of_a_chat_are_worth_sharing_at_long_contexts_alone() -> None:
+    """Why each card has heads of keys and values in batches, and the first one has all of them in chats."""
+    model = read_model("qwen3-30b-a3b")
+    costs = engine_costs(two_cards(), model, "int4", cards=Cards.EXPERTS)
+    link, attention = costs.machine.link, model.attention
+    queries = 2.0 * attention.heads * attention.head_dim / 2
+    crossing = link.between_cards(queries + attention.kv_elements) + link.between_cards(queries)
+    more = crossing + costs.dispatch.card_s / 2
+
+    def gain(context: int) -> float:
+        step = StepTime(costs, context=context).seconds(0.3)
+        return model.layers * (costs.card_attention(1, context) / 2 - more) / step
+
+    assert gain(2048) == pytest.approx(-0.13, abs=0.02)
+    assert -0.05 < gain(2**15) < 0.05
+    assert gain(2**17) == pytest.approx(0.17, abs=0.03)
 
 
 def test_links_of_cards_are_no_faster_than_ram() -> None:

@@ -275,11 +275,12 @@ def observed_of(loaded: LoadedModel, known: Costs) -> Observed:
     found = [each.costs for each in _latencies(loaded)]
     if not found:
         return Observed()
-    each_token = max(known.kv_read_bytes(1, 1), 1.0)
+    each_token, launch_s = max(known.kv_read_bytes(1, 1), 1.0), known.efficiency.operator_s
+    call_s = known.machine.calls.native_s
     for kind, seconds in (
         (Cost.CARD_LAYER, partial(known.gpu_layer, context=0, cached=False)),
-        (Cost.CARD_ATTENTION, lambda nbytes: known.card_attention(1, nbytes / each_token)),
-        (Cost.CPU_ATTENTION, lambda nbytes: known.cpu_attention(1, nbytes / each_token)),
+        (Cost.CARD_ATTENTION, lambda nbytes: known.card_attention(1, nbytes / each_token) + launch_s),
+        (Cost.CPU_ATTENTION, lambda nbytes: known.cpu_attention(1, nbytes / each_token) + call_s),
     ):
         if not found[0].knows(kind):
             found[0].know(kind, seconds, Source.DATA_SHEET, weight=_OF_SWEEPS)
