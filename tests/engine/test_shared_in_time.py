@@ -185,13 +185,13 @@ def test_what_sweeps_take_counts_more_than_what_the_planner_knew(folder: Path) -
         found = job_plan.observed_of(loaded, known)
     finally:
         loaded.close()
-    assert found.card_layer == pytest.approx(4, rel=0.2)
-    assert found.cpu_attention == pytest.approx(4, rel=0.2)
+    assert 3.5 < found.card_layer < 5.5  # with what the host needs between its parts
+    assert (found.cpu_attention, found.card_attention) == (pytest.approx(4, rel=0.01), pytest.approx(4, rel=0.01))
     assert (found.card_experts, found.cpu_experts) == (1, 1)
     right = engine_costs(machine, known.model, "bf16", 1)
-    assert replace(known, observed=found).gpu_layer(12, 0, cached=False) == pytest.approx(
-        right.gpu_layer(12, 0, cached=False), rel=0.2
-    )
+    told = replace(known, observed=found)
+    assert told.cpu_attention(12, 4096) == pytest.approx(right.cpu_attention(12, 4096), rel=0.05)
+    assert told.card_attention(12, 4096) == pytest.approx(right.card_attention(12, 4096), rel=0.05)
 
 
 def routing_of(loaded: LoadedModel, prompt: Sequence[int]) -> NDArray[np.int16]:

@@ -317,7 +317,10 @@ def _as_observed(link: LinkProfile, loaded: LoadedModel) -> LinkProfile:
     factor = bytes_per_s / link.h2d
     if 1 / _IS_OFF < factor < _IS_OFF:
         return link
-    return replace(link, h2d=bytes_per_s, d2h=factor * link.d2h, h2d_pageable=factor * link.h2d_pageable)
+    latency_s = link.latency_s * found.transfer_s / measured_s
+    return replace(
+        link, h2d=bytes_per_s, d2h=factor * link.d2h, h2d_pageable=factor * link.h2d_pageable, latency_s=latency_s
+    )
 
 
 def _from_disk(costs: Costs, loaded: LoadedModel) -> Costs:
