@@ -27,6 +27,7 @@ class Span:
         layer, expert, step: indices; -1 where not applicable.
         count: experts computed or read together; rows of a phase.
         nbytes: size of a copy or a read.
+        card: whose lane it is, where several have one each.
     """
 
     lane: str
@@ -39,6 +40,7 @@ class Span:
     ready: float
     count: int = 1
     nbytes: int = 0
+    card: int = 0
 
 
 class Timeline:
@@ -80,7 +82,7 @@ class Timeline:
         if end > self.end:
             self.end = end
         if self._record:
-            self.spans.append(Span(lane, start, end, name, layer, expert, step, after, count, round(nbytes)))
+            self.spans.append(Span(lane, start, end, name, layer, expert, step, after, count, round(nbytes), card))
         return end
 
     def mark(self, name: str, start: float, end: float, *, step: int = -1, count: int = 1) -> None:
