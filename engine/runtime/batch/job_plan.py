@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
@@ -35,6 +34,7 @@ from engine.planner.batch_prediction import (
     MEASURED_OFF,
     JobPrediction,
     JobRows,
+    first_rows,
     predict_on_cpu,
     predicted_on_card,
 )
@@ -50,8 +50,6 @@ _OF_SWEEPS = 0.3
 """Weight of one observation of a sweep's parts, which are few and long."""
 _SINKS = 4
 """First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""
-_READ_ROWS = 48
-"""Rows whose prompts are tokenised for the estimate: enough for a mean, and quick."""
 _TIMED = 0.25
 """Expected relative error of a prediction once answers were timed."""
 _MOST_FACTOR = 8.0
@@ -334,9 +332,9 @@ def job_rows(
     asked_rows: Iterable[tuple[float, RowRequest | Answer]], loaded: LoadedModel, generated_tokens: float | None = None
 ) -> JobRows:
     """Estimates all rows from the first ones; their number from the share of the input they take."""
-    lengths, limits, count, reached = list[int](), list[float](), 0, 0.0
-    for share, asked in islice(asked_rows, _READ_ROWS):
-        count, reached = count + 1, share
+    lengths, limits = list[int](), list[float]()
+    first, total = first_rows(asked_rows)
+    for asked in first:
         if isinstance(asked, Answer) or not asked.messages:
             continue
         try:
@@ -344,7 +342,6 @@ def job_rows(
         except EngineError:  # the row itself will report it
             continue
         limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))
-    total = count if count < _READ_ROWS else max(count, round(count / reached) if reached > 0 else count)
     return JobRows(
         max(1, total),
         max(1.0, statistics.fmean(lengths)) if lengths else 1.0,
