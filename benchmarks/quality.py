@@ -69,6 +69,10 @@ class Reference:
         windows: the text.
         folder: folder for its logits; the caller deletes it.
         known: how many windows it reads; contestants read all.
+
+    Attributes:
+        score: its own.
+        later: which of the tokens that it read have more than one before them, bool [tokens].
     """
 
     def __init__(
@@ -83,6 +87,7 @@ class Reference:
         self._known = len(surprise)
         together = torch.cat(surprise)
         self.score = TextScore(together, torch.zeros_like(together), torch.ones_like(together, dtype=torch.bool))
+        self.later = torch.cat([torch.arange(len(each)) > 0 for each in surprise])
 
     def compare(self, contestant: Contestant, kept_as: str = "") -> TextScore:
         """The score of another contestant on the same windows.
@@ -191,7 +196,7 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
             say(precision)
             with opened(replace(config, precision=precision)) as loaded:
                 score, precision = reference.compare(_contestant(loaded), precision), loaded.info.precision
-            _describe(precision, score, exact, reference.score, report)
+            _describe(precision, score, exact, reference, report)
             for quantisation in types if plan.peers else ():
                 name = f"llama.cpp, {quantisation.value if quantisation else 'same file'}"
                 try:
@@ -202,8 +207,13 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
                 except (PeerError, EngineError, ValueError) as failure:
                     report.skip_peer(name, str(failure))
                     continue
-                _describe(name, theirs, exact, reference.score, report)
+                _describe(name, theirs, exact, reference, report)
                 report.rows += [_perplexity(precision, score, name, theirs), *_above(precision, score, name, theirs)]
+                more = (score.divergence - theirs.divergence)[reference.later]
+                report.rows += [
+                    ReportRow(f"divergence of {precision} above that of {name}, {_LATER}", _mean(more), "nats", 1),
+                    ReportRow(f"standard error of that divergence ({precision}, {name})", _error(more), "nats", 1),
+                ]
 
 
 def _kept(keep: Path, checkpoint: Path, windows: Sequence[Window]) -> Path:
@@ -227,13 +237,18 @@ def _describe_reference(exact: str, score: TextScore, report: Report) -> None:
     report.rows.append(ReportRow(f"perplexity of {exact}", score.perplexity, "", 1))
 
 
-def _describe(name: str, score: TextScore, exact: str, reference: TextScore, report: Report) -> None:
+_LATER = "but for first tokens"
+"""Of a window, whose activations are up to thousands of times as large as those of others."""
+
+
+def _describe(name: str, score: TextScore, exact: str, reference: Reference, report: Report) -> None:
     """What can be said beside the reference, of the tokens that it read."""
-    score = replace(score, surprise=score.surprise[: len(reference.surprise)])
+    score = replace(score, surprise=score.surprise[: len(reference.score.surprise)])
     report.rows += [
-        _perplexity(name, score, exact, reference),
-        *_above(name, score, exact, reference),
-        ReportRow(f"divergence of {name} from {exact}", float(score.divergence.mean()), "nats", 1),
+        _perplexity(name, score, exact, reference.score),
+        *_above(name, score, exact, reference.score),
+        ReportRow(f"divergence of {name} from {exact}", _mean(score.divergence), "nats", 1),
+        ReportRow(f"divergence of {name} from {exact}, {_LATER}", _mean(score.divergence[reference.later]), "nats", 1),
         ReportRow(f"tokens where {name} agrees with {exact}", 100 * float(score.agrees.float().mean()), "%", 1),
     ]
 
@@ -241,11 +256,20 @@ def _describe(name: str, score: TextScore, exact: str, reference: TextScore, rep
 def _above(name: str, score: TextScore, peer: str, other: TextScore) -> list[ReportRow]:
     """By how much one's perplexity is above the other's; the error is that of differences token by token."""
     more = (score.surprise - other.surprise).double()
-    error = float(more.std()) / math.sqrt(len(more)) if len(more) > 1 else 0.0
     return [
         ReportRow(f"perplexity of {name} above that of {peer}", 100 * math.expm1(float(more.mean())), "%", 1),
-        ReportRow(f"standard error of that ({name}, {peer})", 100 * error, "%", 1),
+        ReportRow(f"standard error of that ({name}, {peer})", 100 * _error(more), "%", 1),
     ]
+
+
+def _mean(values: torch.Tensor) -> float:
+    """0 of none."""
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _error(values: torch.Tensor) -> float:
+    """The standard error of their mean."""
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _perplexity(name: str, score: TextScore, peer: str, other: TextScore) -> ReportRow:
