@@ -62,7 +62,7 @@ class Reference:
     """The reference distributions, and what contestants were found to be: files of a folder, for each window some.
 
     On disk, as distributions over the vocabulary for every token take gigabytes; what is there already is not computed
-    again.
+    again, of a longer text either.
 
     Args:
         contestant: the reference model.
@@ -81,8 +81,8 @@ class Reference:
         self._windows, self._folder = windows, folder
         surprise = []
         for number, window in enumerate(windows[:known]):
-            if not self._file(number).is_file():
-                _write(self._file(number), contestant(window).cpu().float().contiguous().numpy().tofile)
+            if not self._file(number, "logits").is_file():
+                _write(self._file(number, "logits"), contestant(window).cpu().float().contiguous().numpy().tofile)
             surprise.append(_surprise(self._logits(number).log_softmax(-1), window))
         self._known = len(surprise)
         together = torch.cat(surprise)
@@ -100,7 +100,7 @@ class Reference:
         """
         scores = []
         for number, window in enumerate(self._windows):
-            file = self._folder / f"{number}.{kept_as}.score"
+            file = self._file(number, f"{kept_as}.score")
             if not (kept_as and file.is_file()):
                 score = self._compare(contestant, number, window)
                 if not kept_as:
@@ -123,11 +123,11 @@ class Reference:
         divergence = (ours.exp() * (ours - theirs)).nan_to_num_(0.0, posinf=torch.inf).sum(-1)
         return TextScore(_surprise(theirs, window), divergence, theirs.argmax(-1) == ours.argmax(-1))
 
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{number}.logits"
+    def _file(self, number: int, kind: str) -> Path:
+        return self._folder / f"{_digest(self._windows[number])}.{kind}"
 
     def _logits(self, number: int) -> torch.Tensor:
-        file = self._file(number)
+        file = self._file(number, "logits")
         return torch.from_file(str(file), size=file.stat().st_size // 4).view(len(self._windows[number]) - 1, -1)
 
 
@@ -188,7 +188,7 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
             if plan.keep is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="switchyard-quality-")))
             else:
-                folder = _kept(plan.keep, checkpoint, windows)
+                folder = _kept(plan.keep, checkpoint)
             known = None if plan.reference_tokens is None else max(1, plan.reference_tokens // len(windows[0]))
             reference = Reference(_contestant(loaded), windows, folder, known)
         _describe_reference(exact, reference.score, report)
@@ -216,13 +216,16 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
                 ]
 
 
-def _kept(keep: Path, checkpoint: Path, windows: Sequence[Window]) -> Path:
-    """The folder of this text and this state of the checkpoint."""
+def _kept(keep: Path, checkpoint: Path) -> Path:
+    """The folder of this state of the checkpoint."""
     parts = [each for each in (checkpoint, *sorted(checkpoint.glob("*"))) if each.is_file()]
-    state = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    folder = keep / hashlib.blake2b(repr((checkpoint, state, windows)).encode(), digest_size=8).hexdigest()
+    folder = keep / _digest((checkpoint, [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _digest(of: object) -> str:
+    return hashlib.blake2b(repr(of).encode(), digest_size=8).hexdigest()
 
 
 def _file_for_peer(checkpoint: Path, quantisation: Quantisation | None, say: Callable[[str], None]) -> Path:
