@@ -195,6 +195,8 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
         for precision, types in contestants.items():
             say(precision)
             with opened(replace(config, precision=precision)) as loaded:
+                if loaded.info.device_note:  # without native kernels, say: other kernels round otherwise
+                    say(loaded.info.device_note)
                 score, precision = reference.compare(_contestant(loaded), precision), loaded.info.precision
             _describe(precision, score, exact, reference, report)
             for quantisation in types if plan.peers else ():
