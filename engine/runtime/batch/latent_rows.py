@@ -142,8 +142,8 @@ def _some(pieces: Pieces, which: list[int]) -> tuple[torch.Tensor, Pieces]:
 
 
 def _of_tokens(positions: Any, places: torch.Tensor) -> Any:
-    if isinstance(positions, torch.Tensor):
-        return positions[:, places]
+    if positions is None or isinstance(positions, torch.Tensor):
+        return positions if positions is None else positions[:, places]
     return tuple(each[:, places] for each in positions)
 
 
