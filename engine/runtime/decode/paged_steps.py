@@ -25,7 +25,7 @@ from engine.telemetry.recorder import RECORDER
 
 
 def packs_mixers(loaded: LoadedModel) -> bool:
-    """Whether mixers, too, take the tokens of all rows at once, over pages; else each row's are called by themselves."""
+    """Whether mixers, too, take the tokens of all rows at once, over pages; else each row's is called by itself."""
     if family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows:
         return True
     if loaded.devices is not None or loaded.stream is not None or loaded.device.type != "cpu":

@@ -312,9 +312,9 @@ class PagedRow:
     @property
     def lag(self) -> int:
         """Tokens of its answer that its state does not have: they were tried with others that did not come true."""
-        return (
-            0 if self.state is None or self.is_reading else self._prompt_tokens + len(self.sequence.ids) - self.held - 1
-        )
+        if self.state is None or self.is_reading or self.search is not None:
+            return 0
+        return max(0, self._prompt_tokens + len(self.sequence.ids) - self.held - 1)
 
     @property
     def width(self) -> int:
