@@ -123,7 +123,11 @@ class PagedSteps:
             logits = step.rows(list(ids), positions, self._caches.structs, Pieces(pieces))
         else:  # somebody listens to layers
             (piece,) = pieces
-            logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), piece.held)
+            singles, state = list[torch.Tensor](), piece.state
+            for held, token in enumerate(ids, piece.held):
+                own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
+                singles.append(self._step(torch.tensor([[token]]), self._caches.of(own), held)[0])
+            logits = torch.cat(singles)
         if RECORDER.on:
             RECORDER.head()
         return logits
