@@ -249,6 +249,7 @@ class NativeRows:
             elif latent is not None:
                 out = latent.attend(hidden, pieces, positions)
             else:
+                assert struct is not None
                 paged = self._states.layer_of(layer.self_attn)[1]
                 cos, sin = positions
                 out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]

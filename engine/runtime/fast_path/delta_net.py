@@ -205,7 +205,8 @@ class DeltaNet:
     @property
     def page_bytes(self) -> int:
         """Of a sequence's state."""
-        return 4 * (self._parts.channels * self._struct.kernel + math.prod(self._state_shape))
+        recent: int = self._parts.channels * self._struct.kernel
+        return 4 * (recent + math.prod(self._state_shape))
 
     def pages(self, count: int) -> StatePages:
         """Room for so many sequences' states."""
