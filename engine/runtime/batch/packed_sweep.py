@@ -275,13 +275,19 @@ class PackedModel:
         first, since_ns = work[0], clock.now_ns()
         row, request = first.row, first.row.request
         reads = row.is_reading
-        if reads:
-            piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
-            logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled)
-        else:
-            ids = [token for each in work for token in each.ids]
-            pieces = [piece for each in work for piece in each.row.pieces(each.tokens, in_place=each.is_certain)]
-            logits = self._exact.write(ids, pieces)
+        with self._exact.listening() as heard:
+            if reads:
+                piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
+                logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled)
+            else:
+                ids = [token for each in work for token in each.ids]
+                pieces = [piece for each in work for piece in each.row.pieces(each.tokens, in_place=each.is_certain)]
+                logits = self._exact.write(ids, pieces)
+        begin = 0
+        for each in work if heard else ():
+            if (drafter := each.row.drafter) is not None:
+                drafter.take(each.row.held, each.ids, heard[0][:, begin : begin + each.tokens], each.row)
+            begin += each.tokens
         if RECORDER.on and RECORDER.request != row.recorded:
             written = 0 if reads else len(work)
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)

@@ -12,8 +12,10 @@ from engine.common.errors import CancelCheck
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
+from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.decoder_layers import decoder_layers
+from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
 from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
@@ -50,10 +52,11 @@ class PagedSteps:
     def __init__(self, loaded: LoadedModel, caches: PagedCaches) -> None:
         self._model = loaded.model
         self._step = StepModel(loaded.model, loaded.context_tokens)
-        self._caches = caches
+        self._caches, self._most_tokens = caches, loaded.context_tokens
         self._threads = torch.get_num_threads()
         self.chunk_tokens = loaded.chunk_tokens
         self.guesses = loaded.speculates
+        self._head = draft_head_of(loaded.model) if loaded.speculates else None
 
     @staticmethod
     def are_likely(loaded: LoadedModel) -> bool:
@@ -84,6 +87,23 @@ class PagedSteps:
         ):
             return None
         return cls(loaded, caches)
+
+    def drafter(self) -> HeadDrafter | None:
+        """What guesses coming tokens of one answer beside its text, if the model has a head for that."""
+        return HeadDrafter(self._model, self._head, self._most_tokens) if self._head is not None else None
+
+    @contextmanager
+    def listening(self) -> Iterator[list[torch.Tensor]]:
+        """While tokens are computed; then the list has their hidden states [1, q, H], if a head drafts from them."""
+        head, heard = self._head, list[torch.Tensor]()
+        if head is not None:
+            head.heard = []
+        try:
+            yield heard
+        finally:
+            found = head.all_heard() if head is not None else None
+        if found is not None:
+            heard.append(found)
 
     @property
     def most_rows(self) -> int:

@@ -456,7 +456,9 @@ class ContinuousBatch(Lane):
         if new.request.sampling.beams > 1:
             row.search = partial(new.search, prefix=new.prompt)
         elif self.exact is not None and self.exact.guesses:
-            row.speculation = Speculation(self._prices, new.prompt, most_tokens)
+            row.drafter = self.exact.drafter()
+            drafters = [row.drafter] if row.drafter is not None else []
+            row.speculation = Speculation(self._prices, new.prompt, most_tokens, drafters)
         return row
 
     def _reserve(self, row: PagedRow) -> bool:
@@ -641,6 +643,8 @@ class ContinuousBatch(Lane):
             chosen += taken
             if row.error is not None or row.search is not None:
                 continue
+            if row.drafter is not None:
+                row.drafter.take_back(each.tokens - lag - taken)
             if row.state is None or lag + taken == each.tokens:
                 row.has_read(lag + taken)  # else its state is that of before, and these are computed once more
             if lag and len(work) == 1 and row.speculation is not None:

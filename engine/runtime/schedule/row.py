@@ -25,6 +25,7 @@ from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
     from engine.runtime.batch.row_mixers import RowCache
+    from engine.runtime.decode.head_drafter import HeadDrafter
     from engine.runtime.kv.paged_cache import PagedCaches
 
 _BEFORE_END = 16
@@ -89,6 +90,8 @@ class PagedRow:
         self.steady = 0
         """Tokens at the beginning that were computed in whole chunks from the first one on."""
         self.speculation: Speculation | None = None
+        self.drafter: HeadDrafter | None = None
+        """Of its speculation, if the model has a head that drafts."""
         self._told = 0
         """Tokens of the answer that it knows of."""
         self.recorded = 0
