@@ -299,7 +299,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         return [100 * mine.kind + token for token in tokens]
 
     def _is_full(self, mine: _Row) -> bool:
-        return pages_for(mine.row.held + 1) > len(mine.row._table)
+        return pages_for(mine.row.held + mine.row.width + 1) > len(mine.row._table)
 
     def _write(self, mine: _Row, tokens: int, *, in_place: bool = False) -> None:
         self._compute(mine, tokens, in_place=in_place)
