@@ -242,7 +242,7 @@ class NativeRows:
             layer = self._layers[index]
             for listener in layer._forward_pre_hooks.values():  # nothing calls the module itself
                 listener(layer, (hidden,))
-            positions = recording.calls[index][1].get("position_embeddings")
+            positions: Any = recording.calls[index][1].get("position_embeddings")
             begun_ns = clock.now_ns()
             if delta is not None:
                 out = delta.read(hidden, self._states_of[index].held(), pieces)
