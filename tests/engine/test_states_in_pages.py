@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode
+from engine.jobs.rows import BatchOutcome
 from engine.kernels.native.build import library_path
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode import speculation
@@ -35,6 +36,7 @@ from engine.runtime.schedule.request import BatchRequest, Outcome
 from engine.runtime.schedule.scheduler import Scheduler
 from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
 from tests.engine.single_streams import Alone
+from tests.engine.test_background import Job, row, serve
 from tests.engine.test_kept_prefixes import (
     ROOT,
     A,
@@ -307,11 +309,32 @@ def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
     executor = BatchExecutor(loaded, BatchPolicy(rows=12, kv_bytes=2**24, sweep_tokens=60, micro_batch_tokens=64))
     executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
     executor.close()
-    for row in rows:
-        assert_same_but_for_a_near_tie(loaded, row.ids, answers[row.row].token_ids, fresh(loaded, row.ids, 3))
+    for asked in rows:
+        assert_same_but_for_a_near_tie(loaded, asked.ids, answers[asked.row].token_ids, fresh(loaded, asked.ids, 3))
     shared = sorted(answer.reused_tokens for answer in answers.values())
     assert shared[0] == 0
     assert all(64 <= tokens <= 96 for tokens in shared[1:])
+
+
+def test_chats_beside_rows_of_a_file_take_part_in_their_sweeps(loaded: LoadedModel) -> None:
+    scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
+    lane_of(scheduler)._prices = Eager()
+    job = Job(scheduler, [row(n, 30 + 20 * n, 25) for n in range(6)])
+
+    def look() -> bool:
+        if len(ends) < 3 and not scheduler.is_busy:
+            number = len(ends)
+            scheduler.submit(row(number, 60, 20), partial(ends.__setitem__, number))
+        return False
+
+    serve(scheduler, [job], look)
+    assert job.outcomes == [BatchOutcome.FINISHED]
+    assert len(ends) == 3
+    for number, answer in [*job.answers.items(), *ends.items()]:
+        assert isinstance(answer, GenerationResult)
+        asked = row(number, 60, 20) if answer.generated_tokens == 20 else job.rows[number]
+        assert_same_but_for_a_near_tie(loaded, asked.ids, answer.token_ids, Alone(loaded).answer(asked).token_ids)
+    close(scheduler)
 
 
 def test_a_step_without_memory_loses_no_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

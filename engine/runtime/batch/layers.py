@@ -24,8 +24,8 @@ from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import Pieces, StatePages
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
-from engine.kernels.native.structs import SparseBlockStruct
-from engine.runtime.batch.latent_rows import LatentRows
+from engine.kernels.native.structs import PagesStruct, SparseBlockStruct
+from engine.runtime.batch.latent_rows import LatentRows, short_pieces, some_pieces
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decode.step_model import TokenStep
 from engine.runtime.decoder_layers import decoder_layers
@@ -245,7 +245,7 @@ class NativeRows:
             positions: Any = recording.calls[index][1].get("position_embeddings")
             begun_ns = clock.now_ns()
             if delta is not None:
-                out = delta.read(hidden, self._states_of[index].held(), pieces)
+                out = _through_net(delta, hidden.float(), self._states_of[index].held(), pieces)
             elif latent is not None:
                 out = latent.attend(hidden, pieces, positions)
             else:
@@ -293,6 +293,18 @@ def _delta_nets(layers: DecoderLayers) -> dict[int, DeltaNet]:
         for index, step in steps.items()
         if isinstance(step, SingleTokenLayer) and isinstance(step.attention, DeltaNet)
     }
+
+
+def _through_net(net: DeltaNet, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
+    """Float hidden states [1, T, H] plus what a net gives: of a few tokens as if alone, bit by bit."""
+    out = torch.empty_like(hidden)
+    for group in short_pieces(pieces):
+        places, some = some_pieces(pieces, group)
+        out[:, places] = net.rows(hidden[:, places], held, some, None)
+    if long := [place for place, piece in enumerate(pieces.pieces) if piece.tokens > MAX_TOKENS]:
+        places, some = some_pieces(pieces, long)
+        out[:, places] = net.read(hidden[:, places], held, some)
+    return out
 
 
 def _latent_rows(layers: DecoderLayers, states: PagedStates, others: int) -> dict[int, LatentRows]:

@@ -198,8 +198,7 @@ class DeltaNet:
         return self._compute(hidden_states, (ctypes.addressof(held), pieces.address, len(pieces.pieces)))
 
     def read(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
-        """The same of any number of tokens, projections by the net's own layers; hidden states may be in bf16."""
-        hidden_states = hidden_states.float()
+        """The same of any number of tokens, projections by the net's own layers."""
         return hidden_states + self._output(self._answer(self._norm(hidden_states), held, pieces))
 
     @property
