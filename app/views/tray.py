@@ -26,8 +26,8 @@ from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.theme import scaled
 from app.widgets.answer_text import AnswerView
+from app.widgets.scaffold import WrappedLabel
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 from engine.remote.endpoint import called, is_remote
 
 SIZE = QSize(460, 132)

@@ -11,7 +11,7 @@ from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QScr
 
 from app.icons import IconMark
 from app.theme import ColourName
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 
 Kind = Literal["info", "warning", "danger"]
 _MARKS: dict[Kind, tuple[str, ColourName]] = {

@@ -21,11 +21,11 @@ from app.icons import icon
 from app.models.downloads import DOWNLOAD_ROLE, DownloadList
 from app.theme import themed
 from app.widgets.asking import ask
-from app.widgets.card import Card, set_message, warning_label
 from app.widgets.download_words import download_text, download_words, rate_words
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import file_size, percent
+from app.widgets.scaffold import Card, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState

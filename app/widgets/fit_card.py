@@ -9,12 +9,12 @@ from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.theme import use_tabular_figures
-from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fields import Slider
 from app.widgets.fit_table import FitTable
 from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import SEPARATOR, count, memory
+from app.widgets.scaffold import muted_label, set_message, warning_label
 from engine.checkpoint.hub.contents import candidate_named
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard, FitRow

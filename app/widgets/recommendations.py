@@ -9,10 +9,10 @@ from PySide6.QtGui import QPainter, QPaintEvent
 from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QVBoxLayout, QWidget
 
 from app.theme import set_look, use_tabular_figures
-from app.widgets.card import muted_label
 from app.widgets.fit_table import draw_verdict_mark
 from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, duration, file_size
+from app.widgets.scaffold import muted_label
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, Recommendation
 
 translate = QCoreApplication.translate

@@ -18,7 +18,7 @@ from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.popover import Popover
 from app.widgets.quantities import number
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
 from engine.common.model_info import ModelInfo
 

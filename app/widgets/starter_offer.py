@@ -8,8 +8,8 @@ from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QProgressBar, QPushButton, QVBoxLayout, QWidget
 
 from app.services.starter_download import StarterDownload
-from app.widgets.card import muted_label, set_message
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import muted_label, set_message
 from engine.common.settings import STARTER
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import QDialog, QDialogButtonBox, QLabel, QLineEdit, QPushButton, QVBoxLayout, QWidget
 
 from app.theme import scaled
-from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.scaffold import muted_label, set_message, warning_label
 
 if TYPE_CHECKING:
     from app.services.downloads import Downloads

@@ -16,7 +16,7 @@ from pytestqt.qtbot import QtBot
 
 from app.engine_words import FORMS, said
 from app.languages import Languages
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 
 ENGINE = Path(__file__).resolve().parents[2] / "engine"
 BUSY = "The graphics card limits the speed: it is busy 66% of the time, reading at 21.6 GB/s."

@@ -21,7 +21,7 @@ from pytestqt.qtbot import QtBot
 from app.services.history.history import History
 from app.theme import ThemeController
 from app.views.monitor.timeline_card import LaneTable
-from app.widgets.help_mark import MARK_PX
+from app.widgets.scaffold import MARK_PX
 from app.widgets.timeline.blocks import MOST_ROWS, rows_of
 from app.widgets.timeline.lanes import lanes_of, nice, read_lane, reading
 from app.widgets.timeline.navigator import BEHIND_NS, WHOLE, Navigator

@@ -16,10 +16,10 @@ from PySide6.QtWidgets import (
 )
 
 from app.views.batch.template_card import ShortEdit
-from app.widgets.card import Card, set_message, warning_label
 from app.widgets.fields import DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
+from app.widgets.scaffold import Card, set_message, warning_label
 from engine.common.config import SamplingParams
 from engine.common.foreign import DEEPEST, parse_json
 

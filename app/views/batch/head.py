@@ -7,7 +7,7 @@ from PySide6.QtWidgets import QLabel, QMenu, QPushButton, QWidget
 
 from app.services.batch_job import RESUMABLE, JobEntry, JobState
 from app.widgets.chip import ElidedLabel
-from app.widgets.page_header import PageHeader
+from app.widgets.scaffold import PageHeader
 
 LEAST_NAMES_PX = 180
 

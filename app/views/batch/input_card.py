@@ -9,11 +9,11 @@ from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.opening import InputForm
 

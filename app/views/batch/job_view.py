@@ -28,7 +28,7 @@ from app.views.batch.settings_card import SharedSettingsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count, percent
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
 

@@ -25,8 +25,8 @@ from app.views.batch.places_card import PlacesCard
 from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.page import BatchDraft
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare

@@ -9,9 +9,9 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidg
 
 from app.services.batch_input import InputPreview, free_output, usual_suffix
 from app.views.batch.dialogs import ask_folder
-from app.widgets.card import Card, muted_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
+from app.widgets.scaffold import Card, muted_label
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
 
 

@@ -8,8 +8,8 @@ from PySide6.QtCore import Signal
 from PySide6.QtWidgets import QCheckBox, QHBoxLayout, QLineEdit, QVBoxLayout, QWidget
 
 from app.views.batch.phrases import cluster_sent_text, host_text, sent_text
-from app.widgets.card import Card, muted_label, set_message
 from app.widgets.chip import ElidedLabel
+from app.widgets.scaffold import Card, muted_label, set_message
 from engine.common.config import HERE
 from engine.remote.endpoint import Endpoint
 

@@ -9,8 +9,8 @@ from PySide6.QtWidgets import QLabel, QPlainTextEdit, QPushButton, QSizePolicy, 
 from app.services.background import LatestTask
 from app.services.batch_answers import JobAnswers
 from app.views.batch.phrases import end_text
-from app.widgets.card import Card, muted_label
 from app.widgets.quantities import SEPARATOR, count
+from app.widgets.scaffold import Card, muted_label
 from engine.batch_files.messages import BatchRow
 from engine.common.plain_text import few_marks
 

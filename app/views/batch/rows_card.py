@@ -14,8 +14,8 @@ from app.services.batch_answers import PAGE_ROWS, JobAnswers
 from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
-from app.widgets.card import Card
 from app.widgets.quantities import count
+from app.widgets.scaffold import Card
 from app.widgets.text_table import TextTable
 from engine.batch_files.job_list import Ended
 from engine.batch_files.messages import BatchRow

@@ -9,8 +9,8 @@ from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QVBoxLayout, QWidget
 
 from app.services.batch_sample import SAMPLE_ROWS
 from app.views.batch.phrases import end_text, translate
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.quantities import SEPARATOR, count
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from engine.batch_files.messages import BatchRow
 
 _SHOWN_CHARACTERS = 400

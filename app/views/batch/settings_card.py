@@ -10,9 +10,9 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.services.batch_job import JobEntry
 from app.theme import colours
-from app.widgets.card import Card
 from app.widgets.chip import ElidedLabel
 from app.widgets.quantities import count, number
+from app.widgets.scaffold import Card
 from engine.common.config import HERE
 from engine.remote.endpoint import named_at
 

@@ -9,9 +9,9 @@ from PySide6.QtGui import QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocum
 from PySide6.QtWidgets import QPushButton, QSizePolicy, QWidget
 
 from app.theme import themed
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from app.widgets.text_box import TextBox
 from engine.batch_files.prompts import parse_template
 from engine.common.errors import EngineError

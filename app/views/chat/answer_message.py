@@ -25,7 +25,7 @@ from app.widgets.answer_text.view import Match
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 
 COPIED_MS = 1500
 ANSWER_PX = 680

@@ -17,7 +17,7 @@ from app.widgets.answer_text import AnswerView
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, duration
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 
 translate = QCoreApplication.translate
 

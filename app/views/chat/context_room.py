@@ -27,7 +27,7 @@ from app.views.chat.message_edits import MessageEdits
 from app.views.chat.phrases import filling_text, folding_text, full_text, ran_out, too_long_text, translate
 from app.views.chat.presenter import ROOM_UNKNOWN, ChatPresenter
 from app.widgets.flow_layout import Flow
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, called

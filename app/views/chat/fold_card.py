@@ -14,7 +14,7 @@ from app.theme import scaled
 from app.views.chat.message_editor import MessageEditor
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 
 CARD_PX = 680
 

@@ -21,9 +21,9 @@ from PySide6.QtWidgets import (
 from app.services.kept import Named, SavedPrompts, fill, name_for, variables
 from app.theme import scaled
 from app.widgets.popover import Popover
+from app.widgets.scaffold import WrappedLabel
 from app.widgets.shortcuts import note_keys
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 
 WIDTH_PX = 440
 MOST_ROWS = 6

@@ -27,9 +27,9 @@ from app.views.chat.presenter import ChatPresenter, Way
 from app.views.chat.turn_column import TurnColumn
 from app.widgets.fields import ComboBox
 from app.widgets.sampling_popover import SamplingPopover
+from app.widgets.scaffold import WrappedLabel
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, is_remote, remote_name

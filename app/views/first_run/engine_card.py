@@ -9,9 +9,9 @@ from PySide6.QtWidgets import QFileDialog, QProgressBar, QPushButton, QWidget
 
 from app.services.engine_part import EnginePart, PartStage
 from app.views.first_run.phrases import engine_words, step_words
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.download_words import download_words
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 
 _OFFERS = (PartStage.OFFERED, PartStage.FAILED)
 _BAR_STEPS = 1000

@@ -19,7 +19,6 @@ from app.services.starter_download import StarterDownload
 from app.theme import scaled
 from app.views.first_run.engine_card import EngineCard
 from app.views.first_run.phrases import meaning_words, parts_words
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.fit_words import Presence
@@ -28,6 +27,7 @@ from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.quantities import file_size
 from app.widgets.recommendations import RecommendationList
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import ask_token_of
 from engine.common.settings import STARTER

@@ -34,9 +34,9 @@ from app.widgets.banner import Banner, BannerStack, Kind
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
 from app.widgets.dropped_model import dropped_model, model_at
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
+from app.widgets.scaffold import PageHeader
 from app.widgets.shortcuts import Key, add_shortcut, keys_of
 from engine.common.settings import STARTER
 from engine.remote.endpoint import is_remote

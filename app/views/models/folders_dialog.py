@@ -10,7 +10,7 @@ from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import QDialog, QFileDialog, QHBoxLayout, QListWidget, QPushButton, QVBoxLayout, QWidget
 
 from app.services.background import TaskQueue
-from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.scaffold import muted_label, set_message, warning_label
 from engine.checkpoint.model_directories import add_model_folder, drop_model_folder, model_folders
 from engine.common.errors import EngineError
 

@@ -7,11 +7,11 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWi
 
 from app.theme import use_tabular_figures
 from app.views.models.phrases import ability_words, offer_facts
-from app.widgets.card import muted_label, set_message
 from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import translate
 from app.widgets.recommendations import VerdictMark, figures_words, role_words, show_presence
+from app.widgets.scaffold import muted_label, set_message
 from engine.tuning.fit import Recommendation
 
 

@@ -32,11 +32,11 @@ from app.views.models.phrases import (
     speed_sentence,
     work_words,
 )
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, file_size
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_pills, pills_width, small_font
 from app.widgets.text_table import TextTable

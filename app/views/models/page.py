@@ -34,8 +34,8 @@ from app.widgets.fit_words import Presence
 from app.widgets.folder_choice import FolderChoice
 from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import file_size
+from app.widgets.scaffold import PageHeader
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.toast import Toast

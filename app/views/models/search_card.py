@@ -14,13 +14,13 @@ from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
 from app.views.models.found_list import FoundList, Row
 from app.views.models.offer_view import OfferView
 from app.views.models.phrases import ability_words
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.fit_card import FitCardView
 from app.widgets.fit_words import Presence
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from engine.checkpoint.catalogue import ABILITIES
 from engine.checkpoint.hub import Found, Repository, is_reference
 from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, parse_reference

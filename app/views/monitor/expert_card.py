@@ -5,12 +5,12 @@ from __future__ import annotations
 from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QPushButton, QSizePolicy, QSpacerItem, QTableView, QWidget
 
-from app.widgets.card import Card, muted_label
 from app.widgets.expert_map.data import MapData, map_data
 from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import ExpertTable
 from app.widgets.expert_map.view import ExpertMapView
 from app.widgets.fields import Slider
+from app.widgets.scaffold import Card, muted_label
 from engine.common.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from PySide6.QtWidgets import QLabel, QVBoxLayout, QWidget
 
 from app.theme import use_tabular_figures
-from app.widgets.card import Card, muted_label
 from app.widgets.core_grid import CoreGrid
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import memory, number
+from app.widgets.scaffold import Card, muted_label
 from engine.hardware.sensors import GpuSample, SensorSample
 
 _PARTS = 1000

@@ -6,9 +6,9 @@ from PySide6.QtWidgets import QVBoxLayout, QWidget
 
 from app.models.cache_figures import FREE, memory_places, sound
 from app.theme import ColourName
-from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import BarPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
+from app.widgets.scaffold import Card, muted_label
 from engine.telemetry.messages import CacheReport
 
 _RAM, _DISK = "ram", "disk"

@@ -37,8 +37,8 @@ from app.views.monitor.summary import SummaryCard
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import memory
+from app.widgets.scaffold import PageHeader
 from app.widgets.timeline.navigator import WHOLE, Navigator
 from app.widgets.timeline.view import TimelineView
 from engine.common.model_info import ModelInfo

@@ -10,8 +10,8 @@ from PySide6.QtWidgets import QPushButton, QWidget
 
 from app.services.history.history import History
 from app.services.predicted_timeline import Predicted
-from app.widgets.card import Card, muted_label
 from app.widgets.quantities import number
+from app.widgets.scaffold import Card, muted_label
 from app.widgets.timeline.view import TimelineView
 from app.widgets.timeline.viewport import duration
 from engine.telemetry.lanes import DECODE

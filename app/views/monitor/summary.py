@@ -9,9 +9,9 @@ from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLay
 
 from app.services.engine_client import EngineState
 from app.theme import ColourName, themed
-from app.widgets.card import muted_label
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import figures, nearest_percent, number
+from app.widgets.scaffold import muted_label
 from app.widgets.timeline.lanes import doing_words
 from engine.common.lanes import LANES
 from engine.hardware.other_programs import is_busy

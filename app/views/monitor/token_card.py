@@ -7,9 +7,9 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.token_figures import TokenFigures
 from app.theme import use_tabular_figures
-from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number, translate
+from app.widgets.scaffold import Card, muted_label
 
 _NOTHING = "–"
 _SWATCH = QSize(10, 10)

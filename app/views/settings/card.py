@@ -25,9 +25,9 @@ from PySide6.QtWidgets import (
 
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
-from app.widgets.card import muted_label
 from app.widgets.fields import ComboBox, Slider, SpinBox
 from app.widgets.quantities import duration, memory
+from app.widgets.scaffold import muted_label
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Text
 from engine.common.settings import kept_settings
 

@@ -11,9 +11,9 @@ from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
 from app.views.settings.card import Budget, SettingsCard, setting_words, settings_on
-from app.widgets.card import muted_label
 from app.widgets.fields import ComboBox
 from app.widgets.quantities import figures, rough
+from app.widgets.scaffold import muted_label
 from engine.common.config import COMPUTING_CARD
 from engine.common.settings import STARTER, kept_settings
 from engine.formats import FORMATS, PRECISIONS

@@ -13,7 +13,7 @@ from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QPushButton, QVB
 from app.services.background import LatestTask, TaskQueue
 from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard
-from app.widgets.card import set_message, warning_label
+from app.widgets.scaffold import set_message, warning_label
 from engine.checkpoint.mirror import (
     chosen_mirror,
     chosen_proxy,

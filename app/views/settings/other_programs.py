@@ -12,9 +12,9 @@ from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
 from app.views.settings.card import SettingsCard, setting_words
-from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fields import ComboBox, SpinBox
 from app.widgets.flow_layout import FlowLayout
+from app.widgets.scaffold import muted_label, set_message, warning_label
 from app.widgets.text_table import TextTable
 from engine.common.settings import SERVER_CARD
 

@@ -42,9 +42,8 @@ from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
 from app.views.settings.tools import ToolsCard
 from app.views.settings.updates import UpdatesCard
-from app.widgets.card import muted_label
 from app.widgets.page import TUNE, Page
-from app.widgets.page_header import PageHeader
+from app.widgets.scaffold import PageHeader, muted_label
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
 from engine.common.files import private_folder

@@ -27,9 +27,9 @@ from app.services.endpoints import Endpoints
 from app.theme import scaled, set_look
 from app.views.settings.server_words import found_text
 from app.widgets.asking import ask
-from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.quantities import number
+from app.widgets.scaffold import muted_label, set_message, warning_label
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, Found, endpoint_at
 from engine.remote.failures import RemoteError, Trouble

@@ -14,7 +14,7 @@ from app.views.settings.card import SettingsCard
 from app.views.settings.server_dialog import ServerDialog
 from app.views.settings.server_words import found_text, money_text
 from app.widgets.asking import ask
-from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.scaffold import muted_label, set_message, warning_label
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, called
 

@@ -26,10 +26,9 @@ from app.services.tools.servers import ServerError, ToolServer, server_of, serve
 from app.services.tools.service import Outcome, Tools
 from app.theme import scaled, set_look
 from app.views.settings.card import SettingsCard
-from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import WrappedLabel, muted_label, set_message, warning_label
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 
 translate = QCoreApplication.translate
 

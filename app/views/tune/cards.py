@@ -14,11 +14,11 @@ from app.views.tune.race_card import RaceCard
 from app.views.tune.run_card import RunCard
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from app.views.tune.what_if_card import WhatIfCard
-from app.widgets.card import Card, muted_label
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import rough
 from app.widgets.roofline_plot import RooflinePlot
+from app.widgets.scaffold import Card, muted_label
 from engine.planner.plan_parts import Plan
 from engine.tuning.machine_state import MachineLook
 

@@ -8,7 +8,7 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 from app.theme import use_tabular_figures
 from app.views.tune.machine_boxes import Found
 from app.views.tune.phrases import measured_name, number_words
-from app.widgets.card import Card, muted_label
+from app.widgets.scaffold import Card, muted_label
 from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
 from engine.hardware.other_programs import is_busy

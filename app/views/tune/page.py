@@ -21,8 +21,8 @@ from app.views.tune.run_following import RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import memory
+from app.widgets.scaffold import PageHeader
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER

@@ -8,8 +8,8 @@ from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QWidget
 from app.models.plan_table import PlanTable
 from app.theme import use_tabular_figures
 from app.views.tune.race_view import RaceView
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.quantities import figures, number
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from engine.tuning.report import verdict
 from engine.tuning.result import TuningResult
 from engine.tuning.saved_results import day

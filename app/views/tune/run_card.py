@@ -18,9 +18,9 @@ from PySide6.QtWidgets import (
 )
 
 from app.theme import set_look
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.fields import FindBox
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import Card, muted_label, set_message, warning_label
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
 from engine.tuning.result import TuningKind

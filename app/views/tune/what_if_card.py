@@ -8,10 +8,10 @@ from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QSizePolicy, QWi
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.theme import use_tabular_figures
 from app.views.tune.phrases import plan_summary, tier_bars
-from app.widgets.card import Card, muted_label
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures, rough
+from app.widgets.scaffold import Card, muted_label
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.hardware.assumptions import card_choices, find_card

@@ -13,8 +13,8 @@ from PySide6.QtGui import QFont, QFontInfo, QFontMetrics, QPaintEngine, QPainter
 
 from app.services.history.history import History
 from app.theme import tabular, themed
-from app.widgets.help_mark import MARK_PX
 from app.widgets.quantities import number
+from app.widgets.scaffold import MARK_PX
 from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
 from app.widgets.timeline.lanes import LaneData, lane_titles, read_lane, tracks_of
 from app.widgets.timeline.plots import draw_lane

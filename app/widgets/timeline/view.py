@@ -12,7 +12,7 @@ from PySide6.QtWidgets import QGraphicsPathItem, QGraphicsSceneWheelEvent, QSize
 
 from app.theme import themed
 from app.widgets.chart import Chart
-from app.widgets.help_mark import MARK_PX, HelpMark
+from app.widgets.scaffold import MARK_PX, HelpMark
 from app.widgets.timeline.axes import GutterLabel, LaneAxis, TimeAxis
 from app.widgets.timeline.blocks import path_through
 from app.widgets.timeline.colours import FAINT_ALPHA, faded

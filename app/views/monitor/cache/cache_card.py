@@ -11,11 +11,11 @@ from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QV
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
 from app.views.monitor.cache.tier_row import TierRow
 from app.views.monitor.cache.words import policy_name
-from app.widgets.card import Card, muted_label
 from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
 from app.widgets.rate_line import VALUES
+from app.widgets.scaffold import Card, muted_label
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
 _TIERS: tuple[CacheTier, ...] = ("vram", "ram")

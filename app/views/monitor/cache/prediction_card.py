@@ -9,9 +9,9 @@ from app.models.cache_figures import sound
 from app.theme import set_look, use_tabular_figures
 from app.views.monitor.cache.tier_row import tier_name
 from app.views.monitor.cache.words import predictor_name
-from app.widgets.card import Card, muted_label
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number
+from app.widgets.scaffold import Card, muted_label
 from engine.telemetry.messages import CacheReport, TierReport
 
 
