@@ -21,7 +21,7 @@ from PySide6.QtCore import (
     SignalInstance,
 )
 from PySide6.QtGui import QFileOpenEvent, QGuiApplication
-from PySide6.QtWidgets import QApplication, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
 from app.languages import Languages, missing_words
@@ -36,6 +36,7 @@ from app.theme import ThemeController
 from app.views.main_window import MainWindow
 from app.widgets.charts_ready import when_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
+from app.widgets.scaffold import vbox
 from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.files import make_private
 from engine.common.installed import version
@@ -382,8 +383,7 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
 
     def make(parent: QWidget) -> QWidget:
         place = QWidget(parent)
-        room = QVBoxLayout(place)
-        room.setContentsMargins(0, 0, 0, 0)
+        room = vbox(into=place, gap=-1)
 
         def fill() -> None:
             from app.widgets.timeline.strip import TimelineStrip

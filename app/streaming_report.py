@@ -12,13 +12,14 @@ from pathlib import Path
 from time import perf_counter
 
 from PySide6.QtCore import QEventLoop, QObject, Qt, QTimer
-from PySide6.QtWidgets import QApplication, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QApplication, QScrollArea, QWidget
 
 from app.services.chat_store import Message, MessageState
 from app.views.chat.chat_view import ChatView
 from app.views.main_window import MainWindow
 from app.widgets.answer_text import AnswerView, import_parser
 from app.widgets.page import CHAT
+from app.widgets.scaffold import vbox
 from engine.common.config import SamplingParams
 from engine.common.files import write_whole
 from engine.common.model_info import ModelInfo
@@ -122,10 +123,8 @@ def update_times_ms(tokens: int = REPLAYED_TOKENS) -> list[float]:
     area = QScrollArea()
     area.setWidgetResizable(True)
     content = QWidget()
-    column = QVBoxLayout(content)
     view = AnswerView(content)
-    column.addWidget(view)
-    column.addStretch()
+    vbox(view, (None, 0), into=content, margins=None, gap=-1)
     area.setWidget(content)
     area.resize(760, 700)
     area.show()

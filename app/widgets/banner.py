@@ -7,11 +7,11 @@ from typing import Literal
 
 from PySide6.QtCore import QEvent, QObject, Qt
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QFrame, QPushButton, QScrollArea, QWidget
 
 from app.icons import IconMark
 from app.theme import ColourName
-from app.widgets.scaffold import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, hbox, push_button, vbox
 
 Kind = Literal["info", "warning", "danger"]
 _MARKS: dict[Kind, tuple[str, ColourName]] = {
@@ -35,18 +35,13 @@ class Banner(QFrame):
         name, colour = _MARKS[kind]
         self._text = WrappedLabel("", self)
         self._mark = IconMark(name, colour, ICON_PX, self)
-        self._actions = QHBoxLayout()
-        self._actions.setSpacing(SPACING_PX)
+        self._actions = hbox(gap=SPACING_PX)
         self._body = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._body.setSpacing(SPACING_PX)
         self._body.addWidget(self._text, 1)
         self._body.addLayout(self._actions)
         self._body.setAlignment(self._actions, Qt.AlignmentFlag.AlignLeft)
-        self._row = QHBoxLayout(self)
-        self._row.setContentsMargins(16, 10, 16, 10)
-        self._row.setSpacing(SPACING_PX)
-        self._row.addWidget(self._mark)
-        self._row.addLayout(self._body, 1)
+        self._row = hbox(self._mark, (self._body, 1), into=self, margins=(16, 10, 16, 10), gap=SPACING_PX)
         self.hide()
 
     @property
@@ -56,9 +51,7 @@ class Banner(QFrame):
 
     def add_action(self, label: str, do: Callable[[], None], *, kind: str = "") -> QPushButton:
         """Adds a button at the end of the line."""
-        button = QPushButton(label, self)
-        button.setProperty("kind", kind)
-        button.clicked.connect(lambda: do())
+        button = push_button(self, label, lambda: do(), kind=kind)
         self._actions.addWidget(button)
         return button
 
@@ -97,11 +90,7 @@ class BannerStack(QScrollArea):
         self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         self._content = QWidget(self)
         self._banners = tuple(banners)
-        column = QVBoxLayout(self._content)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        for banner in banners:
-            column.addWidget(banner)
+        vbox(*banners, into=self._content, gap=0)
         self._content.installEventFilter(self)
         self.setWidget(self._content)
         self.setFixedHeight(0)

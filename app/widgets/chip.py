@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from PySide6.QtCore import QSize, Qt
 from PySide6.QtGui import QPainter, QPaintEvent, QResizeEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QSizePolicy, QWidget
 
 from app.icons import IconMark
 from app.theme import ColourName, themed
+from app.widgets.scaffold import hbox
 from engine.common.plain_text import few_marks
 
 SIGN_PX = 14
@@ -90,11 +91,7 @@ class Chip(QFrame):
         self._sign = IconMark("warning", "danger", SIGN_PX, self)
         self._label = ElidedLabel(self)
         self._label.setProperty("role", "secondary")
-        row = QHBoxLayout(self)
-        row.setContentsMargins(12, 5, 12, 5)
-        row.setSpacing(7)
-        for widget in (self._dot, self._sign, self._label):
-            row.addWidget(widget)
+        hbox(self._dot, self._sign, self._label, into=self, margins=(12, 5, 12, 5), gap=7)
         self._dot.hide()
         self._sign.hide()
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
@@ -125,9 +122,7 @@ class ChipButton(QPushButton):
         self._dot = Dot(self)
         self._label = ElidedLabel(self)
         self._label.setProperty("role", "secondary")
-        self._row = row = QHBoxLayout(self)
-        row.setContentsMargins(12, 0, 10, 0)
-        row.setSpacing(7)
+        self._row = row = hbox(into=self, margins=(12, 0, 10, 0), gap=7)
         for widget in (self._dot, self._label, IconMark("chevron-down", "muted", SIGN_PX, self)):
             widget.setAttribute(Qt.WidgetAttribute.WA_TransparentForMouseEvents)
             row.addWidget(widget)

@@ -9,7 +9,6 @@ from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QListView,
-    QPushButton,
     QStyle,
     QStyledItemDelegate,
     QStyleOptionViewItem,
@@ -25,7 +24,7 @@ from app.widgets.download_words import download_text, download_words, rate_words
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import file_size, percent
-from app.widgets.scaffold import Card, set_message, warning_label
+from app.widgets.scaffold import Card, push_button, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState
@@ -61,10 +60,10 @@ class DownloadsCard(Card):
             text = self.tr("at most {0}").format(rate_words(amount)) if amount else self.tr("no speed limit")
             self.limit.addItem(text, amount)
         self.limit.activated.connect(lambda _at: self.limit_wanted.emit(self.limit.currentData()))
-        self.pause = QPushButton(self.tr("Pause"), self)
-        self.resume = QPushButton(self.tr("Resume"), self)
-        self.token = QPushButton(self.tr("Access token…"), self)
-        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self.pause = push_button(self, self.tr("Pause"), lambda: self._on(self.pause_wanted))
+        self.resume = push_button(self, self.tr("Resume"), lambda: self._on(self.resume_wanted))
+        self.token = push_button(self, self.tr("Access token…"), self._on_token)
+        self.cancel = push_button(self, self.tr("Cancel"), lambda: self._on(self.cancel_wanted))
         self.up = self._arrow("chevron-up", self.tr("Earlier (Alt+Up)"))
         self.down = self._arrow("chevron-down", self.tr("Later (Alt+Down)"))
         for button in (self.pause, self.resume, self.token, self.cancel):
@@ -75,10 +74,6 @@ class DownloadsCard(Card):
         self.body.addWidget(self.list)
         self.body.addWidget(self.trouble)
         self.body.addWidget(self.buttons)
-        self.pause.clicked.connect(lambda: self._on(self.pause_wanted))
-        self.resume.clicked.connect(lambda: self._on(self.resume_wanted))
-        self.cancel.clicked.connect(lambda: self._on(self.cancel_wanted))
-        self.token.clicked.connect(self._on_token)
         self.up.clicked.connect(lambda: self._move(-1))
         self.down.clicked.connect(lambda: self._move(1))
         self.list.toggled.connect(self._toggle)

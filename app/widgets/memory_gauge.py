@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from PySide6.QtCore import QSize, Qt
-from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.theme import use_tabular_figures
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import memory, used_of
+from app.widgets.scaffold import STRETCH, hbox, text_label, vbox
 
 
 class MemoryGauge(QWidget):
@@ -18,21 +19,10 @@ class MemoryGauge(QWidget):
     def __init__(self, name: str, parent: QWidget) -> None:
         super().__init__(parent)
         self._name = name
-        label = QLabel(name, self)
-        label.setProperty("role", "caption")
-        self._amount = QLabel(self)
-        self._amount.setProperty("role", "caption")
-        use_tabular_figures(self._amount)
+        label = text_label(self, name, role="caption")
+        self._amount = text_label(self, role="caption", tabular=True)
         self._bar = MemoryBar(self)
-        row = QHBoxLayout()
-        row.addWidget(label)
-        row.addStretch(1)
-        row.addWidget(self._amount)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(4)
-        column.addLayout(row)
-        column.addWidget(self._bar)
+        vbox(hbox(label, STRETCH, self._amount, gap=-1), self._bar, into=self, gap=4)
 
     def set_narrow(self, narrow: bool) -> None:
         """Shows only the name and the bar."""

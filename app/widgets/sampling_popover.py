@@ -9,7 +9,7 @@ from functools import partial
 
 from PySide6.QtCore import QCoreApplication, QEvent, QObject, Signal
 from PySide6.QtGui import QIntValidator
-from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QGridLayout, QLabel, QLineEdit, QPushButton, QWidget
 
 from app.services.kept import SavedPresets
 from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
@@ -18,7 +18,7 @@ from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.popover import Popover
 from app.widgets.quantities import number
-from app.widgets.scaffold import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, hbox, push_button, text_label
 from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
 from engine.common.model_info import ModelInfo
 
@@ -91,11 +91,7 @@ class SamplingPopover(Popover):
         self.name.returnPressed.connect(self._keep)
         self.keep_button = self._small(self.tr("Save"), self._keep)
         self.name.textChanged.connect(lambda text: self.keep_button.setEnabled(bool(text.strip())))
-        naming = QHBoxLayout(self._naming)
-        naming.setContentsMargins(0, 0, 0, 0)
-        naming.setSpacing(8)
-        for widget in (self.name, self._small(self.tr("Cancel"), self._stop_naming), self.keep_button):
-            naming.addWidget(widget)
+        hbox(self.name, self._small(self.tr("Cancel"), self._stop_naming), self.keep_button, into=self._naming)
         for part in (self._keeping, self._naming):
             self.column.addWidget(part)
         self._keeping.setVisible(self._saved is not None)
@@ -168,10 +164,7 @@ class SamplingPopover(Popover):
         self.default_button.setEnabled(not is_default)
 
     def _small(self, text: str, do: Callable[[], object]) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("compact", True)
-        button.clicked.connect(lambda: do())
-        return button
+        return push_button(self, text, lambda: do(), compact=True)
 
     # --- the model's own ---
 
@@ -471,18 +464,12 @@ class SamplingPopover(Popover):
             field.setEnabled(sampling.dry_multiplier > 0)
 
     def _segment(self, text: str, choose: Callable[[], None]) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", "segment")
-        button.setCheckable(True)
-        button.clicked.connect(lambda _on: choose())
-        return button
+        return push_button(self, text, lambda _on: choose(), kind="segment", checkable=True)
 
     def _label(
         self, name: str, field: QWidget, tip: str, grid: QGridLayout, row: int, column: int, span: int = 1
     ) -> QLabel:
-        label = QLabel(name, self)
-        label.setProperty("role", "secondary")
-        label.setBuddy(field)
+        label = text_label(self, name, role="secondary", buddy=field)
         for what in (label, field):
             self._explained[what] = (name, tip, field)
             what.installEventFilter(self)

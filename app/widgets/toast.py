@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from PySide6.QtCore import QTimer
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QSizePolicy, QWidget
+
+from app.widgets.scaffold import hbox, push_button, text_label, vbox
 
 SHOWN_MS = 10_000
 MARGIN_PX = 24
@@ -19,20 +21,12 @@ class Toast(QWidget):
         self._do: Callable[[], object] = bool
         self._card = card = QFrame(self)
         card.setObjectName("toast")
-        self._text = QLabel(card)
+        self._text = text_label(card)
         self._text.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
         self._text.setWordWrap(True)
-        self.button = QPushButton(card)
-        self.button.setProperty("kind", "quiet")
-        self.button.clicked.connect(self._on_button)
-        row = QHBoxLayout(card)
-        row.setContentsMargins(16, 6, 6, 6)
-        row.setSpacing(12)
-        row.addWidget(self._text, 1)
-        row.addWidget(self.button)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(MARGIN_PX, 8, MARGIN_PX, 10)
-        column.addWidget(card)
+        self.button = push_button(card, do=self._on_button, kind="quiet")
+        hbox((self._text, 1), self.button, into=card, margins=(16, 6, 6, 6), gap=12)
+        vbox(card, into=self, margins=(MARGIN_PX, 8, MARGIN_PX, 10), gap=-1)
         self._timer = QTimer(self, singleShot=True, interval=SHOWN_MS)
         self._timer.timeout.connect(self.hide)
         self.hide()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QEvent, Qt, QUrl
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QDialog, QDialogButtonBox, QLabel, QLineEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QDialog, QDialogButtonBox, QLineEdit, QWidget
 
 from app.theme import scaled
-from app.widgets.scaffold import muted_label, set_message, warning_label
+from app.widgets.scaffold import muted_label, push_button, set_message, text_label, vbox, warning_label
 
 if TYPE_CHECKING:
     from app.services.downloads import Downloads
@@ -37,15 +37,15 @@ class TokenDialog(QDialog):
         self._save, self._page = save, page
         self.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         self.setWindowTitle(self.tr("Access to {0}").format(name))
-        heading = QLabel(self.tr("Its makers ask you to accept their terms first"), self)
-        heading.setProperty("role", "heading")
-        heading.setWordWrap(True)
+        heading = text_label(self, self.tr("Its makers ask you to accept their terms first"), role="heading", wrap=True)
         said = warning_label(self)
         set_message(said, sentence)
         first = muted_label(
             self, self.tr("1. Open the page of {0}, sign in, and accept what is asked there.").format(name), role=""
         )
-        self.open_page = QPushButton(self.tr("Open {0}").format(page), self)
+        self.open_page = push_button(
+            self, self.tr("Open {0}").format(page), lambda: QDesktopServices.openUrl(QUrl(self._page))
+        )
         second = muted_label(
             self, self.tr("2. Create an access token (reading is enough) in your settings there, and paste it here."),
             role="",
@@ -65,13 +65,20 @@ class TokenDialog(QDialog):
         self.save.setProperty("kind", "primary")
         self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
         self.save.setEnabled(False)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(10)
-        for widget in (heading, said, first, self.open_page, second, self.field, kept, self.buttons):
-            column.addWidget(widget)
+        vbox(
+            heading,
+            said,
+            first,
+            self.open_page,
+            second,
+            self.field,
+            kept,
+            self.buttons,
+            into=self,
+            margins=(20, 18, 20, 18),
+            gap=10,
+        )
         self._fit()
-        self.open_page.clicked.connect(lambda: QDesktopServices.openUrl(QUrl(self._page)))
         self.field.textChanged.connect(lambda text: self.save.setEnabled(bool(text.strip())))
         self.buttons.accepted.connect(self._on_accepted)
         self.buttons.rejected.connect(self.reject)

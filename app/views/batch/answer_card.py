@@ -10,7 +10,6 @@ from PySide6.QtWidgets import (
     QGridLayout,
     QLabel,
     QPlainTextEdit,
-    QPushButton,
     QSizePolicy,
     QWidget,
 )
@@ -19,7 +18,7 @@ from app.views.batch.template_card import ShortEdit
 from app.widgets.fields import DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
-from app.widgets.scaffold import Card, set_message, warning_label
+from app.widgets.scaffold import Card, push_button, set_message, text_label, warning_label
 from engine.common.config import SamplingParams
 from engine.common.foreign import DEEPEST, parse_json
 
@@ -53,8 +52,7 @@ class AnswerCard(Card):
         self.popover = SamplingPopover(page)
         self.popover.without_beams()
         self.popover.changed.connect(self._on_sampling)
-        self.more = QPushButton(self.tr("More sampling…"), self)
-        self.more.clicked.connect(lambda: self.popover.edit(self._sampling, self.more))
+        self.more = push_button(self, self.tr("More sampling…"), lambda: self.popover.edit(self._sampling, self.more))
         line = Flow(
             self._label(self.tr("Max"), self.max_tokens),
             self.max_tokens,
@@ -78,9 +76,7 @@ class AnswerCard(Card):
         self.kinds = QButtonGroup(self)
         buttons: list[QWidget] = [self._label(self.tr("Answer must be"), None)]
         for number, name in enumerate((self.tr("Text"), self.tr("One of choices"), self.tr("JSON with a schema"))):
-            button = QPushButton(name, self)
-            button.setProperty("kind", "segment")
-            button.setCheckable(True)
+            button = push_button(self, name, kind="segment", checkable=True)
             self.kinds.addButton(button, number)
             buttons.append(button)
         line = Flow(*buttons, parent=self._must_be)
@@ -176,8 +172,7 @@ class AnswerCard(Card):
         return box
 
     def _label(self, text: str, buddy: QWidget | None) -> QLabel:
-        label = QLabel(text, self)
-        label.setProperty("role", "secondary")
+        label = text_label(self, text, role="secondary")
         if buddy is not None:
             label.setBuddy(buddy)
             buddy.setAccessibleName(text)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QLabel, QMenu, QPushButton, QWidget
+from PySide6.QtWidgets import QMenu, QPushButton, QWidget
 
 from app.services.batch_job import RESUMABLE, JobEntry, JobState
 from app.widgets.chip import ElidedLabel
-from app.widgets.scaffold import PageHeader
+from app.widgets.scaffold import PageHeader, push_button, text_label
 
 LEAST_NAMES_PX = 180
 
@@ -31,8 +31,7 @@ class BatchHead(PageHeader):
         self.title.setText(self.tr("Batch"))
         self._names = ElidedLabel(self)
         self._names.setProperty("role", "secondary")
-        self._more = QLabel(self)
-        self._more.setProperty("role", "secondary")
+        self._more = text_label(self, role="secondary")
         self.set_middle(self._names, least_px=LEAST_NAMES_PX, stretch=1)
         self.row.addWidget(self._more)
         self.retry = self._button(self.tr("Retry failed"))
@@ -94,7 +93,7 @@ class BatchHead(PageHeader):
         self._more.setVisible(bool(text))
 
     def _button(self, text: str) -> QPushButton:
-        button = QPushButton(text, self)
+        button = push_button(self, text)
         button.hide()
         self.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         return button

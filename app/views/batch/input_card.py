@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
+from PySide6.QtWidgets import QCheckBox, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview
@@ -13,7 +13,7 @@ from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import Card, muted_label, push_button, set_message, warning_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.opening import InputForm
 
@@ -35,9 +35,8 @@ class InputCard(Card):
         self._name.setProperty("role", "heading")
         self.head.replaceWidget(self.heading, self._name)
         self.heading.hide()
-        self.change = QPushButton(self.tr("Another file…"), self)
+        self.change = push_button(self, self.tr("Another file…"), self.change_wanted)
         self.change.setProperty("compact", "true")
-        self.change.clicked.connect(self.change_wanted)
         self.head.addWidget(self.change)
         self._words = muted_label(self)
         self._trouble = warning_label(self)

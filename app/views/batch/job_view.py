@@ -10,12 +10,9 @@ from PySide6.QtWidgets import (
     QBoxLayout,
     QFrame,
     QGridLayout,
-    QHBoxLayout,
     QLabel,
     QProgressBar,
-    QScrollArea,
     QStackedWidget,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -28,7 +25,7 @@ from app.views.batch.settings_card import SharedSettingsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count, percent
-from app.widgets.scaffold import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, hbox, scroll_area, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
 
@@ -96,14 +93,12 @@ class ProgressCard(QFrame):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("card", "true")
-        self._percent = QLabel(self)
+        self._percent = text_label(self)
         self._percent.setObjectName("percent")
-        self._rows = QLabel(self)
-        self._rows.setProperty("role", "lead")
-        self._rate = QLabel(self)
+        self._rows = text_label(self, role="lead")
+        self._rate = text_label(self)
         self._rate.setStyleSheet("font-weight: 600;")
-        self._end = QLabel(self)
-        self._end.setProperty("role", "lead")
+        self._end = text_label(self, role="lead")
         self._bar = QProgressBar(self)
         self._bar.setTextVisible(False)
         self._bar.setRange(0, 1000)
@@ -113,20 +108,23 @@ class ProgressCard(QFrame):
         for label in (self._percent, self._rows, self._rate, self._end):
             use_tabular_figures(label)
         left = QWidget(self)
-        line = QHBoxLayout(left)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(10)
-        for label in (self._percent, self._rows):
-            line.addWidget(label, 0, Qt.AlignmentFlag.AlignBaseline)
+        hbox(
+            (self._percent, Qt.AlignmentFlag.AlignBaseline),
+            (self._rows, Qt.AlignmentFlag.AlignBaseline),
+            into=left,
+            gap=10,
+        )
         # An end on another day is long: in a narrow window it is below the rate.
         self._right = right = Flow(self._rate, self._end, parent=self, gap=10)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(16, 14, 16, 14)
-        column.setSpacing(10)
         right.hide()
-        column.addWidget(Flow(left, right, parent=self, ends_right=True))
-        column.addWidget(self._bar)
-        column.addWidget(self._status)
+        column = vbox(
+            Flow(left, right, parent=self, ends_right=True),
+            self._bar,
+            self._status,
+            into=self,
+            margins=(16, 14, 16, 14),
+            gap=10,
+        )
         self._places = PlaceRows(self)
         column.addWidget(self._places)
         self._column = column
@@ -186,20 +184,9 @@ class JobView(QWidget):
         self._below.addWidget(self.rows, 1)
         self._below.addWidget(self._side)
         holder = QWidget(self)
-        column = QVBoxLayout(holder)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(14)
-        column.addWidget(self.progress)
-        column.addLayout(self._below, 1)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setWidget(holder)
-        page = QVBoxLayout(self)
-        page.setContentsMargins(0, 0, 0, 0)
-        page.addWidget(scroll)
+        vbox(self.progress, (self._below, 1), into=holder, margins=(20, 18, 20, 18), gap=14)
+        scroll = scroll_area(holder, self)
+        vbox(scroll, into=self, gap=-1)
         self._scroll = scroll
         self.rows.opened.connect(self._open_row)
         self.rows.moved.connect(self._move_to)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from PySide6.QtCore import Qt, QTimer, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QScrollArea, QWidget
 
 from app.services.background import LatestTask
 from app.services.batch_forecast import BatchForecasts
@@ -26,7 +26,7 @@ from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from app.widgets.page import BatchDraft
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import Card, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
@@ -53,21 +53,16 @@ class FormFoot(QWidget):
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self.plan = muted_label(self)
         self.trouble = warning_label(self)
-        self.cancel = QPushButton(self.tr("Cancel"), self)
-        self.cancel.clicked.connect(self.cancelled)
-        self.start = QPushButton(self.tr("Start"), self)
-        self.start.setProperty("kind", "primary")
-        self.start.clicked.connect(self.start_wanted)
-        words = QVBoxLayout()
-        words.setSpacing(2)
-        words.addWidget(self.trouble)
-        words.addWidget(self.plan)
-        line = QHBoxLayout(self)
-        line.setContentsMargins(20, 10, 20, 10)
-        line.setSpacing(12)
-        line.addLayout(words, 1)
-        line.addWidget(self.cancel)
-        line.addWidget(self.start)
+        self.cancel = push_button(self, self.tr("Cancel"), self.cancelled)
+        self.start = push_button(self, self.tr("Start"), self.start_wanted, kind="primary")
+        hbox(
+            (vbox(self.trouble, self.plan, gap=2), 1),
+            self.cancel,
+            self.start,
+            into=self,
+            margins=(20, 10, 20, 10),
+            gap=12,
+        )
 
     def show_state(self, *, able: bool, checking: bool, why_not: str, words: str) -> None:
         """Shows whether the job can be started.
@@ -422,9 +417,7 @@ class NewJob(QWidget):
         )
         cards = QWidget(self)
         cards.setMaximumWidth(WIDTH_PX + 40)
-        column = QVBoxLayout(cards)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(14)
+        column = vbox(into=cards, margins=(20, 18, 20, 18), gap=14)
         for card in self._cards:
             column.addWidget(card)
             card.setVisible(card is self.input)
@@ -437,11 +430,7 @@ class NewJob(QWidget):
         scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         scroll.setAlignment(Qt.AlignmentFlag.AlignHCenter)
         scroll.setWidget(cards)
-        page = QVBoxLayout(self)
-        page.setContentsMargins(0, 0, 0, 0)
-        page.setSpacing(0)
-        page.addWidget(scroll, 1)
-        page.addWidget(self.foot)
+        vbox((scroll, 1), self.foot, into=self, gap=0)
         self._scroll = scroll
         self.setTabOrder(self.sample.button, self.foot.cancel)
         self.setTabOrder(self.foot.cancel, self.foot.start)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QLineEdit, QWidget
 
 from app.services.batch_input import InputPreview, free_output, usual_suffix
 from app.views.batch.dialogs import ask_folder
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import Card, hbox, muted_label, push_button, text_label
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
 
 
@@ -33,19 +33,10 @@ class OutputCard(Card):
         self.format.activated.connect(self._on_format)
         self._place = ElidedLabel(self)
         self._place.setProperty("role", "secondary")
-        self.change = QPushButton(self.tr("Another folder…"), self)
-        self.change.clicked.connect(self._choose_folder)
-        line = QHBoxLayout()
-        line.setSpacing(8)
-        line.addWidget(self.name, 1)
-        line.addWidget(self.format)
-        line.addWidget(self.change)
-        where = QHBoxLayout()
-        where.setSpacing(6)
-        into = QLabel(self.tr("In"), self)
-        into.setProperty("role", "secondary")
-        where.addWidget(into)
-        where.addWidget(self._place, 1)
+        self.change = push_button(self, self.tr("Another folder…"), self._choose_folder)
+        line = hbox((self.name, 1), self.format, self.change)
+        into = text_label(self, self.tr("In"), role="secondary")
+        where = hbox(into, (self._place, 1), gap=6)
         self._words = muted_label(self)
         self.body.addLayout(line)
         self.body.addLayout(where)

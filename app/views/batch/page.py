@@ -17,12 +17,8 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import (
     QFrame,
-    QHBoxLayout,
-    QLabel,
-    QPushButton,
     QScrollArea,
     QStackedWidget,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -45,6 +41,7 @@ from app.widgets.banner import Banner
 from app.widgets.dropped_model import dropped_model
 from app.widgets.page import BatchDraft, Page
 from app.widgets.quantities import count
+from app.widgets.scaffold import CENTRE, STRETCH, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.toast import Toast
 from engine.common.config import BatchJob, BatchStart
@@ -74,17 +71,16 @@ class EmptyBatch(QScrollArea):
         self._area = QFrame(content)
         self._area.setObjectName("dropArea")
         self._area.setMaximumWidth(WIDTH_PX)
-        title = QLabel(self.tr("Drop a file of prompts here"), self._area)
-        title.setProperty("role", "title")
-        words = QLabel(
-            self.tr("Every row is answered, many at a time. The result file keeps the input's columns."), self._area
+        title = text_label(self._area, self.tr("Drop a file of prompts here"), role="title")
+        words = text_label(
+            self._area, self.tr("Every row is answered, many at a time. The result file keeps the input's columns.")
         )
-        kinds = QLabel(
+        kinds = text_label(
+            self._area,
             self.tr(
                 "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html, a folder of such files, "
                 "and OpenAI batch files."
             ),
-            self._area,
         )
         for label in (title, words, kinds):
             label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
@@ -92,36 +88,28 @@ class EmptyBatch(QScrollArea):
             label.setWordWrap(True)
         words.setProperty("role", "lead")
         kinds.setProperty("role", "secondary")
-        self.choose = QPushButton(self.tr("Choose a file…"), self._area)
-        self.choose.setProperty("kind", "primary")
-        self.choose.clicked.connect(self.file_wanted)
-        self.choose_folder = QPushButton(self.tr("Choose a folder…"), self._area)
-        self.choose_folder.clicked.connect(self.folder_wanted)
-        buttons = QHBoxLayout()
-        buttons.setSpacing(12)
-        buttons.addStretch(1)
-        buttons.addWidget(self.choose)
-        buttons.addWidget(self.choose_folder)
-        buttons.addStretch(1)
-        column = QVBoxLayout(self._area)
-        column.setContentsMargins(32, 40, 32, 40)
-        column.setSpacing(10)
-        column.addWidget(IconMark("batch", "muted", ICON_PX, self._area), 0, Qt.AlignmentFlag.AlignHCenter)
-        column.addWidget(title)
-        column.addWidget(words)
-        column.addSpacing(10)
-        column.addLayout(buttons)
-        column.addSpacing(10)
-        column.addWidget(kinds)
-        row = QHBoxLayout()
-        row.addStretch(1)
-        row.addWidget(self._area, 1000)
-        row.addStretch(1)
-        page = QVBoxLayout(content)
-        page.setContentsMargins(20, 20, 20, 20)
-        page.addStretch(2)
-        page.addLayout(row)
-        page.addStretch(3)
+        self.choose = push_button(self._area, self.tr("Choose a file…"), self.file_wanted, kind="primary")
+        self.choose_folder = push_button(self._area, self.tr("Choose a folder…"), self.folder_wanted)
+        vbox(
+            (IconMark("batch", "muted", ICON_PX, self._area), CENTRE),
+            title,
+            words,
+            10,
+            hbox(STRETCH, self.choose, self.choose_folder, STRETCH, gap=12),
+            10,
+            kinds,
+            into=self._area,
+            margins=(32, 40, 32, 40),
+            gap=10,
+        )
+        vbox(
+            (None, 2),
+            hbox(STRETCH, (self._area, 1000), STRETCH, gap=-1),
+            (None, 3),
+            into=content,
+            margins=(20, 20, 20, 20),
+            gap=-1,
+        )
         self.setWidget(content)
 
     def set_over(self, over: bool) -> None:
@@ -209,13 +197,7 @@ class BatchPage(Page):
         for page in (self.empty, self.form, self.job_view):
             self.pages.addWidget(page)
         self.toast = Toast(self)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        for widget in (self.head, self.strip, self.trouble, self.handed):
-            column.addWidget(widget)
-        column.addWidget(self.pages, 1)
-        column.addWidget(self.toast)
+        vbox(self.head, self.strip, self.trouble, self.handed, (self.pages, 1), self.toast, into=self, gap=0)
         self._connect()
         for entry in jobs.entries:
             self.model.put(entry)

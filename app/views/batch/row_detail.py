@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QGuiApplication, QKeyEvent
-from PySide6.QtWidgets import QLabel, QPlainTextEdit, QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QLabel, QPlainTextEdit, QSizePolicy, QWidget
 
 from app.services.background import LatestTask
 from app.services.batch_answers import JobAnswers
 from app.views.batch.phrases import end_text
 from app.widgets.quantities import SEPARATOR, count
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import Card, muted_label, push_button, text_label
 from engine.batch_files.messages import BatchRow
 from engine.common.plain_text import few_marks
 
@@ -29,13 +29,13 @@ class RowDetail(Card):
         self.prompt = self._box(self.tr("Prompt"))
         self.reasoning = self._box(self.tr("Reasoning"))
         self.answer = self._box(self.tr("Answer"))
-        copy = QPushButton(self.tr("Copy"), self)
+        copy = push_button(
+            self, self.tr("Copy"), lambda: QGuiApplication.clipboard().setText(self.answer.toPlainText())
+        )
         copy.setProperty("compact", "true")
         copy.setAccessibleName(self.tr("Copy the answer"))
-        copy.clicked.connect(lambda: QGuiApplication.clipboard().setText(self.answer.toPlainText()))
-        close = QPushButton(self.tr("Close"), self)
+        close = push_button(self, self.tr("Close"), self.close_detail)
         close.setProperty("compact", "true")
-        close.clicked.connect(self.close_detail)
         self.head.setSpacing(6)
         self.head.addWidget(copy)
         self.head.addWidget(close)
@@ -43,9 +43,7 @@ class RowDetail(Card):
         self.body.addWidget(self._facts)
         self._labels: dict[QPlainTextEdit, QLabel] = {}
         for box, share in ((self.prompt, 2), (self.reasoning, 2), (self.answer, 3)):
-            label = QLabel(box.accessibleName(), self)
-            label.setProperty("role", "caption")
-            label.setBuddy(box)
+            label = text_label(self, box.accessibleName(), role="caption", buddy=box)
             self.body.addWidget(label)
             self.body.addWidget(box, share)
             self._labels[box] = label

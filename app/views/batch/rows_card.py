@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal, SignalInstance
-from PySide6.QtWidgets import QButtonGroup, QLabel, QPushButton, QWidget
+from PySide6.QtWidgets import QButtonGroup, QWidget
 
 from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
 from app.services.background import LatestTask
@@ -15,7 +15,7 @@ from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.widgets.quantities import count
-from app.widgets.scaffold import Card
+from app.widgets.scaffold import Card, push_button, text_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.job_list import Ended
 from engine.batch_files.messages import BatchRow
@@ -57,23 +57,21 @@ class RowsCard(Card):
         self.table.moved.connect(lambda index: self._pass_on(index, self.moved))
         self.table.left.connect(self.left)
         self.table.verticalScrollBar().valueChanged.connect(self._read_more)
-        self._nothing = QLabel(self)
-        self._nothing.setProperty("role", "secondary")
-        self._nothing.setAlignment(Qt.AlignmentFlag.AlignCenter)
-        self._nothing.setWordWrap(True)
+        self._nothing = text_label(self, role="secondary", align=Qt.AlignmentFlag.AlignCenter, wrap=True)
         self._again = QTimer(self, singleShot=True, interval=READ_AGAIN_MS)
         self._again.timeout.connect(self._read_ended_again)
         self.filters = QButtonGroup(self)
         for number in (LATEST, ALL, FAILED, CUT_OFF):
-            chip = QPushButton(self._named(number), self)
-            chip.setProperty("kind", "chip")
-            chip.setCheckable(True)
+            chip = push_button(self, self._named(number), kind="chip", checkable=True)
             self.filters.addButton(chip, number)
             self.head.addWidget(chip)
         self.filters.idClicked.connect(self._select)
-        self.redo = QPushButton(self.tr("Answer again with more tokens"), self)
-        self.redo.setToolTip(self.tr("Twice as many as each of them had"))
-        self.redo.clicked.connect(self.redo_wanted)
+        self.redo = push_button(
+            self,
+            self.tr("Answer again with more tokens"),
+            self.redo_wanted,
+            tip=self.tr("Twice as many as each of them had"),
+        )
         self.body.setContentsMargins(16, 14, 16, 10)
         self.body.addWidget(self.table, 1)
         self.body.addWidget(self._nothing, 1)

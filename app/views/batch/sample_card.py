@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QVBoxLayout, QWidget
 
 from app.services.batch_sample import SAMPLE_ROWS
 from app.views.batch.phrases import end_text, translate
 from app.widgets.quantities import SEPARATOR, count
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import Card, muted_label, push_button, set_message, text_label, vbox, warning_label
 from engine.batch_files.messages import BatchRow
 
 _SHOWN_CHARACTERS = 400
@@ -26,13 +26,11 @@ class SampleCard(Card):
         super().__init__(self.tr("Try the first rows"), parent)
         self._running = False
         self._rows = SAMPLE_ROWS
-        self.button = QPushButton(self)
-        self.button.clicked.connect(lambda: (self.stop_wanted if self._running else self.wanted).emit())
+        self.button = push_button(self, do=lambda: (self.stop_wanted if self._running else self.wanted).emit())
         self.head.addWidget(self.button)
         self._words = muted_label(self)
         self._trouble = warning_label(self)
-        self._answers = QVBoxLayout()
-        self._answers.setSpacing(0)
+        self._answers = vbox(gap=0)
         self._shown: list[_Answer] = []
         self.body.addWidget(self._words)
         self.body.addWidget(self._trouble)
@@ -104,13 +102,9 @@ class _Answer(QWidget):
     def __init__(self, row: BatchRow, parent: QWidget) -> None:
         super().__init__(parent)
         self.row = row.row
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 4, 0, 6)
-        column.setSpacing(3)
         line = QFrame(self)
         line.setProperty("line", "true")
-        column.addWidget(line)
-        column.addSpacing(6)
+        column = vbox(line, 6, into=self, margins=(0, 4, 0, 6), gap=3)
         parts = [translate("Batch", "Row {0}").format(count(row.row + 1)), end_text(row)]
         if row.generated_tokens:
             parts.append(translate("Batch", "{0} tokens").format(count(row.generated_tokens)))
@@ -120,9 +114,7 @@ class _Answer(QWidget):
         self._text(column, answer or translate("Batch", "(an empty answer)"), "")
 
     def _text(self, column: QVBoxLayout, text: str, role: str) -> None:
-        label = QLabel(text, self)
-        label.setProperty("role", role)
-        label.setWordWrap(True)
+        label = text_label(self, text, role=role, wrap=True)
         label.setTextInteractionFlags(label.textInteractionFlags().TextSelectableByMouse)
         label.setVisible(bool(text))
         column.addWidget(label)

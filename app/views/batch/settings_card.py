@@ -12,7 +12,7 @@ from app.services.batch_job import JobEntry
 from app.theme import colours
 from app.widgets.chip import ElidedLabel
 from app.widgets.quantities import count, number
-from app.widgets.scaffold import Card
+from app.widgets.scaffold import Card, text_label
 from engine.common.config import HERE
 from engine.remote.endpoint import named_at
 
@@ -28,8 +28,7 @@ class SharedSettingsCard(Card):
         super().__init__("", parent)
         self.set_heading(self.tr("Template"))
         self._entry: JobEntry | None = None
-        self._template = QLabel(self)
-        self._template.setWordWrap(True)
+        self._template = text_label(self, wrap=True)
         self._template.setTextFormat(Qt.TextFormat.RichText)
         self._template.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
         self._template.setObjectName("templateText")

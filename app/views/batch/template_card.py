@@ -6,12 +6,12 @@ import re
 
 from PySide6.QtCore import QEvent, QSignalBlocker, QSize, Signal
 from PySide6.QtGui import QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
-from PySide6.QtWidgets import QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import themed
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import Card, muted_label, push_button, set_message, warning_label
 from app.widgets.text_box import TextBox
 from engine.batch_files.prompts import parse_template
 from engine.common.errors import EngineError
@@ -141,10 +141,13 @@ class TemplateCard(Card):
         self._chips.clear()
         before: QWidget = self.edit.previousInFocusChain() or self.edit
         for name in columns:
-            chip = QPushButton(name if len(name) <= 40 else f"{name[:39]}…", self._chips)
-            chip.setProperty("kind", "chip")
-            chip.setAccessibleName(self.tr("Insert column {0}").format(name))
-            chip.clicked.connect(lambda _=False, name=name: self.edit.insert_column(name))
+            chip = push_button(
+                self._chips,
+                name if len(name) <= 40 else f"{name[:39]}…",
+                lambda _=False, name=name: self.edit.insert_column(name),
+                kind="chip",
+                name=self.tr("Insert column {0}").format(name),
+            )
             self._chips.add(chip)
             self.setTabOrder(before, chip)  # in visual order, whenever they were created
             before = chip

@@ -6,7 +6,7 @@ from typing import Literal
 
 from PySide6.QtCore import QEvent, QRect, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent, QTextCursor
-from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QFrame, QWidget
 
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
@@ -25,7 +25,7 @@ from app.widgets.answer_text.view import Match
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR
-from app.widgets.scaffold import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, hbox, push_button, vbox
 
 COPIED_MS = 1500
 ANSWER_PX = 680
@@ -75,23 +75,14 @@ class AnswerMessage(QWidget):
         self._edit = IconButton("edit", self.tr("Edit the answer"), self.start_editing, self)
         self._delete = IconButton("trash", self.tr("Delete the answer"), lambda: self.acted.emit("delete"), self)
         self._editor: MessageEditor | None = None
-        self._continue = QPushButton(self.tr("Continue"), self)
-        self._continue.setProperty("kind", "quiet")
-        self._continue.setProperty("compact", True)
-        self._continue.clicked.connect(lambda: self.acted.emit("continue"))
+        self._continue = push_button(
+            self, self.tr("Continue"), lambda: self.acted.emit("continue"), kind="quiet", compact=True
+        )
         actions = QWidget(self)
-        below = QHBoxLayout(actions)
-        below.setContentsMargins(0, 0, 0, 0)
-        below.setSpacing(2)
-        for widget in (self._copy, self._again, self._branch, self._edit, self._delete, self._continue):
-            below.addWidget(widget)
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(8)
-        column.addWidget(self.body)
-        column.addWidget(self.sources)
-        column.addWidget(self._note)
-        column.addWidget(Flow(self._versions, self._figures, actions, parent=self))
+        hbox(self._copy, self._again, self._branch, self._edit, self._delete, self._continue, into=actions, gap=2)
+        self._column = vbox(
+            self.body, self.sources, self._note, Flow(self._versions, self._figures, actions, parent=self), into=self
+        )
         self._set_width()
         self.set_row(row)
 
@@ -222,17 +213,16 @@ class AnswerMessage(QWidget):
         note = QFrame(self)
         note.setProperty("note", True)
         self._note_label = WrappedLabel("", note)
-        self._restart = QPushButton(self.tr("Restart engine"), note)
-        self._restart.clicked.connect(lambda: self.acted.emit("restart"))
-        self._note_again = QPushButton(self.tr("Answer again"), note)
-        self._note_again.clicked.connect(lambda: self.acted.emit("regenerate"))
-        self._note_continue = QPushButton(self.tr("Continue"), note)
-        self._note_continue.clicked.connect(lambda: self.acted.emit("continue"))
-        self._note_fold = QPushButton(self.tr("Fold earlier turns"), note)
-        self._note_fold.setToolTip(self.tr("The model summarises them, and reads the summary instead."))
-        self._note_fold.clicked.connect(lambda: self.acted.emit("fold"))
-        self._note_drop = QPushButton(self.tr("Leave out the oldest"), note)
-        self._note_drop.clicked.connect(lambda: self.acted.emit("drop"))
+        self._restart = push_button(note, self.tr("Restart engine"), lambda: self.acted.emit("restart"))
+        self._note_again = push_button(note, self.tr("Answer again"), lambda: self.acted.emit("regenerate"))
+        self._note_continue = push_button(note, self.tr("Continue"), lambda: self.acted.emit("continue"))
+        self._note_fold = push_button(
+            note,
+            self.tr("Fold earlier turns"),
+            lambda: self.acted.emit("fold"),
+            tip=self.tr("The model summarises them, and reads the summary instead."),
+        )
+        self._note_drop = push_button(note, self.tr("Leave out the oldest"), lambda: self.acted.emit("drop"))
         self._note_row = row = QBoxLayout(QBoxLayout.Direction.LeftToRight, note)
         row.setContentsMargins(12, 8, 8, 8)
         row.setSpacing(8)

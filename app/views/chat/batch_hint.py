@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QHBoxLayout, QPushButton, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import BatchRun
 from app.widgets.chip import Dot, ElidedLabel
 from app.widgets.quantities import percent
+from app.widgets.scaffold import hbox, push_button
 from engine.batch_files.messages import BatchFinished, BatchProgress
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed
@@ -31,16 +32,9 @@ class BatchHint(QWidget):
         self._dot = Dot(self, "cpu")
         self._words = ElidedLabel(self)
         self._words.setProperty("role", "secondary")
-        self.button = QPushButton(self.tr("Show job"), self)
-        self.button.setProperty("kind", "quiet")
+        self.button = push_button(self, self.tr("Show job"), self._on_opened, kind="quiet")
         self.button.setProperty("compact", "true")
-        self.button.clicked.connect(self._on_opened)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(4, 0, 0, 4)
-        row.setSpacing(8)
-        row.addWidget(self._dot)
-        row.addWidget(self._words, 1)
-        row.addWidget(self.button)
+        hbox(self._dot, (self._words, 1), self.button, into=self, margins=(4, 0, 0, 4))
         client.batch_began.connect(self._follow)
         client.state_changed.connect(self._refresh)
         self.hide()

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -16,7 +16,7 @@ from PySide6.QtGui import (
     QResizeEvent,
     QShowEvent,
 )
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QMessageBox, QStackedWidget, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
 from app.services.answer_queue import AnswerQueue
@@ -64,6 +64,7 @@ from app.widgets.banner import Banner
 from app.widgets.dropped_model import dropped_model
 from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
+from app.widgets.scaffold import CENTRE, hbox, text_label, vbox
 from app.widgets.shortcuts import add_shortcut, note_keys
 from app.widgets.toast import Toast
 from engine.common.config import SamplingParams
@@ -178,52 +179,34 @@ class ChatView(Page):
     def _lay_out(self) -> None:
         self._pages.addWidget(self.empty)
         self._pages.addWidget(self.transcript)
-        self._box_row = box_row = QHBoxLayout()
-        box_row.setContentsMargins(24, 0, 24, 0)
-        box_row.addWidget(self.composer)
-        self.model_note = QLabel(
-            self.tr("The starter is a small demo model: it gets facts wrong and may repeat itself."), self
+        self._box_row = box_row = hbox(self.composer, margins=(24, 0, 24, 0), gap=-1)
+        self.model_note = text_label(
+            self,
+            self.tr("The starter is a small demo model: it gets facts wrong and may repeat itself."),
+            role="caption",
+            wrap=True,
+            align=CENTRE,
         )
-        self.model_note.setProperty("role", "caption")
-        self.model_note.setWordWrap(True)
-        self.model_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        note_row = QVBoxLayout()
-        note_row.setContentsMargins(24, 6, 24, 10)
-        self.sent_note = QLabel(self)
-        self.sent_note.setProperty("role", "secondary")
-        self.sent_note.setWordWrap(True)
-        self.sent_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        note_row.addWidget(self.sent_note)
-        note_row.addWidget(self.model_note)
+        self.sent_note = text_label(self, role="secondary", wrap=True, align=CENTRE)
         self._beside = QWidget(self)
-        right = QVBoxLayout(self._beside)
-        right.setContentsMargins(0, 0, 0, 0)
-        right.setSpacing(0)
-        for widget in (self.trouble_banner, self.notice_banner, self.files_banner, self.scratch_banner, self.find_bar):
-            right.addWidget(widget)
-        right.addWidget(self._pages, 1)
-        toast_row = QHBoxLayout()
-        toast_row.addWidget(self.toast)
-        right.addLayout(toast_row)
-        self._strip_row = QHBoxLayout()
-        self._strip_row.setContentsMargins(24, 0, 24, 0)
-        right.addLayout(self._strip_row)
-        hint_row = QHBoxLayout()
-        hint_row.setContentsMargins(24, 0, 24, 0)
-        hint_row.addWidget(self.batch_hint)
-        right.addLayout(hint_row)
-        right.addWidget(self.room.banner)
-        right.addLayout(box_row)
-        right.addLayout(note_row)
-        below = QHBoxLayout()
-        below.setSpacing(0)
-        below.addWidget(self.panel)
-        below.addWidget(self._beside, 1)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        column.addWidget(self.title_bar)
-        column.addLayout(below, 1)
+        self._strip_row = hbox(margins=(24, 0, 24, 0), gap=-1)
+        vbox(
+            self.trouble_banner,
+            self.notice_banner,
+            self.files_banner,
+            self.scratch_banner,
+            self.find_bar,
+            (self._pages, 1),
+            hbox(self.toast, gap=-1),
+            self._strip_row,
+            hbox(self.batch_hint, margins=(24, 0, 24, 0), gap=-1),
+            self.room.banner,
+            box_row,
+            vbox(self.sent_note, self.model_note, margins=(24, 6, 24, 10), gap=-1),
+            into=self._beside,
+            gap=0,
+        )
+        vbox(self.title_bar, (hbox(self.panel, (self._beside, 1), gap=0), 1), into=self, gap=0)
 
     def _connect_page(self) -> None:
         do, panel = self.presenter, self.panel

@@ -15,6 +15,7 @@ from app.theme import set_look, use_tabular_figures
 from app.widgets.fields import Slider, SpinBox
 from app.widgets.popover import Popover
 from app.widgets.quantities import count, memory, percent
+from app.widgets.scaffold import push_button, text_label
 from engine.common.config import LEAST_CONTEXT
 
 ICON_PX = 14
@@ -155,13 +156,13 @@ class ContextPopover(Popover):
         self.tokens.valueChanged.connect(self._on_tokens)
         self.cost = self._label("secondary")
         self.reload_note = self._label("secondary")
-        self.reload_button = QPushButton(self.tr("Reload model"), self)
+        self.reload_button = push_button(self, self.tr("Reload model"))
         self.reload_button.clicked.connect(self.reload_wanted)
         self.reload_button.clicked.connect(self.hide)
-        self.fold_button = QPushButton(self.tr("Fold earlier turns into a summary"), self)
+        self.fold_button = push_button(self, self.tr("Fold earlier turns into a summary"))
         self.fold_button.clicked.connect(self.hide)
         self.fold_button.clicked.connect(self.fold_wanted)
-        self.drop_button = QPushButton(self.tr("Leave out the oldest turns"), self)
+        self.drop_button = push_button(self, self.tr("Leave out the oldest turns"))
         self.drop_button.clicked.connect(self.hide)
         self.drop_button.clicked.connect(self.drop_wanted)
         self.column.addWidget(self.used)
@@ -170,8 +171,7 @@ class ContextPopover(Popover):
         grid = QGridLayout(self.fields)
         grid.setContentsMargins(0, 4, 0, 0)
         grid.setSpacing(8)
-        name = QLabel(self.tr("Length"), self)
-        name.setBuddy(self.tokens)
+        name = text_label(self, self.tr("Length"), buddy=self.tokens)
         grid.addWidget(name, 0, 0)
         grid.addWidget(self.slider, 0, 1)
         grid.addWidget(self.tokens, 0, 2)
@@ -259,11 +259,7 @@ class ContextPopover(Popover):
         self.slider.blockSignals(False)
 
     def _label(self, role: str) -> QLabel:
-        label = QLabel(self)
-        label.setProperty("role", role)
-        label.setWordWrap(True)
-        use_tabular_figures(label)
-        return label
+        return text_label(self, role=role, wrap=True, tabular=True)
 
 
 def _steps(longest: int) -> list[int]:

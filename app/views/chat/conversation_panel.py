@@ -9,13 +9,10 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QFrame,
-    QHBoxLayout,
-    QLabel,
     QLineEdit,
     QListView,
     QMenu,
     QToolButton,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -24,6 +21,7 @@ from app.models.conversation_list import ENTRY_ROLE, ConversationListModel, Entr
 from app.services.chat_store import Conversation, Folder
 from app.theme import scaled
 from app.views.chat.conversation_delegate import ConversationDelegate
+from app.widgets.scaffold import hbox, text_label, vbox
 
 WIDTH_PX = 232
 SEARCH_MS = 150
@@ -90,22 +88,17 @@ class ConversationPanel(QFrame):
         self.list.clicked.connect(self._open_index)
         self.list.activated.connect(self._open_index)
         self.list.installEventFilter(self)
-        self.nothing = QLabel(self.tr("No chat contains these words."), self)
-        self.nothing.setProperty("role", "secondary")
-        self.nothing.setWordWrap(True)
+        self.nothing = text_label(self, self.tr("No chat contains these words."), role="secondary", wrap=True)
         self.nothing.setContentsMargins(9, 4, 9, 0)
         self.nothing.hide()
-        top = QHBoxLayout()
-        top.setContentsMargins(0, 0, 0, 0)
-        top.setSpacing(4)
-        top.addWidget(self.search, 1)
-        top.addWidget(self.more)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(12, 12, 12, 8)
-        column.setSpacing(6)
-        column.addLayout(top)
-        column.addWidget(self.nothing)
-        column.addWidget(self.list, 1)
+        vbox(
+            hbox((self.search, 1), self.more, gap=4),
+            self.nothing,
+            (self.list, 1),
+            into=self,
+            margins=(12, 12, 12, 8),
+            gap=6,
+        )
         model.rowsInserted.connect(self._select_current)
 
     def fill(self, filling: bool) -> None:

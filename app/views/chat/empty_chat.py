@@ -7,17 +7,16 @@ from PySide6.QtGui import QPaintEvent, QResizeEvent
 from PySide6.QtWidgets import (
     QFrame,
     QGridLayout,
-    QHBoxLayout,
-    QLabel,
     QPushButton,
     QScrollArea,
     QSizePolicy,
     QStyle,
     QStyleOptionButton,
     QStylePainter,
-    QVBoxLayout,
     QWidget,
 )
+
+from app.widgets.scaffold import CENTRE, STRETCH, hbox, push_button, text_label, vbox
 
 PADDING = QSize(17, 13)
 """Padding around a card's text, border included, as in the style sheet."""
@@ -78,16 +77,13 @@ class EmptyChat(QScrollArea):
         self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         page = QWidget(self)
-        self._greeting = QLabel(self.tr("Ask something to begin"), page)
+        self._greeting = text_label(page, self.tr("Ask something to begin"))
         self._greeting.setObjectName("greeting")
         self._greeting.setWordWrap(True)
-        self._hint = QLabel(page)
-        self._hint.setProperty("role", "secondary")
-        self._hint.setWordWrap(True)
+        self._hint = text_label(page, role="secondary", wrap=True)
         for label in (self._greeting, self._hint):
             label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        self.choose_button = QPushButton(self.tr("Choose a model"), page)
-        self.choose_button.clicked.connect(self.model_wanted)
+        self.choose_button = push_button(page, self.tr("Choose a model"), self.model_wanted)
         self.choose_button.hide()
         self.examples = [ExampleCard(text, page) for text in self._texts()]
         for button in self.examples:
@@ -96,22 +92,21 @@ class EmptyChat(QScrollArea):
         self._grid.setSpacing(GAP_PX)
         self._columns = 0
         self._middle = QWidget(page)
-        column = QVBoxLayout(self._middle)
-        column.setContentsMargins(0, 12, 0, 12)
-        column.addStretch(2)
-        column.addWidget(self._greeting)
-        column.addSpacing(6)
-        column.addWidget(self._hint)
-        column.addSpacing(6)
-        column.addWidget(self.choose_button, 0, Qt.AlignmentFlag.AlignHCenter)
-        column.addSpacing(16)
-        column.addLayout(self._grid)
-        column.addStretch(3)
-        row = QHBoxLayout(page)
-        row.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
-        row.addStretch(1)
-        row.addWidget(self._middle, 1000)
-        row.addStretch(1)
+        vbox(
+            (None, 2),
+            self._greeting,
+            6,
+            self._hint,
+            6,
+            (self.choose_button, CENTRE),
+            16,
+            self._grid,
+            (None, 3),
+            into=self._middle,
+            margins=(0, 12, 0, 12),
+            gap=-1,
+        )
+        hbox(STRETCH, (self._middle, 1000), STRETCH, into=page, margins=(SIDE_PX, 0, SIDE_PX, 0), gap=-1)
         self.setWidget(page)
         self._arrange()
 

@@ -8,13 +8,14 @@ from typing import Protocol
 
 from PySide6.QtCore import QEvent, QObject, QRect, Qt, QTimer, Signal
 from PySide6.QtGui import QKeyEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QLineEdit, QWidget
+from PySide6.QtWidgets import QFrame, QLineEdit, QWidget
 
 from app.models.conversation import ConversationModel
-from app.theme import scaled, use_tabular_figures
+from app.theme import scaled
 from app.views.chat.icon_button import IconButton
 from app.views.chat.transcript import Transcript
 from app.widgets.quantities import count
+from app.widgets.scaffold import STRETCH, hbox, text_label
 
 LOOK_MS = 150
 """After the last key, or the last change of an answer."""
@@ -49,21 +50,11 @@ class FindBar(QFrame):
         self.field.setMaximumWidth(scaled(320))
         self.field.textChanged.connect(self.searched)
         self.field.installEventFilter(self)
-        self.count = QLabel(self)
-        self.count.setProperty("role", "secondary")
-        use_tabular_figures(self.count)
+        self.count = text_label(self, role="secondary", tabular=True)
         before = IconButton("chevron-up", self.tr("Previous match  Shift+F3"), lambda: self.stepped.emit(-1), self)
         after = IconButton("chevron-down", self.tr("Next match  F3"), lambda: self.stepped.emit(1), self)
         close = IconButton("close", self.tr("Close  Esc"), self.closed.emit, self)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(20, 8, 16, 8)
-        row.setSpacing(6)
-        row.addWidget(self.field, 1)
-        row.addWidget(self.count)
-        for button in (before, after):
-            row.addWidget(button)
-        row.addStretch(1)
-        row.addWidget(close)
+        hbox((self.field, 1), self.count, before, after, STRETCH, close, into=self, margins=(20, 8, 16, 8), gap=6)
         self.hide()
 
     def show_count(self, number: int, total: int, *, is_looking: bool) -> None:

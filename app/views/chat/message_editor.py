@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QObject, Qt, Signal
 from PySide6.QtGui import QKeyEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QWidget
 
 from app.views.chat.growing_edit import GrowingEdit
+from app.widgets.scaffold import STRETCH, hbox, push_button, vbox
 from app.widgets.text_box import TextBox
 
 
@@ -38,21 +39,9 @@ class MessageEditor(QFrame):
         self.box.setPlainText(text)
         self.box.entered.connect(self._save)
         self.box.installEventFilter(self)
-        cancel = QPushButton(self.tr("Cancel"), self)
-        cancel.setProperty("kind", "quiet")
-        cancel.clicked.connect(self.cancelled)
-        self.save_button = QPushButton(self.tr("Save"), self)
-        self.save_button.setToolTip(self.tr("Ctrl+Enter"))
-        self.save_button.clicked.connect(self._save)
-        line = QHBoxLayout()
-        line.addStretch(1)
-        line.addWidget(cancel)
-        line.addWidget(self.save_button)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(12, 10, 10, 10)
-        column.setSpacing(8)
-        column.addWidget(self.box)
-        column.addLayout(line)
+        cancel = push_button(self, self.tr("Cancel"), self.cancelled, kind="quiet")
+        self.save_button = push_button(self, self.tr("Save"), self._save, tip=self.tr("Ctrl+Enter"))
+        vbox(self.box, hbox(STRETCH, cancel, self.save_button, gap=-1), into=self, margins=(12, 10, 10, 10))
 
     def eventFilter(self, _watched: QObject, event: QEvent) -> bool:
         if isinstance(event, QKeyEvent) and event.key() == Qt.Key.Key_Escape:

@@ -24,8 +24,6 @@ from PySide6.QtWidgets import (
     QAbstractItemView,
     QApplication,
     QFrame,
-    QHBoxLayout,
-    QLabel,
     QLineEdit,
     QListView,
     QProgressBar,
@@ -33,7 +31,6 @@ from PySide6.QtWidgets import (
     QStyle,
     QStyledItemDelegate,
     QStyleOptionViewItem,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -48,6 +45,7 @@ from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
 from app.widgets.popover import Popover
 from app.widgets.quantities import SEPARATOR, duration, file_size
+from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
@@ -210,11 +208,8 @@ class ModelPicker(Popover):
         self.list.setMouseTracking(True)
         self.list.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.list.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
-        self.nothing = QLabel(self)
-        self.nothing.setProperty("role", "secondary")
-        self.nothing.setWordWrap(True)
-        self.loading_words = QLabel(self)
-        self.loading_words.setProperty("role", "secondary")
+        self.nothing = text_label(self, role="secondary", wrap=True)
+        self.loading_words = text_label(self, role="secondary")
         self.loading_bar = QProgressBar(self)
         self.loading_bar.setTextVisible(False)
         self.loading_bar.setAccessibleName(self.tr("Loading the model"))
@@ -234,34 +229,15 @@ class ModelPicker(Popover):
     # --- building ---
 
     def _action(self, text: str, do: object, *, kind: str = "") -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", kind)
-        button.clicked.connect(do)
-        return button
+        return push_button(self, text, do, kind=kind)
 
     def _lay_out(self) -> None:
         self._loading = QWidget(self)
-        bar_row = QHBoxLayout()
-        bar_row.setSpacing(12)
-        bar_row.addWidget(self.loading_bar, 1)
-        bar_row.addWidget(self.cancel_button)
-        loading = QVBoxLayout(self._loading)
-        loading.setContentsMargins(0, 0, 0, 0)
-        loading.setSpacing(4)
-        loading.addWidget(self.loading_words)
-        loading.addLayout(bar_row)
-        actions = QHBoxLayout()
-        actions.setSpacing(8)
-        actions.addWidget(self.load_button)
-        actions.addWidget(self.default_button)
-        actions.addStretch(1)
+        vbox(self.loading_words, hbox((self.loading_bar, 1), self.cancel_button, gap=12), into=self._loading, gap=4)
+        actions = hbox(self.load_button, self.default_button, STRETCH)
         line = QFrame(self)
         line.setProperty("line", "true")
-        ways = QHBoxLayout()
-        ways.setSpacing(4)
-        ways.addWidget(self.file_button)
-        ways.addStretch(1)
-        ways.addWidget(self.more_button)
+        ways = hbox(self.file_button, STRETCH, self.more_button, gap=4)
         for widget in (self._loading, self.filter, self.list, self.nothing):
             self.column.addWidget(widget)
         self.column.addLayout(actions)

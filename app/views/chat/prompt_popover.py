@@ -9,7 +9,6 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QFormLayout,
     QHBoxLayout,
-    QLabel,
     QLineEdit,
     QListWidget,
     QListWidgetItem,
@@ -21,7 +20,7 @@ from PySide6.QtWidgets import (
 from app.services.kept import Named, SavedPrompts, fill, name_for, variables
 from app.theme import scaled
 from app.widgets.popover import Popover
-from app.widgets.scaffold import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.text_box import TextBox
 
@@ -202,9 +201,7 @@ class PromptPopover(Popover):
 
     def _make_form(self) -> None:
         self._form_part, column = self._part()
-        self._form_name = QLabel(self)
-        self._form_name.setProperty("tone", "head")
-        self._form_name.setWordWrap(True)
+        self._form_name = text_label(self, tone="head", wrap=True)
         self._fields_holder = QWidget(self)
         self.fields: dict[str, TextBox] = {}
         self.insert_button = self._action(self.tr("Insert"), self._insert, kind="primary")
@@ -227,8 +224,7 @@ class PromptPopover(Popover):
             field.setAccessibleName(name)
             field.setFixedHeight(2 * field.fontMetrics().lineSpacing() + 20)
             field.installEventFilter(self)
-            label = QLabel(name, self._fields_holder)
-            label.setProperty("role", "secondary")
+            label = text_label(self._fields_holder, name, role="secondary")
             form.addRow(label, field)
             self.fields[name] = field
         layout = self._form_part.layout()
@@ -316,23 +312,16 @@ class PromptPopover(Popover):
 
     def _part(self) -> tuple[QWidget, QVBoxLayout]:
         part = QWidget(self)
-        column = QVBoxLayout(part)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(10)
+        column = vbox(into=part, gap=10)
         return part, column
 
     def _action(self, text: str, do: object, *, kind: str = "") -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", kind)
-        button.setProperty("compact", True)
-        button.clicked.connect(do)
-        return button
+        return push_button(self, text, do, kind=kind, compact=True)
 
 
 def _row(*widgets: QWidget | None) -> QHBoxLayout:
     """Buttons in a line; None is where it stretches."""
-    row = QHBoxLayout()
-    row.setSpacing(8)
+    row = hbox()
     for widget in widgets:
         if widget is None:
             row.addStretch(1)

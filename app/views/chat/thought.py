@@ -6,7 +6,7 @@ from dataclasses import replace
 from time import monotonic
 
 from PySide6.QtCore import QSize, Qt, QTimer, QUrl, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QWidget
 
 from app.icons import icon
 from app.services.chat_store import Message, MessageState
@@ -14,6 +14,7 @@ from app.theme import Theme, colours, use_tabular_figures
 from app.views.chat.icon_button import ICON_PX, IconButton
 from app.views.chat.phrases import thought_text
 from app.widgets.answer_text import AnswerView
+from app.widgets.scaffold import STRETCH, hbox, push_button, vbox
 
 COPIED_MS = 1500
 TICK_MS = 1000
@@ -42,9 +43,7 @@ class Thought(QWidget):
         self._told_s = 0.0
         self.body: ThoughtText | None = None
         """The text, once it has been opened."""
-        self.header = QPushButton(self)
-        self.header.setProperty("kind", "fold")
-        self.header.setCheckable(True)
+        self.header = push_button(self, kind="fold", checkable=True)
         self.header.setIconSize(QSize(ICON_PX, ICON_PX))
         self.header.setCursor(Qt.CursorShape.PointingHandCursor)
         self.header.toggled.connect(self._on_toggled)
@@ -52,16 +51,7 @@ class Thought(QWidget):
         self.copy_button = IconButton("copy", self.tr("Copy what it thought"), self._copy, self)
         self._tick = QTimer(self, interval=TICK_MS)
         self._tick.timeout.connect(self._show_header)
-        line = QHBoxLayout()
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(2)
-        line.addWidget(self.header)
-        line.addWidget(self.copy_button)
-        line.addStretch(1)
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(6)
-        column.addLayout(line)
+        self._column = vbox(hbox(self.header, self.copy_button, STRETCH, gap=2), into=self, gap=6)
         self._show_fold()
 
     @property
@@ -114,11 +104,7 @@ class Thought(QWidget):
             self._indented = QWidget(self)
             bar = QFrame(self._indented)
             bar.setProperty("line", "thick")
-            indented = QHBoxLayout(self._indented)
-            indented.setContentsMargins(2, 0, 0, 4)
-            indented.setSpacing(INDENT_PX)
-            indented.addWidget(bar)
-            indented.addWidget(body)
+            hbox(bar, body, into=self._indented, margins=(2, 0, 0, 4), gap=INDENT_PX)
             self._column.addWidget(self._indented)
             QWidget.setTabOrder(self.copy_button, body)
         if self.body is not None:

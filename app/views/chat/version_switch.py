@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.views.chat.icon_button import IconButton
+from app.widgets.scaffold import hbox, text_label
 
 
 class VersionSwitch(QWidget):
@@ -20,13 +21,8 @@ class VersionSwitch(QWidget):
         super().__init__(parent)
         self._back = IconButton("chevron-left", self.tr("Earlier version"), lambda: self.step.emit(-1), self)
         self._on = IconButton("chevron-right", self.tr("Later version"), lambda: self.step.emit(1), self)
-        self._label = QLabel(self)
-        self._label.setProperty("role", "secondary")
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 0, 6, 0)
-        row.setSpacing(2)
-        for widget in (self._back, self._label, self._on):
-            row.addWidget(widget)
+        self._label = text_label(self, role="secondary")
+        hbox(self._back, self._label, self._on, into=self, margins=(0, 0, 6, 0), gap=2)
         self.hide()
 
     @property

@@ -11,7 +11,7 @@ from app.services.engine_part import EnginePart, PartStage
 from app.views.first_run.phrases import engine_words, step_words
 from app.widgets.download_words import download_words
 from app.widgets.flow_layout import Flow
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import Card, muted_label, push_button, set_message, warning_label
 
 _OFFERS = (PartStage.OFFERED, PartStage.FAILED)
 _BAR_STEPS = 1000
@@ -58,7 +58,7 @@ class EngineCard(Card):
         self._show_state()
 
     def _button(self, text: str, do: object) -> QPushButton:
-        button = QPushButton(text, self)
+        button = push_button(self, text)
         button.clicked.connect(lambda: do())  # type: ignore[operator]  # without Qt's "checked"
         return button
 

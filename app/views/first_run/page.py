@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtCore import QEvent, Signal
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QPushButton, QWidget
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient, EngineState
@@ -27,7 +27,18 @@ from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.quantities import file_size
 from app.widgets.recommendations import RecommendationList
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import (
+    STRETCH,
+    Card,
+    hbox,
+    muted_label,
+    push_button,
+    scroll_area,
+    set_message,
+    text_label,
+    vbox,
+    warning_label,
+)
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import ask_token_of
 from engine.common.settings import STARTER
@@ -101,18 +112,10 @@ class HereCard(Card):
         about = ElidedLabel(row)
         about.setProperty("role", "secondary")
         about.set_full_text(" · ".join(filter(None, (file_size(entry.bytes_on_disk), entry.precision_words, where))))
-        button = QPushButton(self.tr("Use"), row)
-        button.setAccessibleName(self.tr("Use {0}").format(entry.name))
-        button.clicked.connect(lambda: self.chosen.emit(entry))
-        words = QVBoxLayout()
-        words.setSpacing(0)
-        words.addWidget(name)
-        words.addWidget(about)
-        line = QHBoxLayout(row)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(12)
-        line.addLayout(words, 1)
-        line.addWidget(button)
+        button = push_button(
+            row, self.tr("Use"), lambda: self.chosen.emit(entry), name=self.tr("Use {0}").format(entry.name)
+        )
+        hbox((vbox(name, about, gap=0), 1), button, into=row, gap=12)
         return row
 
 
@@ -176,7 +179,7 @@ class FirstRunPage(Page):
     # --- building ---
 
     def _lay_out(self) -> None:
-        greeting = QLabel(self.tr("Welcome to Switchyard"), self)
+        greeting = text_label(self, self.tr("Welcome to Switchyard"))
         greeting.setObjectName("greeting")
         self._lead = muted_label(self, role="lead")
         self.machine.body.addWidget(self._parts)
@@ -190,7 +193,8 @@ class FirstRunPage(Page):
             (self.tr("Go to the chats"), lambda: self.page_wanted.emit(CHAT)),
         )
         self.ways = [self._way(text, do) for text, do in ways]
-        left, right = QVBoxLayout(), QVBoxLayout()
+        left = vbox(gap=-1)
+        right = vbox(gap=-1)
         for column, cards in (
             (left, (self.engine, self.progress, self.recommended)),
             (right, (self.machine, self.here)),
@@ -207,38 +211,30 @@ class FirstRunPage(Page):
         self._columns.addLayout(left, 5)
         self._columns.addLayout(right, 3)
         self._middle = QWidget(self)
-        column = QVBoxLayout(self._middle)
-        column.setContentsMargins(0, SIDE_PX, 0, SIDE_PX)
-        column.setSpacing(6)
-        column.addWidget(greeting)
-        column.addWidget(self._lead)
-        column.addWidget(self.problem)
-        column.addSpacing(8)
-        column.addLayout(self._columns)
-        column.addStretch(1)
+        column = vbox(
+            greeting,
+            self._lead,
+            self.problem,
+            8,
+            self._columns,
+            STRETCH,
+            into=self._middle,
+            margins=(0, SIDE_PX, 0, SIDE_PX),
+            gap=6,
+        )
         inside = QWidget(self)
         around = QBoxLayout(QBoxLayout.Direction.LeftToRight, inside)
         around.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
         around.addStretch(1)
         around.addWidget(self._middle, 1000)
         around.addStretch(1)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setWidget(inside)
-        whole = QVBoxLayout(self)
-        whole.setContentsMargins(0, 0, 0, 0)
-        whole.addWidget(scroll)
+        scroll = scroll_area(inside, self)
+        vbox(scroll, into=self, gap=-1)
         self._show_lead()
         self._fit()
 
     def _way(self, text: str, do: object) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", "quiet")
-        button.clicked.connect(do)
-        return button
+        return push_button(self, text, do, kind="quiet")
 
     def _connect(self) -> None:
         self._client.model_loaded.connect(self._end)

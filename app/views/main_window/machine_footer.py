@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QFrame, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QLabel, QWidget
 
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
 from app.widgets.memory_bar import BarPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
+from app.widgets.scaffold import text_label, vbox
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.probe import GpuInfo, Probe
@@ -38,20 +39,17 @@ class MachineFooter(QWidget):
         self._where = _caption(self)
         line = QFrame(self)
         line.setProperty("line", "true")
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(6)
-        column.addWidget(line)
-        self._inner = inner = QVBoxLayout()
-        inner.setContentsMargins(8, 6, 8, 0)
-        inner.setSpacing(SPACING_PX)
-        inner.addWidget(self._vram_bar)
-        inner.addWidget(self._ram_bar)
-        inner.addWidget(self._legend)
-        inner.addWidget(self._where)
-        inner.addWidget(self._hardware)
-        inner.addWidget(self._no_gpu)
-        column.addLayout(inner)
+        self._inner = inner = vbox(
+            self._vram_bar,
+            self._ram_bar,
+            self._legend,
+            self._where,
+            self._hardware,
+            self._no_gpu,
+            margins=(8, 6, 8, 0),
+            gap=SPACING_PX,
+        )
+        vbox(line, inner, into=self, gap=6)
         self._vram_bar.hide()
         self._no_gpu.setText(self.tr("No GPU in use"))
 
@@ -219,10 +217,7 @@ class MachineFooter(QWidget):
 
 
 def _caption(parent: QWidget) -> QLabel:
-    label = QLabel(parent)
-    label.setProperty("role", "caption")
-    label.setWordWrap(True)
-    return label
+    return text_label(parent, role="caption", wrap=True)
 
 
 def _short_cpu_name(name: str) -> str:

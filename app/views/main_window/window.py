@@ -13,12 +13,9 @@ from PySide6.QtWidgets import (
     QDialogButtonBox,
     QFrame,
     QGridLayout,
-    QHBoxLayout,
-    QLabel,
     QMainWindow,
     QScrollArea,
     QStackedWidget,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -36,7 +33,7 @@ from app.widgets.dropped_model import dropped_model, model_at
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
 from app.widgets.quantities import figures
 from app.widgets.report_file import ask_where
-from app.widgets.scaffold import PageHeader
+from app.widgets.scaffold import TOP, PageHeader, hbox, text_label, vbox
 from app.widgets.shortcuts import Key, add_shortcut, keys_of
 from engine.common.settings import STARTER
 from engine.remote.endpoint import is_remote
@@ -69,15 +66,13 @@ class ShortcutsDialog(QDialog):
         for name, keys in groups:
             if not keys:
                 continue
-            heading = QLabel(name, listed)
-            heading.setProperty("role", "heading")
+            heading = text_label(listed, name, role="heading")
             heading.setContentsMargins(0, 8 if grid.rowCount() > 1 else 0, 0, 2)
             grid.addWidget(heading, grid.rowCount(), 0, 1, 2)
             for pressed, words in keys:
                 row = grid.rowCount()
-                key, what = QLabel(pressed, listed), QLabel(words, listed)
-                what.setProperty("role", "secondary")
-                what.setWordWrap(True)
+                key = text_label(listed, pressed)
+                what = text_label(listed, words, role="secondary", wrap=True)
                 grid.addWidget(key, row, 0, Qt.AlignmentFlag.AlignTop)
                 grid.addWidget(what, row, 1)
         grid.setRowStretch(grid.rowCount(), 1)
@@ -89,11 +84,7 @@ class ShortcutsDialog(QDialog):
         scroll.setWidget(listed)
         buttons = QDialogButtonBox(QDialogButtonBox.StandardButton.Close, self)
         buttons.rejected.connect(self.reject)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 20, 20, 20)
-        column.setSpacing(16)
-        column.addWidget(scroll, 1)
-        column.addWidget(buttons)
+        vbox((scroll, 1), buttons, into=self, margins=(20, 20, 20, 20), gap=16)
         wanted = listed.sizeHint()
         room = parent.window().size() if parent is not None else wanted
         wide, high = max(460, wanted.width() + 60), wanted.height() + 120
@@ -206,9 +197,7 @@ class MainWindow(QMainWindow):
     def _show_frame(self, name: str) -> None:
         """Shows the page's place, until charts are there to fill it."""
         frame = QWidget(self.pages)
-        column = QVBoxLayout(frame)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.addWidget(PageHeader(self._entries[name].label, frame), 0, Qt.AlignmentFlag.AlignTop)
+        vbox((PageHeader(self._entries[name].label, frame), TOP), into=frame, gap=-1)
         self.pages.addWidget(frame)
         self.pages.setCurrentWidget(frame)
 
@@ -462,19 +451,15 @@ class MainWindow(QMainWindow):
     def _lay_out(self, centre: QWidget) -> None:
         line = QFrame(centre)
         line.setProperty("line", "vertical")
-        right = QVBoxLayout()
-        right.setSpacing(0)
         passing = (self.problem_banner, self.notice_banner, self.card_banner)
-        right.addWidget(BannerStack((self.engine_banner, *passing, self.tune_banner, self.crash_banner), centre))
-        right.addWidget(self.pages, 1)
+        right = vbox(
+            BannerStack((self.engine_banner, *passing, self.tune_banner, self.crash_banner), centre),
+            (self.pages, 1),
+            gap=0,
+        )
         centre.setProperty("pane", "background")
         centre.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
-        row = QHBoxLayout(centre)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(0)
-        row.addWidget(self.sidebar)
-        row.addWidget(line)
-        row.addLayout(right, 1)
+        hbox(self.sidebar, line, (right, 1), into=centre, gap=0)
 
     def dragEnterEvent(self, event: QDragEnterEvent) -> None:
         if dropped_model(event.mimeData()) is not None:

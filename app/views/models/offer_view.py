@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QWidget
 
-from app.theme import use_tabular_figures
 from app.views.models.phrases import ability_words, offer_facts
 from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import translate
 from app.widgets.recommendations import VerdictMark, figures_words, role_words, show_presence
-from app.widgets.scaffold import muted_label, set_message
+from app.widgets.scaffold import STRETCH, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.tuning.fit import Recommendation
 
 
@@ -29,32 +28,26 @@ class OfferView(QWidget):
         self.labels = Flow(parent=self)
         self.strengths = muted_label(self, role="")
         self._mark = VerdictMark("works", self)
-        self.speed = QLabel(self)
-        self.speed.setProperty("tone", "head")
-        use_tabular_figures(self.speed)
+        self.speed = text_label(self, tone="head", tabular=True)
         self.range = muted_label(self)
         self.why = muted_label(self)
         self.figures = muted_label(self)
         self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
-        self.get = QPushButton(self.tr("Download"), self)
-        self.get.setProperty("kind", "primary")
-        self.files = QPushButton(self.tr("All files…"), self)
-        self.get.clicked.connect(lambda: self.wanted.emit(self._offer))
-        self.files.clicked.connect(self._ask_for_files)
-        speed = QHBoxLayout()
-        speed.setSpacing(6)
-        speed.addWidget(self._mark)
-        speed.addWidget(self.speed)
-        speed.addWidget(self.range, 1)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(8)
-        for widget in (self.name, self.facts, self.labels, self.strengths):
-            column.addWidget(widget)
-        column.addLayout(speed)
-        for widget in (self.why, self.figures, Flow(self.get, self.files, parent=self), self.unchecked):
-            column.addWidget(widget)
-        column.addStretch(1)
+        self.get = push_button(self, self.tr("Download"), lambda: self.wanted.emit(self._offer), kind="primary")
+        self.files = push_button(self, self.tr("All files…"), self._ask_for_files)
+        vbox(
+            self.name,
+            self.facts,
+            self.labels,
+            self.strengths,
+            hbox(self._mark, self.speed, (self.range, 1), gap=6),
+            self.why,
+            self.figures,
+            Flow(self.get, self.files, parent=self),
+            self.unchecked,
+            STRETCH,
+            into=self,
+        )
 
     @property
     def offer(self) -> Recommendation | None:
@@ -70,8 +63,7 @@ class OfferView(QWidget):
             self.facts.setText(offer_facts(offer))
             self.labels.clear()
             for words in filter(None, (role_words(offer.role), *map(ability_words, entry.abilities))):
-                label = QLabel(words, self.labels)
-                label.setProperty("role", "pill")
+                label = text_label(self.labels, words, role="pill")
                 self.labels.add(label)
             self.labels.setVisible(bool(offer.role or entry.abilities))
             self.strengths.setText(translate("Catalogue", entry.strengths))

@@ -8,10 +8,8 @@ from typing import Any
 from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPoint, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QAction, QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
-    QHBoxLayout,
     QMenu,
     QProgressBar,
-    QPushButton,
     QStyle,
     QStyledItemDelegate,
     QStyleOptionViewItem,
@@ -36,7 +34,7 @@ from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, file_size
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import Card, hbox, muted_label, push_button, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_pills, pills_width, small_font
 from app.widgets.text_table import TextTable
@@ -98,10 +96,10 @@ class OnThisPcCard(Card):
         self.place = ElidedLabel(self)
         self.place.setProperty("role", "secondary")
         self.problem = warning_label(self)
-        self.load = QPushButton(self.tr("Load"), self)
-        self.unload = QPushButton(self.tr("Unload"), self)
-        self.default = QPushButton(self.tr("Set as default"), self)
-        self.more = QPushButton(self.tr("More"), self)
+        self.load = push_button(self, self.tr("Load"))
+        self.unload = push_button(self, self.tr("Unload"))
+        self.default = push_button(self, self.tr("Set as default"))
+        self.more = push_button(self, self.tr("More"))
         self.menu = QMenu(self)
         self.verify = self.menu.addAction(self.tr("Verify files"))
         self.reveal = self.menu.addAction(self.tr("Show in folder"))
@@ -319,14 +317,9 @@ class WorkLine(QWidget):
         self._bar = QProgressBar(self)
         self._bar.setTextVisible(False)
         self._bar.setMaximumWidth(160)
-        self.cancel = QPushButton(self.tr("Stop"), self)
+        self.cancel = push_button(self, self.tr("Stop"))
         self.cancel.setProperty("compact", "true")
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 4, 0, 0)
-        row.setSpacing(10)
-        row.addWidget(self._words, 2)
-        row.addWidget(self._bar, 1)
-        row.addWidget(self.cancel)
+        hbox((self._words, 2), (self._bar, 1), self.cancel, into=self, margins=(0, 4, 0, 0), gap=10)
         self.hide()
 
     def show_work(self, work: Work | None) -> None:

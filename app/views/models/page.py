@@ -14,7 +14,7 @@ from PySide6.QtGui import (
     QKeySequence,
     QShowEvent,
 )
-from PySide6.QtWidgets import QFileDialog, QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFileDialog, QWidget
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
@@ -35,7 +35,7 @@ from app.widgets.folder_choice import FolderChoice
 from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
 from app.widgets.quantities import file_size
-from app.widgets.scaffold import PageHeader
+from app.widgets.scaffold import STRETCH, PageHeader, push_button, scroll_area, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.toast import Toast
@@ -82,8 +82,8 @@ class ModelsPage(Page):
         # In the order in which Tab goes through them.
         self.header = PageHeader(self.tr("Models"), self)
         self.search_line = SearchLine(self)
-        self.folders_button = QPushButton(self.tr("Folders…"), self)
-        self.import_button = QPushButton(self.tr("Import…"), self)
+        self.folders_button = push_button(self, self.tr("Folders…"))
+        self.import_button = push_button(self, self.tr("Import…"))
         self.trouble = Banner("warning", self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.downloads = DownloadsCard(self)
@@ -424,22 +424,6 @@ class ModelsPage(Page):
             self.header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
         self.search.head.addWidget(self.folder)
         content = QWidget(self)
-        column = QVBoxLayout(content)
-        column.setContentsMargins(20, 16, 20, 18)
-        column.setSpacing(14)
-        for card in (self.downloads, self.here, self.search):
-            column.addWidget(card)
-        column.addStretch(1)
-        self.scrolling = QScrollArea(self)
-        self.scrolling.setWidgetResizable(True)
-        self.scrolling.setFrameShape(QFrame.Shape.NoFrame)
-        self.scrolling.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        self.scrolling.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.scrolling.setWidget(content)
-        whole = QVBoxLayout(self)
-        whole.setContentsMargins(0, 0, 0, 0)
-        whole.setSpacing(0)
-        whole.addWidget(self.header)
-        whole.addWidget(self.trouble)
-        whole.addWidget(self.scrolling, 1)
-        whole.addWidget(self.toast)
+        vbox(self.downloads, self.here, self.search, STRETCH, into=content, margins=(20, 16, 20, 18), gap=14)
+        self.scrolling = scroll_area(content, self)
+        vbox(self.header, self.trouble, (self.scrolling, 1), self.toast, into=self, gap=0)

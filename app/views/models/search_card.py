@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QBoxLayout, QHBoxLayout, QLineEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QLineEdit, QPushButton, QWidget
 
 from app.models.offers import OfferFilter, offered
 from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
@@ -20,7 +20,7 @@ from app.widgets.fit_card import FitCardView
 from app.widgets.fit_words import Presence
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import TOP, Card, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.checkpoint.catalogue import ABILITIES
 from engine.checkpoint.hub import Found, Repository, is_reference
 from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, parse_reference
@@ -40,12 +40,8 @@ class SearchLine(QWidget):
         self.field.setToolTip(self.tr("Filters the catalogue; Enter searches the hub, also for ORG/NAME or a link"))
         self.field.setAccessibleName(self.tr("Search for a model"))
         self.field.setClearButtonEnabled(True)
-        self.button = QPushButton(self.tr("Search"), self)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
-        row.addWidget(self.field, 1)
-        row.addWidget(self.button)
+        self.button = push_button(self, self.tr("Search"))
+        hbox((self.field, 1), self.button, into=self)
 
 
 class SearchCard(Card):
@@ -87,9 +83,10 @@ class SearchCard(Card):
         self.name.setProperty("role", "heading")
         self.facts = ElidedLabel(self)
         self.facts.setProperty("role", "secondary")
-        self.open_page = QPushButton(self.tr("Open its page"), self)
-        self.open_page.setProperty("kind", "quiet")
-        self.token = QPushButton(self.tr("Access token…"), self)
+        self.open_page = push_button(
+            self, self.tr("Open its page"), lambda: QDesktopServices.openUrl(QUrl(self._page)), kind="quiet"
+        )
+        self.token = push_button(self, self.tr("Access token…"), lambda: self.token_wanted.emit(self._trouble))
         self._trouble: Trouble | None = None
         self.fit = FitCardView(self)
         self._lay_out()
@@ -98,8 +95,6 @@ class SearchCard(Card):
         self.button.clicked.connect(self._search)
         self.results.chosen.connect(self._choose)
         self.offer.files_wanted.connect(self._open)
-        self.open_page.clicked.connect(lambda: QDesktopServices.openUrl(QUrl(self._page)))
-        self.token.clicked.connect(lambda: self.token_wanted.emit(self._trouble))
         self.offer.hide()
         self.right.hide()
         self._show_rows()
@@ -260,9 +255,7 @@ class SearchCard(Card):
         self.results.fit(wide=wide)
 
     def _chip(self, words: str) -> QPushButton:
-        chip = QPushButton(words, self)
-        chip.setProperty("kind", "chip")
-        chip.setCheckable(True)
+        chip = push_button(self, words, kind="chip", checkable=True)
         chip.toggled.connect(lambda _on: self._show_rows())
         return chip
 
@@ -276,22 +269,15 @@ class SearchCard(Card):
 
     def _lay_out(self) -> None:
         self.filters = Flow(self.runs_well, self.is_free, self.sizes, self.ability, parent=self)
-        head = QHBoxLayout()
-        head.setSpacing(8)
-        titles = QVBoxLayout()
-        titles.setSpacing(0)
-        titles.addWidget(self.name)
-        titles.addWidget(self.facts)
-        head.addLayout(titles, 1)
-        head.addWidget(self.open_page, 0, Qt.AlignmentFlag.AlignTop)
-        for button in (self.token, self.fit.download, self.fit.anyway):
-            head.addWidget(button, 0, Qt.AlignmentFlag.AlignTop)
+        head = hbox(
+            (vbox(self.name, self.facts, gap=0), 1),
+            (self.open_page, TOP),
+            (self.token, TOP),
+            (self.fit.download, TOP),
+            (self.fit.anyway, TOP),
+        )
         self.right = QWidget(self)
-        column = QVBoxLayout(self.right)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(8)
-        column.addLayout(head)
-        column.addWidget(self.fit, 1)
+        vbox(head, (self.fit, 1), into=self.right)
         self._both = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._both.setSpacing(16)
         self._both.addWidget(self.results, 0, Qt.AlignmentFlag.AlignTop)

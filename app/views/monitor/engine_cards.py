@@ -16,6 +16,7 @@ from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.machine_card import MachineCard
 from app.views.monitor.memory_card import MemoryCard
 from app.views.monitor.token_card import TokenCard
+from app.widgets.scaffold import vbox
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.messages import CacheReport
 
@@ -51,9 +52,7 @@ class EngineCards(QWidget):
         self.machine = MachineCard(self)
         self._revision = -1
         self._rows: list[QBoxLayout] = []
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(14)
+        column = vbox(into=self, gap=14)
         column.setSizeConstraint(QVBoxLayout.SizeConstraint.SetNoConstraint)  # so that the window can get narrower
         first = tuple(zip((experts, self.cache, self.token), _SHARES, strict=True))
         rows = (first, ((self.policies, 1), (self.prediction, 1)), ((self.memory, 1), (self.machine, 1)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QPushButton, QSizePolicy, QSpacerItem, QTableView, QWidget
+from PySide6.QtWidgets import QSizePolicy, QSpacerItem, QTableView, QWidget
 
 from app.widgets.expert_map.data import MapData, map_data
 from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import ExpertTable
 from app.widgets.expert_map.view import ExpertMapView
 from app.widgets.fields import Slider
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import Card, muted_label, push_button
 from engine.common.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 
@@ -32,15 +32,21 @@ class ExpertCard(Card):
                 "where it is stored."
             )
         )
-        self.by_use = QPushButton(self.tr("By use"), self)
-        self.by_use.setProperty("kind", "chip")
-        self.by_use.setCheckable(True)
-        self.by_use.setToolTip(self.tr("Sort each layer's experts by use instead of by number"))
-        self.as_table = QPushButton(self.tr("Table"), self)
-        self.as_table.setProperty("kind", "chip")
-        self.as_table.setCheckable(True)
-        self.as_table.setToolTip(self.tr("The same experts as numbers, sorted by any column"))
-        self.as_table.setAccessibleName(self.tr("Show the experts as a table"))
+        self.by_use = push_button(
+            self,
+            self.tr("By use"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("Sort each layer's experts by use instead of by number"),
+        )
+        self.as_table = push_button(
+            self,
+            self.tr("Table"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("The same experts as numbers, sorted by any column"),
+            name=self.tr("Show the experts as a table"),
+        )
         self.head.addWidget(self.by_use)
         self.head.addWidget(self.as_table)
         self.view = ExpertMapView(self)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QLabel, QWidget
 
 from app.theme import use_tabular_figures
 from app.widgets.core_grid import CoreGrid
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import memory, number
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import Card, muted_label, vbox
 from engine.hardware.sensors import GpuSample, SensorSample
 
 _PARTS = 1000
@@ -30,8 +30,7 @@ class MachineCard(Card):
         self.caption.setText(self.tr("from sensors and drivers"))
         self.cpu = _line(self)
         self.cores = CoreGrid(self)
-        self._gpus = QVBoxLayout()
-        self._gpus.setSpacing(8)
+        self._gpus = vbox()
         self.gpus: list[_GpuRow] = []
         self.no_gpu = muted_label(self, self.tr("Graphics card: no sensor data"))
         self.rest = muted_label(self)
@@ -99,11 +98,7 @@ class _GpuRow(QWidget):
         self._busy.setToolTip(self.tr("Busy"))
         self._memory.setToolTip(self.tr("VRAM: ours; hatched: other programs"))
         use_tabular_figures(self.tail)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(3)
-        for widget in (self.head, self._busy, self._memory, self.tail):
-            column.addWidget(widget)
+        vbox(self.head, self._busy, self._memory, self.tail, into=self, gap=3)
 
     def show_gpu(self, place: int, gpu: GpuSample) -> None:
         """A sample of the card at index `place` of the driver's list."""

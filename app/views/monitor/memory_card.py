@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QVBoxLayout, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.models.cache_figures import FREE, memory_places, sound
 from app.theme import ColourName
 from app.widgets.memory_bar import BarPart
 from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import Card, muted_label, vbox
 from engine.telemetry.messages import CacheReport
 
 _RAM, _DISK = "ram", "disk"
@@ -28,8 +28,7 @@ class MemoryCard(Card):
                 "context is that of other conversations, which go on at once with it."
             )
         )
-        self._column = QVBoxLayout()
-        self._column.setSpacing(6)
+        self._column = vbox(gap=6)
         self.body.addLayout(self._column)
         self._empty = muted_label(self, self.tr("Shows a model's memory once one is loaded."))
         self.body.addWidget(self._empty)

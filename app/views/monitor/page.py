@@ -11,12 +11,8 @@ from PySide6.QtGui import QAction, QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import (
     QButtonGroup,
     QFileDialog,
-    QFrame,
-    QHBoxLayout,
     QMenu,
     QPushButton,
-    QScrollArea,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -38,7 +34,7 @@ from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import PageHeader
+from app.widgets.scaffold import LEFT, PageHeader, hbox, push_button, scroll_area, vbox
 from app.widgets.timeline.navigator import WHOLE, Navigator
 from app.widgets.timeline.view import TimelineView
 from engine.common.model_info import ModelInfo
@@ -150,9 +146,7 @@ class RangeBar(QWidget):
         self._is_narrow = False
         self._group = QButtonGroup(self)
         self._group.setExclusive(True)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(8, 0, 0, 0)
-        row.setSpacing(6)
+        row = hbox(into=self, margins=(8, 0, 0, 0), gap=6)
         self._spans: dict[QPushButton, int] = {}
         for text, spoken, span_ns in (
             (self.tr("10 s"), self.tr("Show 10 seconds"), 10 * _SECOND),
@@ -160,20 +154,13 @@ class RangeBar(QWidget):
             (self.tr("5 min"), self.tr("Show 5 minutes"), 300 * _SECOND),
             (self.tr("Session"), self.tr("Show the whole session"), WHOLE),
         ):
-            button = QPushButton(text, self)
-            button.setProperty("kind", "chip")
-            button.setCheckable(True)
-            button.setAccessibleName(spoken)
-            button.setToolTip(spoken)
+            button = push_button(self, text, kind="chip", checkable=True, name=spoken, tip=spoken)
             self._group.addButton(button)
             self._spans[button] = span_ns
             row.addWidget(button)
         self._group.buttonClicked.connect(self._choose)
         row.addSpacing(10)
-        self.freeze = QPushButton(self)
-        self.freeze.setProperty("kind", "chip")
-        self.freeze.setCheckable(True)
-        self.freeze.clicked.connect(lambda: navigator.toggle())
+        self.freeze = push_button(self, do=lambda: navigator.toggle(), kind="chip", checkable=True)
         row.addWidget(self.freeze)
         navigator.moved.connect(self._show)
         navigator.live_changed.connect(self._show)
@@ -338,38 +325,16 @@ class MonitorPage(Page):
         header.row.addWidget(self.sessions)
         header.row.addWidget(self.export)
         self.header = header
-        self.cards = QVBoxLayout()
-        self.cards.setContentsMargins(20, 16, 20, 20)
-        self.cards.setSpacing(14)
-        self.cards.addWidget(self.summary)
-        self.unfold = QPushButton(self)
-        self.unfold.setCheckable(True)
+        self.unfold = push_button(self, checkable=True)
         self.unfold.toggled.connect(lambda on: self._settings.set("monitor_details", on))
-        self.cards.addWidget(self.unfold, 0, Qt.AlignmentFlag.AlignLeft)
         self.details = QWidget(self)
-        details = QVBoxLayout(self.details)
-        details.setContentsMargins(0, 0, 0, 0)
-        details.setSpacing(14)
-        details.addWidget(self.timeline, 3)
-        details.addWidget(self.second, 3)
-        details.addWidget(self.engine_cards, 2)
-        self.cards.addWidget(self.details, 1000)
+        vbox((self.timeline, 3), (self.second, 3), (self.engine_cards, 2), into=self.details, gap=14)
+        self.cards = vbox(self.summary, (self.unfold, LEFT), (self.details, 1000), margins=(20, 16, 20, 20), gap=14)
         self.cards.addStretch(1)  # has the room while they are folded
         body = QWidget(self)
         body.setLayout(self.cards)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setWidget(body)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        column.addWidget(header)
-        column.addWidget(self.session_banner)
-        column.addWidget(self.notice)
-        column.addWidget(scroll, 1)
+        scroll = scroll_area(body, self)
+        vbox(header, self.session_banner, self.notice, (scroll, 1), into=self, gap=0)
 
     def _fold(self, key: str) -> None:
         """Shows the lanes and figures, or the summary alone."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from PySide6.QtCore import QCoreApplication, Signal
-from PySide6.QtWidgets import QPushButton, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.history.history import History
 from app.services.predicted_timeline import Predicted
 from app.widgets.quantities import number
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import Card, muted_label, push_button
 from app.widgets.timeline.view import TimelineView
 from app.widgets.timeline.viewport import duration
 from engine.telemetry.lanes import DECODE
@@ -115,9 +115,7 @@ class SecondTimeline(Card):
         self._predicted: Predicted | None = None
         self.view = TimelineView(self)
         self.view.setAccessibleName(self.tr("Second timeline"))
-        close = QPushButton(self.tr("Close"), self)
-        close.setProperty("kind", "quiet")
-        close.clicked.connect(self._close)
+        close = push_button(self, self.tr("Close"), self._close, kind="quiet")
         self.head.addWidget(close)
         self.said = muted_label(self)
         self.body.setContentsMargins(16, 10, 12, 10)  # so that the lanes of both line up

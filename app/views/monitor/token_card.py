@@ -9,7 +9,7 @@ from app.models.token_figures import TokenFigures
 from app.theme import use_tabular_figures
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number, translate
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import Card, muted_label, text_label
 
 _NOTHING = "–"
 _SWATCH = QSize(10, 10)
@@ -93,7 +93,8 @@ class TokenCard(Card):
             self._note.setText(words.format(number(figures.tokens, 0), each))
 
     def _add_row(self, key: str, text: str) -> None:
-        name, value = QLabel(text, self), QLabel(self)
+        name = text_label(self, text)
+        value = text_label(self)
         for label in (name, value):
             label.setProperty("role", "secondary")
         use_tabular_figures(value)

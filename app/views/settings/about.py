@@ -8,11 +8,12 @@ from pathlib import Path
 import PySide6
 from PySide6.QtCore import QCoreApplication, QUrl
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QWidget
 
 from app.services.diagnosis import Diagnosis
 from app.views.settings.card import SettingsCard
 from app.widgets.report_file import ask_where
+from app.widgets.scaffold import push_button, vbox
 from engine.common.files import private_folder
 from engine.common.installed import version
 from engine.common.paths import log_dir, resources_dir
@@ -37,10 +38,8 @@ class AboutCard(SettingsCard):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("AboutCard", "About"), parent)
-        licences = QPushButton(self.tr("Licences"), self)
-        licences.clicked.connect(self._show_licences)
-        logs = QPushButton(self.tr("Open logs"), self)
-        logs.clicked.connect(self._open_logs)
+        licences = push_button(self, self.tr("Licences"), self._show_licences)
+        logs = push_button(self, self.tr("Open logs"), self._open_logs)
         self.add_row(
             self.tr("Switchyard {0}").format(version()),
             self.tr("Python {0}, Qt {1}").format(platform.python_version(), PySide6.__version__),
@@ -50,8 +49,7 @@ class AboutCard(SettingsCard):
         self.diagnosis = Diagnosis(self)
         self.diagnosis.written.connect(self._on_written)
         self.diagnosis.problem.connect(self._on_problem)
-        self.save_report = QPushButton(self.tr("Save report…"), self)
-        self.save_report.clicked.connect(lambda: ask_where(self, self._write))
+        self.save_report = push_button(self, self.tr("Save report…"), lambda: ask_where(self, self._write))
         self.report_words = self.add_row(
             self.tr("Report"),
             self.tr(
@@ -104,8 +102,4 @@ class LicencesDialog(QDialog):
         text.setPlainText(f"{listed}\n\n\n{font_licence}")
         buttons = QDialogButtonBox(QDialogButtonBox.StandardButton.Close, self)
         buttons.rejected.connect(self.reject)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 20, 20, 20)
-        column.setSpacing(16)
-        column.addWidget(text)
-        column.addWidget(buttons)
+        vbox(text, buttons, into=self, margins=(20, 20, 20, 20), gap=16)

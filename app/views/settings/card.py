@@ -15,11 +15,9 @@ from PySide6.QtWidgets import (
     QButtonGroup,
     QCheckBox,
     QFrame,
-    QHBoxLayout,
     QLabel,
     QLineEdit,
     QPushButton,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -27,7 +25,7 @@ from app.services.settings import Settings
 from app.theme import use_tabular_figures
 from app.widgets.fields import ComboBox, Slider, SpinBox
 from app.widgets.quantities import duration, memory
-from app.widgets.scaffold import muted_label
+from app.widgets.scaffold import STRETCH, hbox, muted_label, push_button, text_label, vbox
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Text
 from engine.common.settings import kept_settings
 
@@ -61,19 +59,14 @@ class SettingsCard(QFrame):
         """Of its settings, by key."""
         self._rows: list[Row] = []
         self._shows: dict[str, Callable[[], None]] = {}
-        self._column = QVBoxLayout(self)
-        self._column.setContentsMargins(*((20, 16, 20, 18) if heading else (0, 0, 0, 0)))
-        self._column.setSpacing(16)
+        self._column = vbox(into=self, margins=(20, 16, 20, 18) if heading else (0, 0, 0, 0), gap=16)
         self.heading = heading
         self.unfold: QPushButton | None = None
         if heading:
-            title = QLabel(heading, self)
-            title.setProperty("role", "heading")
-            head = QHBoxLayout()
-            head.addWidget(title, 1)
+            title = text_label(self, heading, role="heading")
+            head = hbox((title, 1), gap=-1)
             if folded:
-                self.unfold = QPushButton(self)
-                self.unfold.setCheckable(True)
+                self.unfold = push_button(self, checkable=True)
                 self.unfold.toggled.connect(self._show_body)
                 head.addWidget(self.unfold)
                 self._show_body(shown=False)
@@ -166,22 +159,11 @@ class Row(QWidget):
     def __init__(self, name: str, explanation: str, controls: Sequence[QWidget], parent: QWidget) -> None:
         super().__init__(parent)
         self.hidden_words = ""
-        self._name = QLabel(name, self)
-        self._name.setWordWrap(True)
+        self._name = text_label(self, name, wrap=True)
         self.words = muted_label(self, explanation)  # has no minimum width, however long a path it shows
         self._name.setVisible(bool(name))
         self.words.setVisible(bool(explanation))
-        left = QVBoxLayout()
-        left.setSpacing(2)
-        left.addStretch(1)
-        left.addWidget(self._name)
-        left.addWidget(self.words)
-        left.addStretch(1)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
-        row.addLayout(left, 1)
-        row.addSpacing(16)
+        row = hbox((vbox(STRETCH, self._name, self.words, STRETCH, gap=2), 1), 16, into=self)
         for control in controls:
             row.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
             if isinstance(control, QLabel):  # it says the value of the control before it
@@ -240,9 +222,7 @@ def _choice(setting: Setting[Any], settings: Settings, names: _Names, parent: Se
 
 def _segments(setting: Setting[Any], settings: Settings, named: _Names, parent: SettingsCard) -> QWidget:
     holder = QWidget(parent)
-    row = QHBoxLayout(holder)
-    row.setContentsMargins(0, 0, 0, 0)
-    row.setSpacing(6)
+    row = hbox(into=holder, gap=6)
     group = QButtonGroup(holder)
     buttons: dict[str, QPushButton] = {}
     for value, name in named.items():
@@ -320,8 +300,7 @@ class Budget(Slider):
     def __init__(self, setting: Setting[Any], settings: Settings, parent: SettingsCard) -> None:
         super().__init__(parent)
         self._setting, self._settings, self._total = setting, settings, 0
-        self.figure = QLabel(parent)
-        self.figure.setProperty("role", "secondary")
+        self.figure = text_label(parent, role="secondary")
         self.figure.setMinimumWidth(self.fontMetrics().averageCharWidth() * 15)
         use_tabular_figures(self.figure)
         self.setRange(1, SHARES)

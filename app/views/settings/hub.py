@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QCoreApplication, QDir, Qt, Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFileDialog, QPushButton, QWidget
 
 from app.services.background import LatestTask, TaskQueue
 from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard
-from app.widgets.scaffold import set_message, warning_label
+from app.widgets.scaffold import hbox, push_button, set_message, text_label, vbox, warning_label
 from engine.checkpoint.mirror import (
     chosen_mirror,
     chosen_proxy,
@@ -40,8 +40,7 @@ class HubCard(SettingsCard):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("HubCard", "Finding models"), parent)
         self._reading, self._doing = LatestTask(self), TaskQueue(self)
-        self.load = QPushButton(self.tr("Load from file…"), self)
-        self.load.clicked.connect(self._choose)
+        self.load = push_button(self, self.tr("Load from file…"), self._choose)
         self.catalogue = self.add_row(self.tr("Catalogue of recommendations"), " ", self.load)
         self.address = AddressField(chosen_mirror, use_mirror, self._doing, self._tell, self)
         self.address.setPlaceholderText("https://huggingface.co")
@@ -146,9 +145,7 @@ class TokenRows(QWidget):
         super().__init__(parent)
         self._hosts: tuple[str, ...] = ()
         self._rows: list[QWidget] = []
-        self._column = QVBoxLayout(self)
-        self._column.setContentsMargins(0, 0, 0, 0)
-        self._column.setSpacing(8)
+        self._column = vbox(into=self)
         self.hide()
 
     @property
@@ -167,14 +164,14 @@ class TokenRows(QWidget):
 
     def _row(self, host: str) -> QWidget:
         row = QWidget(self)
-        name = QLabel(host, row)
-        remove = QPushButton(self.tr("Remove token"), row)
-        remove.setAccessibleName(self.tr("Remove the token for {0}").format(host))
-        remove.clicked.connect(lambda: self.forget_wanted.emit(host))
-        line = QHBoxLayout(row)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.addWidget(name, 1)
-        line.addWidget(remove)
+        name = text_label(row, host)
+        remove = push_button(
+            row,
+            self.tr("Remove token"),
+            lambda: self.forget_wanted.emit(host),
+            name=self.tr("Remove the token for {0}").format(host),
+        )
+        hbox((name, 1), remove, into=row, gap=-1)
         self._column.addWidget(row)
         return row
 

@@ -6,12 +6,13 @@ from dataclasses import replace
 
 from PySide6.QtCore import QCoreApplication
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
+from PySide6.QtWidgets import QCheckBox, QWidget
 
 from app.services.background import TaskQueue
 from app.views.settings.card import SettingsCard
 from app.widgets.fields import ComboBox
 from app.widgets.quantities import file_size
+from app.widgets.scaffold import push_button
 from engine.common.kept_context import (
     KeptContextSettings,
     clear_kept_context,
@@ -55,9 +56,7 @@ class KeptCard(SettingsCard):
             self.tr("What was of no use for longest is removed first. 2 GB of the disk always stay free."),
             self.budget,
         )
-        self.clear = QPushButton(self.tr("Clear"), self)
-        self.clear.setAccessibleName(self.tr("Clear kept context"))
-        self.clear.clicked.connect(self._clear)
+        self.clear = push_button(self, self.tr("Clear"), self._clear, name=self.tr("Clear kept context"))
         self.held = self.add_row(self.tr("Now"), " ", self.clear)
         self._enable()
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QPushButton, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
 from app.services.settings import Settings
 from app.views.settings.card import COMBO_WIDTH_PX, SettingsCard, setting_words
 from app.widgets.fields import ComboBox
+from app.widgets.scaffold import push_button
 from engine.common.config import MODEL_CARD
 from engine.common.settings import STARTER
 
@@ -35,8 +36,7 @@ class ModelCard(SettingsCard):
         self._model.activated.connect(lambda _at: settings.set("default_model", self._model.currentData()))
         self.add_setting(Settings.default_model, settings, field=self._model)
         self.add_settings(MODEL_CARD, settings)
-        tune = QPushButton(self.tr("Tune…"), self)
-        tune.clicked.connect(self.tune_wanted)
+        tune = push_button(self, self.tr("Tune…"), self.tune_wanted)
         self.add_row(self.tr("Speed"), self.tr("Times this machine and keeps the fastest settings."), tune)
 
     def close_down(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from PySide6.QtGui import QGuiApplication, QShowEvent
-from PySide6.QtWidgets import QLabel, QLineEdit, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QLineEdit, QPlainTextEdit, QPushButton, QWidget
 
 from app.models.served_requests import OUTCOME, PROGRAM, READ, SECONDS, TIME, WRITTEN, ServedRequests
 from app.services.api_server import ApiServer, ServerState
@@ -14,7 +14,7 @@ from app.theme import use_tabular_figures
 from app.views.settings.card import SettingsCard, setting_words
 from app.widgets.fields import ComboBox, SpinBox
 from app.widgets.flow_layout import FlowLayout
-from app.widgets.scaffold import muted_label, set_message, warning_label
+from app.widgets.scaffold import muted_label, push_button, set_message, text_label, vbox, warning_label
 from app.widgets.text_table import TextTable
 from engine.common.settings import SERVER_CARD
 
@@ -65,19 +65,17 @@ class OtherProgramsCard(SettingsCard):
         self.key.setReadOnly(True)
         self.key.setFixedWidth(KEY_WIDTH_PX)
         self.key.setEchoMode(QLineEdit.EchoMode.Password)
-        self.show_key = QPushButton(self.tr("Show"), self.details)
-        self.show_key.setAccessibleName(self.tr("Show the key"))
-        self.show_key.setCheckable(True)
+        self.show_key = push_button(self.details, self.tr("Show"), name=self.tr("Show the key"), checkable=True)
         self.show_key.toggled.connect(self._show_key)
         self.copy_key = self._copies(self.tr("Copy"), lambda: server.key)
         self.copy_key.setAccessibleName(self.tr("Copy the key"))
-        self.new_key = QPushButton(self.tr("New key"), self.details)
+        self.new_key = push_button(self.details, self.tr("New key"))
         self.new_key.clicked.connect(server.make_key)
         self._key_row = QWidget(self.details)
         self._key_words = muted_label(self._key_row)
         self._lay_out_key()
         self.details.add_wide(self._key_row)
-        self.free = QPushButton(self.tr("Free"), self.details)
+        self.free = push_button(self.details, self.tr("Free"))
         self.free.clicked.connect(server.free_others)
         self._beside_words = self.details.add_row(self.tr("Models asked for by name"), " ", self.free)
         self.details.add_setting(Settings.others_idle_minutes, settings)
@@ -112,24 +110,15 @@ class OtherProgramsCard(SettingsCard):
         self._server.look_for_key()
 
     def _lay_out_key(self) -> None:
-        name = QLabel(self.tr("Key"), self._key_row)
-        name.setBuddy(self.key)
+        name = text_label(self._key_row, self.tr("Key"), buddy=self.key)
         self.key.setAccessibleName(self.tr("Key"))
-        column = QVBoxLayout(self._key_row)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(2)
-        column.addWidget(name)
-        column.addWidget(self._key_words)
-        column.addSpacing(6)
         controls = FlowLayout(spacing=8)
         for control in (self.key, self.show_key, self.copy_key, self.new_key):
             controls.addWidget(control)
-        column.addLayout(controls)
+        vbox(name, self._key_words, 6, controls, into=self._key_row, gap=2)
 
     def _copies(self, name: str, text: Callable[[], str]) -> QPushButton:
-        button = QPushButton(name, self.details)
-        button.clicked.connect(lambda: QGuiApplication.clipboard().setText(text()))
-        return button
+        return push_button(self.details, name, lambda: QGuiApplication.clipboard().setText(text()))
 
     def _show_key(self, shown: bool) -> None:
         self.key.setEchoMode(QLineEdit.EchoMode.Normal if shown else QLineEdit.EchoMode.Password)

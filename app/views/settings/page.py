@@ -8,14 +8,9 @@ from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import (
     QFileDialog,
-    QFrame,
-    QHBoxLayout,
     QLineEdit,
     QMessageBox,
-    QPushButton,
-    QScrollArea,
     QSystemTrayIcon,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -43,7 +38,7 @@ from app.views.settings.servers import ServersCard
 from app.views.settings.tools import ToolsCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.page import TUNE, Page
-from app.widgets.scaffold import PageHeader, muted_label
+from app.widgets.scaffold import PageHeader, hbox, muted_label, push_button, scroll_area, vbox
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
 from engine.common.files import private_folder
@@ -68,14 +63,11 @@ class DataCard(SettingsCard):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("DataCard", "Data"), parent)
-        self._open = QPushButton(self.tr("Open folder"), self)
-        self._open.clicked.connect(self._open_folder)
-        self._change = QPushButton(self.tr("Change…"), self)
-        self._change.clicked.connect(self._choose)
+        self._open = push_button(self, self.tr("Open folder"), self._open_folder)
+        self._change = push_button(self, self.tr("Change…"), self._choose)
         self._where = self.add_row(self.tr("Data folder"), str(data_dir()), self._open, self._change)
         self._plan = muted_label(self)
-        self._undo = QPushButton(self.tr("Undo"), self)
-        self._undo.clicked.connect(self._undo_change)
+        self._undo = push_button(self, self.tr("Undo"), self._undo_change)
         self.add_wide(self._plan)
         self.add_wide(self._undo)
         self._show_plan()
@@ -190,29 +182,14 @@ class SettingsPage(Page):
         self._show_tray()
         cards = QWidget(self)
         cards.setMaximumWidth(COLUMN_WIDTH_PX)
-        column = QVBoxLayout(cards)
-        column.setContentsMargins(0, 20, 0, 20)
-        column.setSpacing(16)
-        for card in self.cards.values():
-            column.addWidget(card)
+        column = vbox(*self.cards.values(), into=cards, margins=(0, 20, 0, 20), gap=16)
         self._nothing = muted_label(cards, self.tr("No setting has these words."))
         self._nothing.hide()
         column.addWidget(self._nothing)
         column.addStretch(1)
         holder = QWidget(self)
-        row = QHBoxLayout(holder)
-        row.setContentsMargins(20, 0, 20, 0)
-        row.addWidget(cards, 1)
-        row.addStretch(0)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setWidget(holder)
-        page = QVBoxLayout(self)
-        page.setContentsMargins(0, 0, 0, 0)
-        page.setSpacing(0)
+        hbox((cards, 1), (None, 0), into=holder, margins=(20, 0, 20, 0), gap=-1)
+        scroll = scroll_area(holder, self)
         self.search = QLineEdit(self)
         self.search.setPlaceholderText(self.tr("Find a setting"))
         self.search.setAccessibleName(self.tr("Find a setting"))
@@ -221,8 +198,7 @@ class SettingsPage(Page):
         self.search.textChanged.connect(self.show_found)
         header = PageHeader(self.tr("Settings"), self)
         header.set_middle(self.search, least_px=SEARCH_WIDTH_PX, stretch=1)
-        page.addWidget(header)
-        page.addWidget(scroll, 1)
+        vbox(header, (scroll, 1), into=self, gap=0)
 
     def show_found(self, wanted: str) -> None:
         """Shows what has these words."""

@@ -10,16 +10,11 @@ from PySide6.QtWidgets import (
     QDialog,
     QDialogButtonBox,
     QFileDialog,
-    QFrame,
     QGridLayout,
     QHBoxLayout,
-    QLabel,
     QLayoutItem,
     QLineEdit,
     QMessageBox,
-    QPushButton,
-    QScrollArea,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -29,7 +24,16 @@ from app.views.settings.server_words import found_text
 from app.widgets.asking import ask
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.quantities import number
-from app.widgets.scaffold import muted_label, set_message, warning_label
+from app.widgets.scaffold import (
+    hbox,
+    muted_label,
+    push_button,
+    scroll_area,
+    set_message,
+    text_label,
+    vbox,
+    warning_label,
+)
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, Found, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
@@ -57,9 +61,9 @@ class ServerDialog(QDialog):
         self.key = self._line(self.tr("Key"), self.tr("none") if endpoint is None else self.tr("as it is kept"))
         self.key.setEchoMode(QLineEdit.EchoMode.Password)
         self.certificate = self._line(self.tr("Certificate"), self.tr("those that the system trusts"))
-        self.choose = QPushButton(self.tr("Choose…"), self)
-        self.choose.setAccessibleName(self.tr("Choose a certificate's file"))
-        self.choose.clicked.connect(self._choose_certificate)
+        self.choose = push_button(
+            self, self.tr("Choose…"), self._choose_certificate, name=self.tr("Choose a certificate's file")
+        )
         self.model = ComboBox(self)
         self.model.setAccessibleName(self.tr("Model"))
         self.at_once = self._limit(self.tr("Requests at once"), self.tr("as measured"))
@@ -69,14 +73,11 @@ class ServerDialog(QDialog):
         self.price_out = self._price(self.tr("Price of a million tokens written"))
         self.currency = self._line(self.tr("Currency"), "€")
         self.currency.setFixedWidth(scaled(70))
-        self.more = QPushButton(self)
-        self.more.setProperty("kind", "fold")
-        self.more.setCheckable(True)
+        self.more = push_button(self, kind="fold", checkable=True)
         self._folded: list[QWidget] = []
         self.said = muted_label(self)
         self.trouble = warning_label(self)
-        self.trust = QPushButton(self.tr("Trust its certificate…"), self)
-        self.trust.clicked.connect(self._ask_for_certificate)
+        self.trust = push_button(self, self.tr("Trust its certificate…"), self._ask_for_certificate)
         self.trust.hide()
         self.buttons = QDialogButtonBox(self)
         self.test = self.buttons.addButton(self.tr("Test"), QDialogButtonBox.ButtonRole.ActionRole)
@@ -154,7 +155,8 @@ class ServerDialog(QDialog):
         form.setHorizontalSpacing(16)
         form.setVerticalSpacing(8)
         form.setColumnStretch(1, 1)
-        certificate, prices = QHBoxLayout(), QHBoxLayout()
+        certificate = hbox(gap=-1)
+        prices = hbox(gap=-1)
         for layout, widgets in (
             (certificate, (self.certificate, self.choose)),
             (prices, (self.price_out, self.currency)),
@@ -176,8 +178,7 @@ class ServerDialog(QDialog):
         )
         for at, (name, field, buddy) in enumerate(fields):
             row = at + (at >= _ALWAYS_SHOWN)  # the fold's button stands before those that it shows
-            label = QLabel(name, self)
-            label.setBuddy(buddy)
+            label = text_label(self, name, buddy=buddy)
             form.addWidget(label, row, 0)
             if isinstance(field, QWidget):
                 form.addWidget(field, row, 1)
@@ -188,22 +189,9 @@ class ServerDialog(QDialog):
                 self._folded += [label, *inner]
         form.addWidget(self.more, _ALWAYS_SHOWN, 0, 1, 2, Qt.AlignmentFlag.AlignLeft)
         form.setRowStretch(len(fields) + 1, 1)
-        self._area = QScrollArea(self)
-        self._area.setWidgetResizable(True)
-        self._area.setFrameShape(QFrame.Shape.NoFrame)
-        self._area.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self._area.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        self._area.setWidget(inside)
-        self._below = below = QVBoxLayout()
-        below.setContentsMargins(20, 8, 20, 18)
-        below.setSpacing(12)
-        for widget in (self.said, self.trouble, self.trust, self.buttons):
-            below.addWidget(widget)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        column.addWidget(self._area, 1)
-        column.addLayout(below)
+        self._area = scroll_area(inside, self)
+        self._below = below = vbox(self.said, self.trouble, self.trust, self.buttons, margins=(20, 8, 20, 18), gap=12)
+        vbox((self._area, 1), below, into=self, gap=0)
         set_message(self.trouble, "")
         self._show_more(self.more.isChecked())
 

@@ -13,10 +13,7 @@ from PySide6.QtWidgets import (
     QDialog,
     QDialogButtonBox,
     QFormLayout,
-    QHBoxLayout,
     QLineEdit,
-    QPushButton,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -27,7 +24,7 @@ from app.services.tools.service import Outcome, Tools
 from app.theme import scaled, set_look
 from app.views.settings.card import SettingsCard
 from app.widgets.flow_layout import Flow
-from app.widgets.scaffold import WrappedLabel, muted_label, set_message, warning_label
+from app.widgets.scaffold import TOP, WrappedLabel, hbox, muted_label, push_button, set_message, vbox, warning_label
 from app.widgets.text_box import TextBox
 
 translate = QCoreApplication.translate
@@ -66,21 +63,17 @@ class ToolsCard(SettingsCard):
             box.setChecked(tools.is_on(tool.name))
             box.toggled.connect(lambda on, name=tool.name: tools.set_on(name, on))
             self.add_row(*words[tool.name], box)
-        self.ask_again = QPushButton(self.tr("Ask again for all"), self)
+        self.ask_again = push_button(self, self.tr("Ask again for all"))
         self.ask_again.clicked.connect(tools.ask_again)
         self._allowed = self.add_row(self.tr("Always allowed"), "-", self.ask_again)
-        self.add = QPushButton(self.tr("Add…"), self)
-        self.add.setAccessibleName(self.tr("Add a server with tools"))
-        self.add.clicked.connect(lambda: self.edit(None))
+        self.add = push_button(self, self.tr("Add…"), lambda: self.edit(None), name=self.tr("Add a server with tools"))
         words_of_servers = self.tr(
             "Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program "
             "runs on this PC with your rights: add only what you trust."
         )
         self.add_row(self.tr("MCP servers"), words_of_servers, self.add)
         self.rows = QWidget(self)
-        self._lines = QVBoxLayout(self.rows)
-        self._lines.setContentsMargins(0, 0, 0, 0)
-        self._lines.setSpacing(12)
+        self._lines = vbox(into=self.rows, gap=12)
         self.add_wide(self.rows)
         self.dialog: ToolServerDialog | None = None
         tools.changed.connect(self._show)
@@ -112,28 +105,21 @@ class ToolsCard(SettingsCard):
         words.setProperty("role", "secondary")
         told = WrappedLabel(self._told(server), row)
         told.setProperty("role", "secondary")
-        left = QVBoxLayout()
-        left.setSpacing(2)
-        for label in (name, words, told):
-            left.addWidget(label)
-        left.addSpacing(4)
         is_on = QCheckBox(row)
         is_on.setChecked(server.is_on)
         is_on.setAccessibleName(self.tr("Offer the tools of {0}").format(server.name))
         is_on.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
         is_on.toggled.connect(lambda on: self._tools.put(replace(server, is_on=on)))
-        edit = QPushButton(self.tr("Edit…"), row)
-        edit.setAccessibleName(self.tr("Edit {0}").format(server.name))
-        edit.clicked.connect(lambda: self.edit(server))
-        remove = QPushButton(self.tr("Remove"), row)
-        remove.setAccessibleName(self.tr("Remove {0}").format(server.name))
-        remove.clicked.connect(lambda: self._tools.remove(server.name))
-        left.addWidget(Flow(edit, remove, parent=row))
-        line = QHBoxLayout(row)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(8)
-        line.addLayout(left, 1)
-        line.addWidget(is_on, 0, Qt.AlignmentFlag.AlignTop)
+        edit = push_button(
+            row, self.tr("Edit…"), lambda: self.edit(server), name=self.tr("Edit {0}").format(server.name)
+        )
+        remove = push_button(
+            row,
+            self.tr("Remove"),
+            lambda: self._tools.remove(server.name),
+            name=self.tr("Remove {0}").format(server.name),
+        )
+        hbox((vbox(name, words, told, 4, Flow(edit, remove, parent=row), gap=2), 1), (is_on, TOP), into=row)
         return row
 
     def _told(self, server: ToolServer) -> str:
@@ -181,8 +167,7 @@ class ToolServerDialog(QDialog):
             form.addRow(field.accessibleName(), field)
         self.said = muted_label(self)
         self.trouble = warning_label(self)
-        self.test = QPushButton(self.tr("Test"), self)
-        self.test.clicked.connect(self._test)
+        self.test = push_button(self, self.tr("Test"), self._test)
         self.buttons = QDialogButtonBox(self)
         self.keep = self.buttons.addButton(self.tr("Keep"), QDialogButtonBox.ButtonRole.AcceptRole)
         set_look(self.keep, "kind", "primary")
@@ -191,13 +176,7 @@ class ToolServerDialog(QDialog):
         self.buttons.accepted.connect(self._keep)
         self.buttons.rejected.connect(self.reject)
         self.finished.connect(self._end_tests)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 18, 20, 16)
-        column.setSpacing(12)
-        column.addLayout(form)
-        column.addWidget(self.said)
-        column.addWidget(self.trouble)
-        column.addWidget(self.buttons)
+        vbox(form, self.said, self.trouble, self.buttons, into=self, margins=(20, 18, 20, 16), gap=12)
         set_message(self.trouble, "")
         self.said.hide()
         if server is not None:

@@ -11,7 +11,7 @@ from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard, setting_words
 from app.widgets.download_words import download_words
 from app.widgets.quantities import file_size
-from app.widgets.scaffold import set_message, warning_label
+from app.widgets.scaffold import push_button, set_message, warning_label
 from engine.checkpoint.mirror import updates_address, use_updates_address
 from engine.common.errors import EngineError
 from engine.common.installed import version
@@ -52,7 +52,7 @@ class UpdatesCard(SettingsCard):
         self._show_state()
 
     def _button(self, text: str, do: object) -> QPushButton:
-        button = QPushButton(text, self)
+        button = push_button(self, text)
         button.clicked.connect(lambda: do())  # type: ignore[operator]  # without Qt's "checked"
         return button
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QGridLayout, QLabel, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QGridLayout, QWidget
 
 from app.models.plan_table import PlanTable
-from app.theme import use_tabular_figures
 from app.views.tune.arrangement import arrange
 from app.views.tune.machine_boxes import Found, driver_trouble, machine_boxes
 from app.views.tune.numbers_card import NumbersCard
@@ -18,7 +17,7 @@ from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import rough
 from app.widgets.roofline_plot import RooflinePlot
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import STRETCH, Card, muted_label, text_label, vbox
 from engine.planner.plan_parts import Plan
 from engine.tuning.machine_state import MachineLook
 
@@ -29,9 +28,7 @@ class PlanCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Plan"))
-        self.speed = QLabel(self)
-        self.speed.setProperty("role", "title")
-        use_tabular_figures(self.speed)
+        self.speed = text_label(self, role="title", tabular=True)
         self.range = muted_label(self)
         self.summary = muted_label(self)
         self.bars = PlanBars(self)
@@ -109,12 +106,7 @@ class TuneCards(QWidget):
         self._all = (self.machine, self.numbers, self.plan, self.work, self.what_if, self.race)
         self._grid = QGridLayout()
         self._grid.setSpacing(14)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 16, 20, 20)
-        column.setSpacing(14)
-        column.addWidget(self.run)
-        column.addLayout(self._grid)
-        column.addStretch(1)
+        vbox(self.run, self._grid, STRETCH, into=self, margins=(20, 16, 20, 20), gap=14)
 
     def show_machine(self, look: MachineLook, found: Found) -> None:
         """The machine's picture, with what a run has measured so far; below it any driver problem."""

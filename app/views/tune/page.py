@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from PySide6.QtCore import Qt, QTimer
 from PySide6.QtGui import QGuiApplication, QHideEvent, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
 from app.services.batch_jobs import BatchJobs
@@ -22,7 +22,7 @@ from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import PageHeader
+from app.widgets.scaffold import PageHeader, push_button, scroll_area, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
@@ -150,27 +150,16 @@ class TunePage(Page):
 
     def _lay_out(self) -> None:
         self.steps = StepBar(self)
-        self.what_if_button = QPushButton(self.tr("What if…"), self)
-        self.what_if_button.setCheckable(True)
-        self.copy_button = QPushButton(self.tr("Copy report"), self)
+        self.what_if_button = push_button(self, self.tr("What if…"), checkable=True)
+        self.copy_button = push_button(self, self.tr("Copy report"))
         self.changed = Banner("info", self)
         self.changed.add_action(self.tr("Dismiss"), self.changed.hide, kind="quiet")
         self.header = header = PageHeader(self.tr("Tune"), self)
         header.set_middle(self.steps)
         for button in (self.what_if_button, self.copy_button):
             header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
-        self.scrolling = QScrollArea(self)
-        self.scrolling.setWidgetResizable(True)
-        self.scrolling.setFrameShape(QFrame.Shape.NoFrame)
-        self.scrolling.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        self.scrolling.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.scrolling.setWidget(self.cards)
-        whole = QVBoxLayout(self)
-        whole.setContentsMargins(0, 0, 0, 0)
-        whole.setSpacing(0)
-        whole.addWidget(header)
-        whole.addWidget(self.changed)
-        whole.addWidget(self.scrolling, 1)
+        self.scrolling = scroll_area(self.cards, self)
+        vbox(header, self.changed, (self.scrolling, 1), into=self, gap=0)
 
     def _arrange(self) -> None:
         self.cards.show_step(self._step, what_if=self.what_if_button.isChecked(), wide=self.width() >= WIDE_PX)

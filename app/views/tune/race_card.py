@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.models.plan_table import PlanTable
-from app.theme import use_tabular_figures
 from app.views.tune.race_view import RaceView
 from app.widgets.quantities import figures, number
-from app.widgets.scaffold import Card, muted_label, set_message, warning_label
+from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, set_message, text_label, warning_label
 from engine.tuning.report import verdict
 from engine.tuning.result import TuningResult
 from engine.tuning.saved_results import day
@@ -31,19 +30,12 @@ class RaceCard(Card):
             self, self.tr("Nothing timed yet: “Tune” times the best plans and the current settings with real tokens.")
         )
         self.view = RaceView(table, self)
-        self.gain = QLabel(self)
-        self.gain.setProperty("role", "title")
-        use_tabular_figures(self.gain)
+        self.gain = text_label(self, role="title", tabular=True)
         self.verdict = muted_label(self, role="")
         self.warning = warning_label(self)
-        self.use = QPushButton(self.tr("Use winner now"), self)
-        self.use.setProperty("kind", "primary")
-        self.keep = QPushButton(self.tr("Keep as before"), self)
-        buttons = QHBoxLayout()
-        buttons.setSpacing(8)
-        buttons.addWidget(self.use)
-        buttons.addWidget(self.keep)
-        buttons.addStretch(1)
+        self.use = push_button(self, self.tr("Use winner now"), self._use, kind="primary")
+        self.keep = push_button(self, self.tr("Keep as before"), self._keep)
+        buttons = hbox(self.use, self.keep, STRETCH)
         self.legend = muted_label(
             self,
             self.tr("Bars: measured, which is what counts. Brackets: the predicted range."),
@@ -57,8 +49,6 @@ class RaceCard(Card):
         self.body.addWidget(self.verdict)
         self.body.addLayout(buttons)
         self.body.addStretch(1)
-        self.use.clicked.connect(self._use)
-        self.keep.clicked.connect(self._keep)
         table.modelReset.connect(self._show_table)
         self.show_none()
 

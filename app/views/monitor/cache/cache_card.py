@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from PySide6.QtCore import QCoreApplication, Signal
-from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
 
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
 from app.views.monitor.cache.tier_row import TierRow
@@ -15,7 +15,7 @@ from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
 from app.widgets.rate_line import VALUES
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, text_label, vbox
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
 _TIERS: tuple[CacheTier, ...] = ("vram", "ram")
@@ -42,40 +42,28 @@ class SizeChooser(QWidget):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        label = QLabel(self.tr("Experts kept"), self)
-        label.setProperty("role", "secondary")
+        label = text_label(self, self.tr("Experts kept"), role="secondary", buddy=self.field)
         self.field = SpinBox(self)
         self.field.setAccessibleName(self.tr("Experts kept in this tier"))
         self.field.setKeyboardTracking(False)
         self.field.setGroupSeparatorShown(True)
         self.field.lineEdit().setTextMargins(8, 0, 0, 0)  # the style sheet's padding does not apply here
-        label.setBuddy(self.field)
-        self.button = QPushButton(self.tr("Resize"), self)
-        self.button.setToolTip(self.tr("Lasts until the model is reloaded; Tune sets a permanent size."))
-        self.undo = QPushButton(self.tr("Undo"), self)
-        self.undo.setProperty("kind", "quiet")
+        self.button = push_button(
+            self,
+            self.tr("Resize"),
+            lambda: self.chosen.emit(self.field.value()),
+            tip=self.tr("Lasts until the model is reloaded; Tune sets a permanent size."),
+        )
+        self.undo = push_button(self, self.tr("Undo"), lambda: self.undone.emit(), kind="quiet")
         stays = self.undo.sizePolicy()
         stays.setRetainSizeWhenHidden(True)  # or the card would change its width
         self.undo.setSizePolicy(stays)
         self.undo.hide()
-        row = QHBoxLayout()
-        row.setSpacing(8)
-        row.addWidget(label)
-        row.addWidget(self.field)
-        row.addWidget(self.button)
-        row.addWidget(self.undo)
-        row.addStretch(1)
         self._outcome = muted_label(self)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(6)
-        column.addLayout(row)
-        column.addWidget(self._outcome)
+        vbox(hbox(label, self.field, self.button, self.undo, STRETCH), self._outcome, into=self, gap=6)
         self._outcome.hide()
         self._present = 0
         self.field.valueChanged.connect(self._on_value)
-        self.button.clicked.connect(lambda: self.chosen.emit(self.field.value()))
-        self.undo.clicked.connect(lambda: self.undone.emit())
 
     @property
     def outcome(self) -> str:
@@ -213,11 +201,14 @@ class CacheCard(Card):
         self._tabs = QButtonGroup(self)
         self._buttons: dict[CacheTier, QPushButton] = {}
         for tier, text in zip(_TIERS, (self.tr("VRAM"), self.tr("RAM")), strict=True):
-            button = QPushButton(text, self)
-            button.setProperty("kind", "chip")
-            button.setCheckable(True)
-            button.setToolTip(self.tr("Show this tier's size"))
-            button.clicked.connect(lambda _checked=False, tier=tier: self._choose_tier(tier))
+            button = push_button(
+                self,
+                text,
+                lambda _checked=False, tier=tier: self._choose_tier(tier),
+                kind="chip",
+                checkable=True,
+                tip=self.tr("Show this tier's size"),
+            )
             self._tabs.addButton(button)
             self._buttons[tier] = button
             self.head.addWidget(button)

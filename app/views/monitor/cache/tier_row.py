@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.models.cache_figures import hit_rate
 from app.theme import use_tabular_figures
 from app.widgets.quantities import number, translate
 from app.widgets.rate_line import RateLine
+from app.widgets.scaffold import hbox, text_label
 from engine.telemetry.messages import TierReport
 
 
@@ -16,21 +17,14 @@ class TierRow(QWidget):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self._name, self._now, self._rest = QLabel(self), QLabel(self), QLabel(self)
-        self._now.setProperty("role", "heading")
-        self._rest.setProperty("role", "secondary")
-        self._name.setProperty("role", "secondary")
+        self._name = text_label(self, role="secondary")
+        self._now = text_label(self, role="heading")
+        self._rest = text_label(self, role="secondary")
         for label in (self._name, self._now, self._rest):
             use_tabular_figures(label)
         self.line = RateLine(self)
         self.line.setToolTip(self.tr("Hit rate of the last three minutes of decoding, 0 to 100%"))
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
-        row.addWidget(self._name)
-        row.addWidget(self._now)
-        row.addWidget(self.line, 1)
-        row.addWidget(self._rest)
+        hbox(self._name, self._now, (self.line, 1), self._rest, into=self)
         self._last: float | None = None
 
     def show_tier(self, tier: TierReport, *, is_new: bool) -> None:
