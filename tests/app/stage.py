@@ -1303,7 +1303,7 @@ def _chat_presets(stage: Stage) -> None:
     presets.put("The same every time", replace(own, temperature=0.0, seed=7))
     stage.chat.presenter.set_sampling(replace(own, temperature=1.2, top_p=0.98))
     stage.chat.composer.edit_sampling()
-    stage.chat.composer.sampling_popover._explain(stage.chat.composer.sampling_popover.top_p)
+    stage.chat.composer.sampling_popover._explain(stage.chat.composer.sampling_popover.fields["top_p"])
 
 
 def _side_by_side(stage: Stage) -> SideBySide:

@@ -17,12 +17,13 @@ from PySide6.QtWidgets import (
 from app.views.batch.template_card import ShortEdit
 from app.widgets.fields import DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
-from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
+from app.widgets.sampling_popover import SamplingPopover
 from app.widgets.scaffold import Card, push_button, set_message, text_label, warning_label
 from engine.common.config import SamplingParams
 from engine.common.foreign import DEEPEST, parse_json
 
 TEXT, CHOICES, SCHEMA = range(3)
+_MOST_TOKENS = 1_000_000
 
 
 class AnswerCard(Card):
@@ -39,7 +40,7 @@ class AnswerCard(Card):
         self._sampling = SamplingParams()
         self._filling = False
         self.max_tokens = SpinBox(self)
-        self.max_tokens.setRange(1, MOST_TOKENS)
+        self.max_tokens.setRange(1, _MOST_TOKENS)
         self.max_tokens.setGroupSeparatorShown(True)
         self.temperature = DoubleSpinBox(self)
         self.temperature.setRange(0.0, 2.0)

@@ -9,10 +9,11 @@ from PySide6.QtWidgets import QWidget
 from app.services.background import LatestTask
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import Settings
-from app.views.settings.card import Budget, SettingsCard, setting_words, settings_on
+from app.views.settings.card import SettingsCard, settings_on
 from app.widgets.fields import ComboBox
 from app.widgets.quantities import figures, rough
 from app.widgets.scaffold import muted_label, push_button, text_label
+from app.widgets.setting_controls import Budget, setting_words
 from engine.common.config import COMPUTING_CARD
 from engine.common.settings import STARTER, kept_settings
 from engine.formats import FORMATS, PRECISIONS

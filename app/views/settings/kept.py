@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict
 
 from PySide6.QtCore import QCoreApplication
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QCheckBox, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.background import TaskQueue
 from app.views.settings.card import SettingsCard
-from app.widgets.fields import ComboBox
 from app.widgets.quantities import file_size
 from app.widgets.scaffold import push_button
+from app.widgets.setting_controls import SettingValues
 from engine.common.kept_context import (
     KeptContextSettings,
     clear_kept_context,
@@ -20,10 +20,9 @@ from engine.common.kept_context import (
     kept_context_settings,
     save_kept_context_settings,
 )
+from engine.common.schema import settings_of
 
 translate = QCoreApplication.translate
-
-BUDGETS = tuple(gigabytes * 10**9 for gigabytes in (1, 2, 4, 8, 16, 32, 64))
 
 
 class KeptCard(SettingsCard):
@@ -32,30 +31,10 @@ class KeptCard(SettingsCard):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("KeptCard", "Continuing chats"), parent)
         self._tasks = TaskQueue(self)
-        self._settings = kept_context_settings()
-        self.keep = QCheckBox(self)
-        self.keep.setChecked(self._settings.on_disk)
-        self.keep.toggled.connect(self._set)
-        self.add_row(
-            self.tr("Keep chats' computed context on disk"),
-            self.tr(
-                "A chat then goes on at once after another one or a restart: what the model has read need not be read "
-                "again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in "
-                "the system's keyring; where there is none it is a file beside the settings, and whoever can read your "
-                "files can decrypt it. Turning this off removes what is kept."
-            ),
-            self.keep,
-        )
-        self.budget = ComboBox(self)
-        for nbytes in sorted({*BUDGETS, self._settings.disk_bytes}):
-            self.budget.addItem(file_size(nbytes), nbytes)
-        self.budget.setCurrentIndex(self.budget.findData(self._settings.disk_bytes))
-        self.budget.activated.connect(self._set)
-        self.add_row(
-            self.tr("At most"),
-            self.tr("What was of no use for longest is removed first. 2 GB of the disk always stay free."),
-            self.budget,
-        )
+        self._values = SettingValues(asdict(kept_context_settings()), self)
+        for setting in settings_of(KeptContextSettings):
+            self.add_setting(setting, self._values)
+        self._values.changed.connect(self._save)
         self.clear = push_button(self, self.tr("Clear"), self._clear, name=self.tr("Clear kept context"))
         self.held = self.add_row(self.tr("Now"), " ", self.clear)
         self._enable()
@@ -68,10 +47,9 @@ class KeptCard(SettingsCard):
         super().showEvent(event)
         self._count()
 
-    def _set(self, *_change: object) -> None:
-        settings = KeptContextSettings(self.keep.isChecked(), self.budget.currentData())
-        went_off = self._settings.on_disk and not settings.on_disk
-        self._settings = settings
+    def _save(self, key: str) -> None:
+        settings = KeptContextSettings(**self._values.values)
+        went_off = key == "on_disk" and not settings.on_disk
         self._enable()
 
         def save() -> None:
@@ -101,5 +79,4 @@ class KeptCard(SettingsCard):
         self.clear.setEnabled(True)
 
     def _enable(self) -> None:
-        self.budget.setEnabled(self.keep.isChecked())
-        self._settings = replace(self._settings, on_disk=self.keep.isChecked())
+        self.controls["disk_bytes"].setEnabled(self._values.values["on_disk"])

@@ -10,9 +10,10 @@ from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
 from app.services.settings import Settings
-from app.views.settings.card import COMBO_WIDTH_PX, SettingsCard, setting_words
+from app.views.settings.card import SettingsCard
 from app.widgets.fields import ComboBox
 from app.widgets.scaffold import push_button
+from app.widgets.setting_controls import COMBO_WIDTH_PX, setting_words
 from engine.common.config import MODEL_CARD
 from engine.common.settings import STARTER
 

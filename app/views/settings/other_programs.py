@@ -11,10 +11,11 @@ from app.models.served_requests import OUTCOME, PROGRAM, READ, SECONDS, TIME, WR
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
-from app.views.settings.card import SettingsCard, setting_words
+from app.views.settings.card import SettingsCard
 from app.widgets.fields import ComboBox, SpinBox
 from app.widgets.flow_layout import FlowLayout
 from app.widgets.scaffold import muted_label, push_button, set_message, text_label, vbox, warning_label
+from app.widgets.setting_controls import setting_words
 from app.widgets.text_table import TextTable
 from engine.common.settings import SERVER_CARD
 

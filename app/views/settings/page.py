@@ -28,7 +28,7 @@ from app.services.tools.service import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
 from app.views.settings.about import AboutCard
-from app.views.settings.card import SettingsCard, setting_words
+from app.views.settings.card import SettingsCard
 from app.views.settings.computing import ComputingCard
 from app.views.settings.hub import HubCard
 from app.views.settings.kept import KeptCard
@@ -39,6 +39,7 @@ from app.views.settings.tools import ToolsCard
 from app.views.settings.updates import UpdatesCard
 from app.widgets.page import TUNE, Page
 from app.widgets.scaffold import PageHeader, hbox, muted_label, push_button, scroll_area, vbox
+from app.widgets.setting_controls import setting_words
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
 from engine.common.files import private_folder

@@ -8,10 +8,11 @@ from PySide6.QtWidgets import QPushButton, QWidget
 from app.services.background import TaskQueue
 from app.services.updates import Updates, UpdateStage
 from app.views.settings.address_field import AddressField
-from app.views.settings.card import SettingsCard, setting_words
+from app.views.settings.card import SettingsCard
 from app.widgets.download_words import download_words
 from app.widgets.quantities import file_size
 from app.widgets.scaffold import push_button, set_message, warning_label
+from app.widgets.setting_controls import setting_words
 from engine.checkpoint.mirror import updates_address, use_updates_address
 from engine.common.errors import EngineError
 from engine.common.installed import version
