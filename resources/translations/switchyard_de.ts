@@ -1330,8 +1330,16 @@ negativ</translation>
             <translation>Frühere Nachrichten zusammenfassen</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>Das Modell fasst sie zusammen und liest stattdessen die Zusammenfassung.</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>Die ältesten weglassen</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>Das Modell liest nichts davon; sie bleiben erhalten.</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1348,14 +1356,6 @@ negativ</translation>
         <message>
             <source>Cancel</source>
             <translation>Abbrechen</translation>
-        </message>
-        <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>Das Modell fasst sie zusammen und liest stattdessen die Zusammenfassung.</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>Das Modell liest nichts davon; sie bleiben erhalten.</translation>
         </message>
         <message>
             <source>The earlier turns were not folded: {0}</source>
@@ -1863,30 +1863,6 @@ negativ</translation>
         <message>
             <source>Creative</source>
             <translation>Kreativ</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>Wie vom Modell vorgesehen</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>Aus</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>Ein</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>Niedrig</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>Mittel</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>Hoch</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -4366,22 +4342,6 @@ negativ</translation>
         <message>
             <source>Continuing chats</source>
             <translation>Chats fortsetzen</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>Berechneten Kontext von Chats auf dem Datenträger behalten</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>Ein Chat geht dann nach einem anderen oder nach einem Neustart sofort weiter: Was das Modell gelesen hat, muss es nicht noch einmal lesen. Die Daten entstehen aus Ihren Prompts und Antworten, sind verschlüsselt und werden mit ihrem Chat gelöscht. Der Schlüssel liegt im Schlüsselbund des Systems; wo es keinen gibt, in einer Datei neben den Einstellungen, und wer Ihre Dateien lesen kann, kann sie entschlüsseln. Beim Ausschalten wird das Behaltene gelöscht.</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>Höchstens</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>Was am längsten nichts genützt hat, wird zuerst gelöscht. 2 GB des Datenträgers bleiben immer frei.</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -7288,158 +7248,6 @@ negativ</translation>
             <translation>Für neue Chats verwenden</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>aus</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>Antwort</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>zufällig</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>keine; mit Kommas trennen</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>Temperatur</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 nimmt immer das wahrscheinlichste Token; höher ist abwechslungsreicher</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>Aus den k wahrscheinlichsten Token wählen</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>Aus den wahrscheinlichsten Token mit der Gesamtwahrscheinlichkeit p wählen; 1 ist aus</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>Token unter diesem Anteil der Wahrscheinlichkeit des wahrscheinlichsten weglassen; 0 ist aus</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>Wiederholungsstrafe</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>Über 1 werden schon benutzte Token unwahrscheinlicher; 1 ist aus</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>Präsenzstrafe</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>Macht jedes Token, das die Antwort schon enthält, einmal unwahrscheinlicher; 0 ist aus</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>Häufigkeitsstrafe</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>Macht Token mit jedem Mal unwahrscheinlicher, das die Antwort sie schon enthält; 0 ist aus</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>Schleifenschutz</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>Beendet Schleifen (DRY): Was früheren Text wiederholen würde, wird unwahrscheinlicher; 0 ist aus, 0,8 ist üblich</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>Schutz: Zunahme</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>Um wie viel der Schleifenschutz mit jedem wiederholten Token stärker wird</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>Schutz: Länge</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>Wiederholungen unter dieser Zahl von Token sind frei</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>Schutz: Bereich</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>Wie viele der letzten Token durchsucht werden, frühere Nachrichten eingeschlossen; normalerweise nur die Antwort</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>Max. Token</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>Antworten enden bei dieser Länge</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>Beams</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>Beam-Suche, wenn größer als 1; Temperatur, Top-k, Top-p und Min-p gelten dann nicht</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>Startwert</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>Derselbe Startwert ergibt im selben Chat dieselbe Antwort</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>Nachdenken</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>Ob das Modell nachdenkt, bevor es antwortet; seine Gedanken zählen als Token der Antwort</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>Schutz: endet bei</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>Wiederholungen werden nicht über diese Texte hinweg verfolgt; \n ist ein Zeilenumbruch</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>Stopptexte</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>Eine Antwort endet vor dem ersten davon</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>Das Modell schlägt nichts vor: {0}</translation>
         </message>
@@ -8338,6 +8146,186 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>Einmal täglich, beim Start. Über Sie wird nichts gesendet, und nichts wird ungefragt heruntergeladen.</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>Temperatur</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 nimmt immer das wahrscheinlichste Token; höher ist abwechslungsreicher</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>Aus den k wahrscheinlichsten Token wählen</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>aus</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>Aus den wahrscheinlichsten Token mit der Gesamtwahrscheinlichkeit p wählen; 1 ist aus</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>Token unter diesem Anteil der Wahrscheinlichkeit des wahrscheinlichsten weglassen; 0 ist aus</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>Wiederholungsstrafe</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>Über 1 werden schon benutzte Token unwahrscheinlicher; 1 ist aus</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>Startwert</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>Derselbe Startwert ergibt im selben Chat dieselbe Antwort</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>zufällig</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>Stopptexte</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>Eine Antwort endet vor dem ersten davon</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>Max. Token</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>Antworten enden bei dieser Länge</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>Beams</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>Beam-Suche, wenn größer als 1; Temperatur, Top-k, Top-p und Min-p gelten dann nicht</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>Schleifenschutz</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>Beendet Schleifen (DRY): Was früheren Text wiederholen würde, wird unwahrscheinlicher; 0 ist aus, 0,8 ist üblich</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>Schutz: Zunahme</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>Um wie viel der Schleifenschutz mit jedem wiederholten Token stärker wird</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>Schutz: Länge</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>Wiederholungen unter dieser Zahl von Token sind frei</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>Schutz: Bereich</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>Wie viele der letzten Token durchsucht werden, frühere Nachrichten eingeschlossen; normalerweise nur die Antwort</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>Antwort</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>Schutz: endet bei</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>Wiederholungen werden nicht über diese Texte hinweg verfolgt; \n ist ein Zeilenumbruch</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>Präsenzstrafe</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>Macht jedes Token, das die Antwort schon enthält, einmal unwahrscheinlicher; 0 ist aus</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>Häufigkeitsstrafe</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>Macht Token mit jedem Mal unwahrscheinlicher, das die Antwort sie schon enthält; 0 ist aus</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>Nachdenken</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>Ob das Modell nachdenkt, bevor es antwortet; seine Gedanken zählen als Token der Antwort</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>Wie vom Modell vorgesehen</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>Niedrig</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>Mittel</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>Hoch</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>Berechneten Kontext von Chats auf dem Datenträger behalten</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>Ein Chat geht dann nach einem anderen oder nach einem Neustart sofort weiter: Was das Modell gelesen hat, muss es nicht noch einmal lesen. Die Daten entstehen aus Ihren Prompts und Antworten, sind verschlüsselt und werden mit ihrem Chat gelöscht. Der Schlüssel liegt im Schlüsselbund des Systems; wo es keinen gibt, in einer Datei neben den Einstellungen, und wer Ihre Dateien lesen kann, kann sie entschlüsseln. Beim Ausschalten wird das Behaltene gelöscht.</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>Höchstens</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>Was am längsten nichts genützt hat, wird zuerst gelöscht. 2 GB des Datenträgers bleiben immer frei.</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8387,6 +8375,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>at most {0}</source>
             <translation>höchstens {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>keine; mit Kommas trennen</translation>
         </message>
     </context>
     <context>

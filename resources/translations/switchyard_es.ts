@@ -1330,8 +1330,16 @@ negativo</translation>
             <translation>Resumir los mensajes anteriores</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>El modelo los resume y lee el resumen en su lugar.</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>Omitir los más antiguos</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>El modelo no lee nada de ellos; se conservan.</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1348,14 +1356,6 @@ negativo</translation>
         <message>
             <source>Cancel</source>
             <translation>Cancelar</translation>
-        </message>
-        <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>El modelo los resume y lee el resumen en su lugar.</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>El modelo no lee nada de ellos; se conservan.</translation>
         </message>
         <message>
             <source>The earlier turns were not folded: {0}</source>
@@ -1863,30 +1863,6 @@ negativo</translation>
         <message>
             <source>Creative</source>
             <translation>Creativo</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>Como disponga el modelo</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>Desactivado</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>Activado</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>Bajo</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>Medio</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>Alto</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -4366,22 +4342,6 @@ negativo</translation>
         <message>
             <source>Continuing chats</source>
             <translation>Continuación de chats</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>Guardar en disco el contexto calculado de los chats</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>Así un chat continúa al instante después de otro o de un reinicio: lo que el modelo ha leído no hay que leerlo otra vez. Se compone de sus prompts y respuestas, está cifrado y se elimina con su chat. La clave está en el llavero del sistema; si no lo hay, es un archivo junto a la configuración, y quien pueda leer sus archivos podrá descifrarlo. Al desactivarlo se elimina lo guardado.</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>Como máximo</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>Lo que lleva más tiempo sin servir se elimina primero. Siempre quedan libres 2 GB del disco.</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -7288,158 +7248,6 @@ negativo</translation>
             <translation>Usar en chats nuevos</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>desactivado</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>respuesta</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>aleatoria</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>ninguno; sepárelos con comas</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>Temperatura</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 toma siempre el token más probable; más alto es más variado</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>Elegir entre los k tokens más probables</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>Elegir entre los tokens más probables con una probabilidad total de p; 1 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>Descartar tokens por debajo de esta parte de la probabilidad del más probable; 0 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>Penal. repetición</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>Por encima de 1, los tokens ya usados son menos probables; 1 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>Penal. presencia</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>Hace menos probable, una vez, cada token que la respuesta ya tiene; 0 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>Penal. frecuencia</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>Hace menos probable un token por cada vez que la respuesta ya lo tiene; 0 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>Antibucles</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>Acaba con los bucles (DRY): lo que repetiría texto anterior es menos probable; 0 lo desactiva, 0,8 es habitual</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>Bucles: aumento</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>Cuánto se refuerza el antibucles con cada token repetido</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>Bucles: longitud</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>Las repeticiones más cortas que este número de tokens son libres</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>Bucles: alcance</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>Cuántos de los últimos tokens se examinan, con los mensajes anteriores; de forma predeterminada, solo la respuesta</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>Tokens máx.</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>Las respuestas terminan con esta longitud</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>Haces</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>Búsqueda por haz si es mayor que 1; ignora temperatura, top-k, top-p y min-p</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>Semilla</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>La misma semilla da la misma respuesta en el mismo chat</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>Razonamiento</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>Si el modelo razona antes de responder; sus pensamientos cuentan como tokens de la respuesta</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>Bucles: acaba en</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>Las repeticiones no se siguen más allá de estos textos; \n es un salto de línea</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>Textos de parada</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>Una respuesta termina antes del primero de ellos</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>El modelo no sugiere nada: {0}</translation>
         </message>
@@ -8338,6 +8146,186 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>Una vez al día, al iniciar. No se envía nada sobre usted ni se descarga nada sin preguntar.</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>Temperatura</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 toma siempre el token más probable; más alto es más variado</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>Elegir entre los k tokens más probables</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>desactivado</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>Elegir entre los tokens más probables con una probabilidad total de p; 1 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>Descartar tokens por debajo de esta parte de la probabilidad del más probable; 0 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>Penal. repetición</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>Por encima de 1, los tokens ya usados son menos probables; 1 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>Semilla</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>La misma semilla da la misma respuesta en el mismo chat</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>aleatoria</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>Textos de parada</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>Una respuesta termina antes del primero de ellos</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>Tokens máx.</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>Las respuestas terminan con esta longitud</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>Haces</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>Búsqueda por haz si es mayor que 1; ignora temperatura, top-k, top-p y min-p</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>Antibucles</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>Acaba con los bucles (DRY): lo que repetiría texto anterior es menos probable; 0 lo desactiva, 0,8 es habitual</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>Bucles: aumento</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>Cuánto se refuerza el antibucles con cada token repetido</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>Bucles: longitud</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>Las repeticiones más cortas que este número de tokens son libres</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>Bucles: alcance</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>Cuántos de los últimos tokens se examinan, con los mensajes anteriores; de forma predeterminada, solo la respuesta</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>respuesta</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>Bucles: acaba en</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>Las repeticiones no se siguen más allá de estos textos; \n es un salto de línea</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>Penal. presencia</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>Hace menos probable, una vez, cada token que la respuesta ya tiene; 0 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>Penal. frecuencia</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>Hace menos probable un token por cada vez que la respuesta ya lo tiene; 0 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>Razonamiento</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>Si el modelo razona antes de responder; sus pensamientos cuentan como tokens de la respuesta</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>Como disponga el modelo</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>Bajo</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>Medio</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>Alto</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>Guardar en disco el contexto calculado de los chats</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>Así un chat continúa al instante después de otro o de un reinicio: lo que el modelo ha leído no hay que leerlo otra vez. Se compone de sus prompts y respuestas, está cifrado y se elimina con su chat. La clave está en el llavero del sistema; si no lo hay, es un archivo junto a la configuración, y quien pueda leer sus archivos podrá descifrarlo. Al desactivarlo se elimina lo guardado.</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>Como máximo</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>Lo que lleva más tiempo sin servir se elimina primero. Siempre quedan libres 2 GB del disco.</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8387,6 +8375,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>at most {0}</source>
             <translation>como mucho {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>ninguno; sepárelos con comas</translation>
         </message>
     </context>
     <context>

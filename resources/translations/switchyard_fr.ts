@@ -1330,8 +1330,16 @@ négatif</translation>
             <translation>Résumer les échanges précédents</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>Le modèle les résume, puis lit le résumé à leur place.</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>Omettre les plus anciens</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>Le modèle n’en lit rien ; ils sont conservés.</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1348,14 +1356,6 @@ négatif</translation>
         <message>
             <source>Cancel</source>
             <translation>Annuler</translation>
-        </message>
-        <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>Le modèle les résume, puis lit le résumé à leur place.</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>Le modèle n’en lit rien ; ils sont conservés.</translation>
         </message>
         <message>
             <source>The earlier turns were not folded: {0}</source>
@@ -1863,30 +1863,6 @@ négatif</translation>
         <message>
             <source>Creative</source>
             <translation>Créatif</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>Comme prévu par le modèle</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>Désactivée</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>Activée</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>Faible</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>Moyenne</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>Élevée</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -4366,22 +4342,6 @@ négatif</translation>
         <message>
             <source>Continuing chats</source>
             <translation>Reprise des discussions</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>Garder sur le disque le contexte calculé des discussions</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>Une discussion reprend alors immédiatement, après une autre ou après un redémarrage : ce que le modèle a lu n’a pas à être relu. Ces données proviennent de vos prompts et réponses ; elles sont chiffrées et supprimées avec leur discussion. La clé est dans le trousseau du système ; s’il n’y en a pas, c’est un fichier à côté des réglages, et quiconque peut lire vos fichiers peut les déchiffrer. Désactiver cette option supprime ce qui est gardé.</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>Au plus</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>Ce qui n’a pas servi depuis le plus longtemps est supprimé d’abord. 2 Go du disque restent toujours libres.</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -7288,158 +7248,6 @@ négatif</translation>
             <translation>Pour les nouvelles discussions</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>désactivé</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>réponse</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>aléatoire</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>aucun ; séparez par des virgules</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>Température</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 prend toujours le token le plus probable ; plus élevé, c’est plus varié</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>Tirer parmi les k tokens les plus probables</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>Tirer parmi les tokens les plus probables dont la probabilité totale est p ; 1 désactive</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>Écarter les tokens sous cette part de la probabilité du plus probable ; 0 désactive</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>Pénalité répétition</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>Au-dessus de 1, les tokens déjà utilisés deviennent moins probables ; 1 désactive</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>Pénalité présence</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>Rend une fois moins probable chaque token déjà présent dans la réponse ; 0 désactive</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>Pénalité fréquence</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>Rend un token moins probable à chaque fois qu’il est déjà dans la réponse ; 0 désactive</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>Anti-boucle</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>Met fin aux boucles (DRY) : ce qui répéterait un texte antérieur devient moins probable ; 0 désactive, 0,8 est courant</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>Boucle : hausse</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>De combien l’anti-boucle se renforce à chaque token répété</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>Boucle : longueur</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>Les répétitions plus courtes que ce nombre de tokens sont libres</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>Boucle : portée</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>Combien des derniers tokens, messages précédents compris, sont examinés ; par défaut, seulement la réponse</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>Tokens max.</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>Les réponses s’arrêtent à cette longueur</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>Faisceaux</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>Recherche en faisceau au-dessus de 1 ; ignore température, top-k, top-p et min-p</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>Graine</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>La même graine donne la même réponse dans la même discussion</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>Réflexion</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>Si le modèle raisonne avant de répondre ; ses réflexions comptent comme tokens de la réponse</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>Boucle : fin à</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>Les répétitions ne sont pas suivies au-delà de ces textes ; \n est un saut de ligne</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>Textes d’arrêt</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>Une réponse s’arrête avant le premier de ceux-ci</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>Le modèle ne suggère rien : {0}</translation>
         </message>
@@ -8338,6 +8146,186 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>Une fois par jour, au démarrage. Rien à votre sujet n’est envoyé, et rien n’est téléchargé sans votre accord.</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>Température</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 prend toujours le token le plus probable ; plus élevé, c’est plus varié</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>Tirer parmi les k tokens les plus probables</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>désactivé</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>Tirer parmi les tokens les plus probables dont la probabilité totale est p ; 1 désactive</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>Écarter les tokens sous cette part de la probabilité du plus probable ; 0 désactive</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>Pénalité répétition</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>Au-dessus de 1, les tokens déjà utilisés deviennent moins probables ; 1 désactive</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>Graine</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>La même graine donne la même réponse dans la même discussion</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>aléatoire</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>Textes d’arrêt</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>Une réponse s’arrête avant le premier de ceux-ci</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>Tokens max.</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>Les réponses s’arrêtent à cette longueur</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>Faisceaux</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>Recherche en faisceau au-dessus de 1 ; ignore température, top-k, top-p et min-p</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>Anti-boucle</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>Met fin aux boucles (DRY) : ce qui répéterait un texte antérieur devient moins probable ; 0 désactive, 0,8 est courant</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>Boucle : hausse</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>De combien l’anti-boucle se renforce à chaque token répété</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>Boucle : longueur</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>Les répétitions plus courtes que ce nombre de tokens sont libres</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>Boucle : portée</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>Combien des derniers tokens, messages précédents compris, sont examinés ; par défaut, seulement la réponse</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>réponse</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>Boucle : fin à</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>Les répétitions ne sont pas suivies au-delà de ces textes ; \n est un saut de ligne</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>Pénalité présence</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>Rend une fois moins probable chaque token déjà présent dans la réponse ; 0 désactive</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>Pénalité fréquence</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>Rend un token moins probable à chaque fois qu’il est déjà dans la réponse ; 0 désactive</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>Réflexion</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>Si le modèle raisonne avant de répondre ; ses réflexions comptent comme tokens de la réponse</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>Comme prévu par le modèle</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>Faible</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>Moyenne</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>Élevée</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>Garder sur le disque le contexte calculé des discussions</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>Une discussion reprend alors immédiatement, après une autre ou après un redémarrage : ce que le modèle a lu n’a pas à être relu. Ces données proviennent de vos prompts et réponses ; elles sont chiffrées et supprimées avec leur discussion. La clé est dans le trousseau du système ; s’il n’y en a pas, c’est un fichier à côté des réglages, et quiconque peut lire vos fichiers peut les déchiffrer. Désactiver cette option supprime ce qui est gardé.</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>Au plus</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>Ce qui n’a pas servi depuis le plus longtemps est supprimé d’abord. 2 Go du disque restent toujours libres.</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8387,6 +8375,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>at most {0}</source>
             <translation>au plus {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>aucun ; séparez par des virgules</translation>
         </message>
     </context>
     <context>

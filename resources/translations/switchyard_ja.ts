@@ -1317,8 +1317,16 @@ negative</source>
             <translation>以前のやり取りを要約</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>モデルが要約し、以後はその要約を読みます。</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>最も古いものを除外</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>モデルはこれらを読みません。内容は保持されます。</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1335,14 +1343,6 @@ negative</source>
         <message>
             <source>Cancel</source>
             <translation>キャンセル</translation>
-        </message>
-        <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>モデルが要約し、以後はその要約を読みます。</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>モデルはこれらを読みません。内容は保持されます。</translation>
         </message>
         <message>
             <source>The earlier turns were not folded: {0}</source>
@@ -1845,30 +1845,6 @@ negative</source>
         <message>
             <source>Creative</source>
             <translation>創造的</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>モデルに任せる</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>オフ</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>オン</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>低</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>中</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>高</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -4338,22 +4314,6 @@ negative</source>
         <message>
             <source>Continuing chats</source>
             <translation>チャットの継続</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>チャットの計算済みコンテキストをディスクに残す</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>別のチャットや再起動の後でも、すぐに続きを始められます。モデルが一度読んだ内容を読み直す必要がありません。プロンプトと回答から作られ、暗号化され、チャットとともに削除されます。鍵はシステムのキーリングにあります。キーリングがない場合は設定の横のファイルになり、あなたのファイルを読める人は復号できます。オフにすると保存済みのものは削除されます。</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>最大</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>最も長く使われていないものから削除します。ディスクには常に2 GBの空きを残します。</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -7252,158 +7212,6 @@ negative</source>
             <translation>新しいチャットで使う</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>オフ</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>回答</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>ランダム</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>なし（コンマで区切る）</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>温度</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0は常に最も確率の高いトークンを選び、高いほど多様になります</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>確率の高い上位k個のトークンから選びます</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>合計確率がpになるまでの上位トークンから選びます。1でオフ</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>最も確率の高いトークンに対する割合がこれ未満のトークンを除外します。0でオフ</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>繰り返しペナルティ</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>1より大きいと、すでに使われたトークンが出にくくなります。1でオフ</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>存在ペナルティ</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>回答にすでにあるトークンを一度だけ出にくくします。0でオフ</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>頻度ペナルティ</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>回答にすでに出た回数に応じてトークンを出にくくします。0でオフ</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>ループ防止</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>ループを止めます（DRY）。以前のテキストの繰り返しが出にくくなります。0でオフ、通常は0.8</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>防止: 増加</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>トークンが1つ繰り返されるごとに強まる度合い</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>防止: 長さ</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>このトークン数より短い繰り返しは許可します</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>防止: 範囲</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>以前のメッセージを含め、直近の何トークンを調べるか。既定では回答のみ</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>最大トークン数</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>回答はこの長さで止まります</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>ビーム</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>1より大きいとビームサーチになり、温度、top-k、top-p、min-pは無視されます</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>シード</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>同じシードなら、同じチャットに同じ回答を返します</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>思考</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>回答の前にモデルが考えるかどうか。思考も回答のトークンに数えます</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>防止: 区切り</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>これらのテキストをまたいで繰り返しを追いません。\nは改行です</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>停止文字列</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>これらのいずれかが現れる手前で回答を終えます</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>モデルの推奨値はありません: {0}</translation>
         </message>
@@ -8302,6 +8110,186 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>1日に1回、起動時に確認します。あなたに関する情報は送信されず、確認なしにダウンロードすることもありません。</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>温度</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0は常に最も確率の高いトークンを選び、高いほど多様になります</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>確率の高い上位k個のトークンから選びます</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>オフ</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>合計確率がpになるまでの上位トークンから選びます。1でオフ</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>最も確率の高いトークンに対する割合がこれ未満のトークンを除外します。0でオフ</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>繰り返しペナルティ</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>1より大きいと、すでに使われたトークンが出にくくなります。1でオフ</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>シード</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>同じシードなら、同じチャットに同じ回答を返します</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>ランダム</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>停止文字列</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>これらのいずれかが現れる手前で回答を終えます</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>最大トークン数</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>回答はこの長さで止まります</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>ビーム</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>1より大きいとビームサーチになり、温度、top-k、top-p、min-pは無視されます</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>ループ防止</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>ループを止めます（DRY）。以前のテキストの繰り返しが出にくくなります。0でオフ、通常は0.8</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>防止: 増加</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>トークンが1つ繰り返されるごとに強まる度合い</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>防止: 長さ</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>このトークン数より短い繰り返しは許可します</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>防止: 範囲</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>以前のメッセージを含め、直近の何トークンを調べるか。既定では回答のみ</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>回答</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>防止: 区切り</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>これらのテキストをまたいで繰り返しを追いません。\nは改行です</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>存在ペナルティ</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>回答にすでにあるトークンを一度だけ出にくくします。0でオフ</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>頻度ペナルティ</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>回答にすでに出た回数に応じてトークンを出にくくします。0でオフ</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>思考</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>回答の前にモデルが考えるかどうか。思考も回答のトークンに数えます</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>モデルに任せる</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>低</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>中</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>高</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>チャットの計算済みコンテキストをディスクに残す</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>別のチャットや再起動の後でも、すぐに続きを始められます。モデルが一度読んだ内容を読み直す必要がありません。プロンプトと回答から作られ、暗号化され、チャットとともに削除されます。鍵はシステムのキーリングにあります。キーリングがない場合は設定の横のファイルになり、あなたのファイルを読める人は復号できます。オフにすると保存済みのものは削除されます。</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>最大</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>最も長く使われていないものから削除します。ディスクには常に2 GBの空きを残します。</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8351,6 +8339,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>at most {0}</source>
             <translation>最大{0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>なし（コンマで区切る）</translation>
         </message>
     </context>
     <context>

@@ -1317,8 +1317,16 @@ negative</source>
             <translation>总结较早的消息</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>模型会进行总结，之后改读总结。</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>略去最早的消息</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>模型不会读取这些内容；它们会被保留。</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1335,14 +1343,6 @@ negative</source>
         <message>
             <source>Cancel</source>
             <translation>取消</translation>
-        </message>
-        <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>模型会进行总结，之后改读总结。</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>模型不会读取这些内容；它们会被保留。</translation>
         </message>
         <message>
             <source>The earlier turns were not folded: {0}</source>
@@ -1845,30 +1845,6 @@ negative</source>
         <message>
             <source>Creative</source>
             <translation>创意</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>由模型决定</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>关</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>开</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>低</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>中</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>高</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -4338,22 +4314,6 @@ negative</source>
         <message>
             <source>Continuing chats</source>
             <translation>继续对话</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>将对话已计算的上下文保存在磁盘上</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>这样，切换对话或重启之后也能立即接着对话：模型读过的内容无需再读。它由您的提示词和回答生成，经过加密，并随对话一起删除。密钥保存在系统密钥环中；没有密钥环时则是设置旁边的一个文件，能读取您文件的人就能解密。关闭此项会删除已保存的内容。</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>最多</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>最先删除最久没有用处的内容。始终保留 2 GB 的磁盘空闲空间。</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -7252,158 +7212,6 @@ negative</source>
             <translation>用于新对话</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>关</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>回答</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>随机</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>无；用逗号分隔</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>温度</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 始终取概率最高的 token；越高越多样</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>从概率最高的 k 个 token 中采样</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>从总概率为 p 的最可能的 token 中采样；1 为关闭</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>舍弃低于最可能 token 概率此比例的 token；0 为关闭</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>重复惩罚</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>大于 1 时，已使用的 token 更不易出现；1 为关闭</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>存在惩罚</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>使回答中已有的每个 token 一次性降低概率；0 为关闭</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>频率惩罚</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>回答中每出现一次，就再降低该 token 的概率；0 为关闭</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>防循环</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>终止循环（DRY）：会重复前文的内容更不易出现；0 为关闭，常用 0.8</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>防循环：增幅</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>每多重复一个 token，防循环增强多少</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>防循环：长度</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>短于此 token 数的重复不受限制</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>防循环：范围</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>检查最近多少个 token（含较早的消息）；默认仅检查回答</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>token 上限</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>回答到此长度即停止</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>束宽</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>大于 1 时使用束搜索；忽略温度、top-k、top-p 和 min-p</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>随机种子</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>相同的种子对同一对话给出相同的回答</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>思考</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>模型是否先推理再回答；思考计入回答的 token</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>防循环：止于</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>不跨越这些文本追踪重复；\n 表示换行</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>停止文本</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>回答在其中任一文本出现之前结束</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>模型没有给出建议：{0}</translation>
         </message>
@@ -8302,6 +8110,186 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>每天一次，在启动时检查。不会发送您的任何信息，也不会未经询问就下载。</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>温度</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 始终取概率最高的 token；越高越多样</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>从概率最高的 k 个 token 中采样</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>关</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>从总概率为 p 的最可能的 token 中采样；1 为关闭</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>舍弃低于最可能 token 概率此比例的 token；0 为关闭</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>重复惩罚</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>大于 1 时，已使用的 token 更不易出现；1 为关闭</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>随机种子</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>相同的种子对同一对话给出相同的回答</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>随机</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>停止文本</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>回答在其中任一文本出现之前结束</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>token 上限</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>回答到此长度即停止</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>束宽</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>大于 1 时使用束搜索；忽略温度、top-k、top-p 和 min-p</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>防循环</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>终止循环（DRY）：会重复前文的内容更不易出现；0 为关闭，常用 0.8</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>防循环：增幅</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>每多重复一个 token，防循环增强多少</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>防循环：长度</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>短于此 token 数的重复不受限制</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>防循环：范围</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>检查最近多少个 token（含较早的消息）；默认仅检查回答</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>回答</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>防循环：止于</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>不跨越这些文本追踪重复；\n 表示换行</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>存在惩罚</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>使回答中已有的每个 token 一次性降低概率；0 为关闭</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>频率惩罚</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>回答中每出现一次，就再降低该 token 的概率；0 为关闭</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>思考</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>模型是否先推理再回答；思考计入回答的 token</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>由模型决定</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>低</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>中</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>高</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>将对话已计算的上下文保存在磁盘上</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>这样，切换对话或重启之后也能立即接着对话：模型读过的内容无需再读。它由您的提示词和回答生成，经过加密，并随对话一起删除。密钥保存在系统密钥环中；没有密钥环时则是设置旁边的一个文件，能读取您文件的人就能解密。关闭此项会删除已保存的内容。</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>最多</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>最先删除最久没有用处的内容。始终保留 2 GB 的磁盘空闲空间。</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8351,6 +8339,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>at most {0}</source>
             <translation>最多 {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>无；用逗号分隔</translation>
         </message>
     </context>
     <context>
