@@ -259,7 +259,7 @@ def first_run_entry() -> PageEntry:
 
 def _first_run(services: Services) -> Page:
     from app.views.first_run import FirstRunPage
-    from app.widgets.model_dialog import ask_model
+    from app.widgets.asking import ask_model
 
     the = services
     page = FirstRunPage(the.client, the.hub, the.downloads, the.library, the.download, the.settings, the.engine_part)
@@ -296,7 +296,7 @@ def _chat(services: Services) -> Page:
 
 
 def _connect_picker(picker: ModelPicker, page: Page, services: Services) -> None:
-    from app.widgets.model_dialog import ask_model
+    from app.widgets.asking import ask_model
 
     load = _connect_loading(picker.load_wanted, picker.unload_wanted, page, services)
     picker.file_wanted.connect(lambda: ask_model(page, load))

@@ -8,7 +8,7 @@ from PySide6.QtCore import Qt, Signal
 from PySide6.QtWidgets import QLineEdit, QWidget
 
 from app.services.batch_input import InputPreview, free_output, usual_suffix
-from app.views.batch.dialogs import ask_folder
+from app.widgets.asking import ask_path
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.scaffold import Card, hbox, muted_label, push_button, text_label
@@ -88,7 +88,7 @@ class OutputCard(Card):
         self.changed.emit()
 
     def _choose_folder(self) -> None:
-        ask_folder(self, self.tr("Folder of the result file"), str(self._folder), self._take_folder)
+        ask_path(self, self.tr("Folder of the result file"), self._take_folder, folder=True, start=str(self._folder))
 
     def _take_folder(self, folder: Path) -> None:
         self._folder = folder

@@ -30,13 +30,12 @@ from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
 from app.theme import set_look
-from app.views.batch.dialogs import ask_folder, ask_input_files
 from app.views.batch.head import BatchHead
 from app.views.batch.job_strip import JobStrip
 from app.views.batch.job_view import JobView
 from app.views.batch.new_job import NewJob
-from app.views.batch.phrases import job_text
-from app.widgets.asking import ask, before_loading
+from app.views.batch.phrases import job_text, translate
+from app.widgets.asking import ask, ask_path, ask_paths, before_loading
 from app.widgets.banner import Banner
 from app.widgets.dropped_model import dropped_model
 from app.widgets.page import BatchDraft, Page
@@ -44,6 +43,7 @@ from app.widgets.quantities import count
 from app.widgets.scaffold import CENTRE, STRETCH, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.toast import Toast
+from engine.batch_files.opening import INPUT_SUFFIXES
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed
@@ -474,8 +474,9 @@ class BatchPage(Page):
 
     def choose_files(self) -> None:
         """Asks for input files."""
-        ask_input_files(self, self.open_files)
+        words = translate("Batch", "Files of prompts")
+        ask_paths(self, words, self.open_files, kinds=f"{words} ({' '.join(f'*{each}' for each in INPUT_SUFFIXES)})")
 
     def choose_folder(self) -> None:
         """Asks for an input folder."""
-        ask_folder(self, self.tr("Folder of prompts"), "", lambda path: self.open_files([path]))
+        ask_path(self, self.tr("Folder of prompts"), lambda path: self.open_files([path]), folder=True)

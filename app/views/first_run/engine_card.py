@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from PySide6.QtCore import QDir, Qt, Signal
-from PySide6.QtWidgets import QFileDialog, QProgressBar, QPushButton, QWidget
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QProgressBar, QPushButton, QWidget
 
 from app.services.engine_part import EnginePart, PartStage
 from app.views.first_run.phrases import engine_words, step_words
+from app.widgets.asking import ask_path
 from app.widgets.download_words import download_words
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import Card, muted_label, push_button, set_message, warning_label
@@ -57,18 +56,12 @@ class EngineCard(Card):
         part.ready.connect(self._show_state)
         self._show_state()
 
-    def _button(self, text: str, do: object) -> QPushButton:
-        button = push_button(self, text)
-        button.clicked.connect(lambda: do())  # type: ignore[operator]  # without Qt's "checked"
-        return button
+    def _button(self, text: str, do: Callable[[], object]) -> QPushButton:
+        return push_button(self, text, lambda: do())  # without Qt's "checked"
 
     def _choose(self) -> None:
-        dialog = QFileDialog(self, self.tr("The engine's files"), QDir.homePath())
-        dialog.setNameFilter(self.tr("The engine's files (*.zip *.whl)"))
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
-        dialog.fileSelected.connect(lambda path: self._part.use_files(Path(path)))
-        dialog.open()
+        kinds = self.tr("The engine's files (*.zip *.whl)")
+        ask_path(self, self.tr("The engine's files"), self._part.use_files, kinds=kinds)
 
     def _show_state(self) -> None:
         part, stage = self._part, self._part.stage

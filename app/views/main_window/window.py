@@ -27,12 +27,12 @@ from app.services.engine_part import is_needed
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.sidebar import Sidebar
+from app.widgets.asking import ask_where_to_report
 from app.widgets.banner import Banner, BannerStack, Kind
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
 from app.widgets.dropped_model import dropped_model, model_at
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
 from app.widgets.quantities import figures
-from app.widgets.report_file import ask_where
 from app.widgets.scaffold import TOP, PageHeader, hbox, text_label, vbox
 from app.widgets.shortcuts import Key, add_shortcut, keys_of
 from engine.common.settings import STARTER
@@ -327,7 +327,7 @@ class MainWindow(QMainWindow):
 
         self._crash_report = (report, dismiss)
         copied = self.crash_banner.add_action(self.tr("Copy report"), copy)
-        self.crash_banner.add_action(self.tr("Save report…"), lambda: ask_where(self, save))
+        self.crash_banner.add_action(self.tr("Save report…"), lambda: ask_where_to_report(self, save))
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
         self.crash_banner.show_text(
             self.tr(

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from PySide6.QtCore import QDir, Qt, QUrl, Signal
+from PySide6.QtCore import Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QDialog, QFileDialog, QListWidget, QWidget
+from PySide6.QtWidgets import QDialog, QListWidget, QWidget
 
 from app.services.background import TaskQueue
+from app.widgets.asking import ask_path
 from app.widgets.scaffold import STRETCH, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.checkpoint.model_directories import add_model_folder, drop_model_folder, model_folders
 from engine.common.errors import EngineError
@@ -62,12 +63,7 @@ class FoldersDialog(QDialog):
         self._change(lambda: add_model_folder(folder))
 
     def _ask(self) -> None:
-        dialog = QFileDialog(self, self.tr("Folder with models"), QDir.homePath())
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.setFileMode(QFileDialog.FileMode.Directory)
-        dialog.setOption(QFileDialog.Option.ShowDirsOnly)
-        dialog.fileSelected.connect(lambda path: self.add_folder(Path(path)))
-        dialog.open()
+        ask_path(self, self.tr("Folder with models"), self.add_folder, folder=True)
 
     def _drop(self) -> None:
         item = self.list.currentItem()

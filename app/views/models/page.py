@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from PySide6.QtCore import QDir, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -14,7 +13,7 @@ from PySide6.QtGui import (
     QKeySequence,
     QShowEvent,
 )
-from PySide6.QtWidgets import QFileDialog, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
@@ -26,13 +25,12 @@ from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
 from app.views.models.search_card import SearchCard, SearchLine, page_of
-from app.widgets.asking import ask
+from app.widgets.asking import ask, ask_model, ask_path
 from app.widgets.banner import Banner
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
 from app.widgets.dropped_model import dropped_model
 from app.widgets.fit_words import Presence
 from app.widgets.folder_choice import FolderChoice
-from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
 from app.widgets.quantities import file_size
 from app.widgets.scaffold import STRETCH, PageHeader, push_button, scroll_area, vbox
@@ -177,14 +175,6 @@ class ModelsPage(Page):
 
     def _set_default(self, model: LibraryEntry) -> None:
         self._settings.default_model = model.name if self._library.entry(model.name) is model else str(model.path)
-
-    def _ask_folder(self, title: str, then: Callable[[Path], object]) -> None:
-        dialog = QFileDialog(self, title, QDir.homePath())
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.setFileMode(QFileDialog.FileMode.Directory)
-        dialog.setOption(QFileDialog.Option.ShowDirsOnly)
-        dialog.fileSelected.connect(lambda path: then(Path(path)))
-        dialog.open()
 
     def _ask_remove(self, model: LibraryEntry) -> None:
         words = self.tr("It frees {0} once the trash is emptied. Its converted weights are deleted.").format(
@@ -372,10 +362,14 @@ class ModelsPage(Page):
         here.verify_wanted.connect(library.verify)
         here.folder_wanted.connect(self._reveal)
         here.move_wanted.connect(
-            lambda model: self._ask_folder(self.tr("Folder to move it to"), lambda to: library.move(model, to))
+            lambda model: ask_path(
+                self, self.tr("Folder to move it to"), lambda to: library.move(model, to), folder=True
+            )
         )
         here.export_wanted.connect(
-            lambda model: self._ask_folder(self.tr("Folder for the copy"), lambda to: library.export(model, to))
+            lambda model: ask_path(
+                self, self.tr("Folder for the copy"), lambda to: library.export(model, to), folder=True
+            )
         )
         here.converted_wanted.connect(library.remove_converted)
         here.remove_wanted.connect(self._ask_remove)

@@ -12,7 +12,7 @@ from PySide6.QtWidgets import QDialog, QDialogButtonBox, QPlainTextEdit, QWidget
 
 from app.services.diagnosis import Diagnosis
 from app.views.settings.card import SettingsCard
-from app.widgets.report_file import ask_where
+from app.widgets.asking import ask_where_to_report
 from app.widgets.scaffold import push_button, vbox
 from engine.common.files import private_folder
 from engine.common.installed import version
@@ -49,7 +49,7 @@ class AboutCard(SettingsCard):
         self.diagnosis = Diagnosis(self)
         self.diagnosis.written.connect(self._on_written)
         self.diagnosis.problem.connect(self._on_problem)
-        self.save_report = push_button(self, self.tr("Save report…"), lambda: ask_where(self, self._write))
+        self.save_report = push_button(self, self.tr("Save report…"), lambda: ask_where_to_report(self, self._write))
         self.report_words = self.add_row(
             self.tr("Report"),
             self.tr(

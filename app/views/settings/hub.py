@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, QDir, Qt, Signal
+from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QFileDialog, QPushButton, QWidget
+from PySide6.QtWidgets import QPushButton, QWidget
 
 from app.services.background import LatestTask, TaskQueue
 from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard
+from app.widgets.asking import ask_path
 from app.widgets.scaffold import hbox, push_button, set_message, text_label, vbox, warning_label
 from engine.checkpoint.mirror import (
     chosen_mirror,
@@ -90,11 +91,7 @@ class HubCard(SettingsCard):
             self._reading.ask(_read, self._show_catalogue, self._on_failed)
 
     def _choose(self) -> None:
-        dialog = QFileDialog(self, self.tr("A newer catalogue"), QDir.homePath(), self.tr("Catalogues (*.json)"))
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
-        dialog.fileSelected.connect(lambda path: self.use_catalogue(Path(path)))
-        dialog.open()
+        ask_path(self, self.tr("A newer catalogue"), self.use_catalogue, kinds=self.tr("Catalogues (*.json)"))
 
     def _show_catalogue(self, catalogue: Catalogue) -> None:
         words = self.tr("{0} models, as of {1}.").format(len(catalogue.entries), catalogue.date)

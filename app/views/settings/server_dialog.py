@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QDir, QEvent, Qt
+from PySide6.QtCore import QEvent, Qt
 from PySide6.QtWidgets import (
     QDialog,
     QDialogButtonBox,
-    QFileDialog,
     QGridLayout,
     QHBoxLayout,
     QLayoutItem,
@@ -21,7 +20,7 @@ from PySide6.QtWidgets import (
 from app.services.endpoints import Endpoints
 from app.theme import scaled, set_look
 from app.views.settings.server_words import found_text
-from app.widgets.asking import ask
+from app.widgets.asking import ask, ask_path
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.quantities import number
 from app.widgets.scaffold import (
@@ -356,12 +355,10 @@ class ServerDialog(QDialog):
         self._fit()
 
     def _choose_certificate(self) -> None:
-        dialog = QFileDialog(
-            self, self.tr("The server's certificate"), QDir.homePath(), self.tr("Certificates (*.pem *.crt *.cer)")
+        kinds = self.tr("Certificates (*.pem *.crt *.cer)")
+        ask_path(
+            self, self.tr("The server's certificate"), lambda path: self.certificate.setText(str(path)), kinds=kinds
         )
-        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
-        dialog.fileSelected.connect(self.certificate.setText)
-        dialog.open()
 
     def _on_finished(self) -> None:
         self._endpoints.stop_testing()
