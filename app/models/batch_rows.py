@@ -71,13 +71,11 @@ class AnsweredRowsModel(HeadedTable):
         return one_line(row.prompt)
 
     def set_rows(self, rows: Iterable[BatchRow]) -> None:
-        """Replaces all rows."""
         self.beginResetModel()
         self._rows = list(rows)
         self.endResetModel()
 
     def append(self, rows: Sequence[BatchRow]) -> None:
-        """Adds rows at the end."""
         if rows:
             first = len(self._rows)
             self.beginInsertRows(QModelIndex(), first, first + len(rows) - 1)

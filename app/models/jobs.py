@@ -42,7 +42,6 @@ class JobListModel(QAbstractListModel):
         return None
 
     def put(self, job: JobEntry) -> None:
-        """Adds a job, or updates it."""
         row = self.row_of(job.key)
         if row >= 0:
             self._jobs[row] = job

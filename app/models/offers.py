@@ -26,7 +26,6 @@ class OfferFilter:
     runs_well: bool = False
 
     def takes(self, offer: Recommendation) -> bool:
-        """Whether it does."""
         entry = offer.entry
         text = f"{entry.name} {entry.family} {entry.strengths} {entry.languages} {offer.reference}".casefold()
         return (

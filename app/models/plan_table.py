@@ -72,13 +72,11 @@ class PlanTable(QAbstractTableModel):
             self._set(at, replace(row, doing=doing if mine else "", live=live if mine else 0.0))
 
     def show_timed(self, timed: Timed) -> None:
-        """Updates a candidate's timing."""
         at = self.row_of(timed.contestant.name)
         if at is not None:
             self._set(at, PlanRow(timed.contestant, timed))
 
     def show_result(self, result: TuningResult) -> None:
-        """Shows the whole result."""
         self._reset(
             [PlanRow(one.contestant, one, is_winner=one.contestant.name == result.winner) for one in result.timed]
         )
@@ -164,7 +162,6 @@ class PlanTable(QAbstractTableModel):
         return "\n".join(said)
 
     def marks(self, row: PlanRow) -> list[str]:
-        """A row's labels."""
         one = row.contestant
         said = []
         if row.is_winner:

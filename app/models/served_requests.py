@@ -38,7 +38,6 @@ class ServedRequests(HeadedTable):
         self.endResetModel()
 
     def add(self, request: Served) -> None:
-        """One more."""
         self.beginInsertRows(QModelIndex(), 0, 0)
         self._rows.insert(0, request)
         self.endInsertRows()

@@ -92,7 +92,6 @@ class ToolOffer:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """As models see them."""
         return tuple(each.tool for each in self.offered)
 
     def find(self, name: str) -> OfferedTool | None:
@@ -121,7 +120,6 @@ class _Turn:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What it is offered."""
         return self.offer.tools if self.offer is not None else ()
 
     @property
@@ -355,7 +353,6 @@ class AnswerQueue(QObject):
 
     @property
     def is_holding(self) -> bool:
-        """Whether any does."""
         return bool(self._held)
 
     @property

@@ -118,5 +118,4 @@ class JobEntry:
 
 
 def key_of(output: str) -> str:
-    """The key of the job with this output."""
     return journal_path(Path(output)).name

@@ -83,7 +83,6 @@ class BatchJobs(QObject):
         return sorted(self._entries.values(), key=lambda entry: -entry.created_s)
 
     def entry(self, key: str) -> JobEntry | None:
-        """The job with this key."""
         return self._entries.get(key)
 
     @property

@@ -99,7 +99,6 @@ class Downloads(QObject):
             self._look()
 
     def entry(self, key: str) -> Download | None:
-        """The download of this key."""
         return next((one for one in self._entries or () if one.key == key), None)
 
     # --- what people want -----------------------------------------------------------------------------
@@ -349,7 +348,6 @@ def read_downloads() -> tuple[Download, ...]:
 
 
 def _listed(folder: str) -> Path | None:
-    """A folder as long as it is in the list of model folders."""
     from engine.checkpoint.model_directories import model_folders
 
     return next((each for each in model_folders() if str(each) == folder), None)

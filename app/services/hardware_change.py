@@ -23,7 +23,6 @@ class HardwareChange(QObject):
         devices.hardware_found.connect(self._compare)
 
     def close(self) -> None:
-        """Waits for a running comparison."""
         self._comparing.close()
 
     def _compare(self, probe: Probe) -> None:

@@ -36,7 +36,6 @@ class Installation(QObject):
 
     @property
     def is_running(self) -> bool:
-        """Whether one runs."""
         return self._process is not None
 
     def start(self, *arguments: str) -> None:

@@ -94,7 +94,6 @@ class Library(QObject):
         return self._work
 
     def entry(self, name: str) -> LibraryEntry | None:
-        """The model of this name, or at this path."""
         return next((one for one in self.entries if name in (one.name, str(one.path))), None)
 
     def entry_from(self, reference: str) -> LibraryEntry | None:

@@ -157,7 +157,6 @@ class ModelStart(QObject):
             self.begin()
 
     def close(self) -> None:
-        """Waits for a running search."""
         self._looking.close()
 
     def _on_setting(self, key: str) -> None:

@@ -76,7 +76,6 @@ class HistoryRecorder(QObject):
 
     @property
     def waiting(self) -> int:
-        """Messages in the queue."""
         return self._inbox.qsize()
 
     def start(self) -> None:
@@ -97,7 +96,6 @@ class HistoryRecorder(QObject):
             self._inbox.put(lambda state: state.take(message, at_ns))
 
     def take_sample(self, sample: SensorSample, at_ns: int) -> None:
-        """Queues a sensor sample."""
         self._inbox.put(lambda state: state.take_sample(sample, at_ns))
 
     def begin_session(self, model: ModelInfo | None, config: EngineConfig | None = None) -> None:

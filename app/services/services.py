@@ -85,7 +85,6 @@ class Services:
 
     @cached_property
     def jobs(self) -> BatchJobs:
-        """The queue of batch jobs."""
         from app.services.batch_jobs import BatchJobs
 
         jobs = BatchJobs(self.client, at_once=lambda: self.settings.jobs_at_once)
@@ -109,21 +108,18 @@ class Services:
 
     @cached_property
     def sample(self) -> BatchSample:
-        """Samples of jobs."""
         from app.services.batch_sample import BatchSample
 
         return BatchSample(self.client, self.jobs)
 
     @cached_property
     def tuning(self) -> Tuning:
-        """Tuning runs."""
         from app.services.tuning import Tuning
 
         return Tuning(self.client, self.settings)
 
     @cached_property
     def library(self) -> Library:
-        """The models on this PC."""
         from app.services.library import Library
 
         return Library()
@@ -137,7 +133,6 @@ class Services:
 
     @cached_property
     def downloads(self) -> Downloads:
-        """The queue of downloads."""
         from app.services.downloads import Downloads
 
         return Downloads(self.settings)
@@ -172,14 +167,12 @@ class Services:
 
     @cached_property
     def endpoints(self) -> Endpoints:
-        """Servers elsewhere."""
         from app.services.endpoints import Endpoints
 
         return Endpoints(self.settings)
 
     @cached_property
     def documents(self) -> Documents:
-        """Documents of chats."""
         from app.services.documents import Documents
 
         return Documents(self.store)

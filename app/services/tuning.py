@@ -121,7 +121,6 @@ class Tuning(QObject):
         self._keeping.add(lambda: keep_anyway(result, measurements), kept, self._on_failed)
 
     def close(self) -> None:
-        """Waits for background work."""
         for task in (self._looking, self._recalling, self._keeping):
             task.close()
 

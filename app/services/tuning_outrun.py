@@ -40,7 +40,6 @@ class TuningOutrun(QObject):
         client.answered.connect(self._on_answered)
 
     def close(self) -> None:
-        """Waits for a running comparison."""
         self._checking.close()
 
     def _forget(self, _model: object) -> None:

@@ -85,7 +85,6 @@ class Updates(QObject):
 
     @property
     def download(self) -> Download | None:
-        """What is on its way."""
         return self._downloads.part
 
     @property

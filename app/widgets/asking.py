@@ -126,7 +126,6 @@ def ask_path(
     folder: bool = False,
     start: str = "",
 ) -> QFileDialog:
-    """The same for one."""
     dialog = ask_paths(parent, title, lambda paths: then(paths[0]), kinds=kinds, folder=folder, start=start)
     dialog.setFileMode(QFileDialog.FileMode.Directory if folder else QFileDialog.FileMode.ExistingFile)
     return dialog
@@ -161,5 +160,4 @@ def ask_model(parent: QWidget, then: Callable[[Path], object]) -> QFileDialog:
 
 
 def model_of(file: Path) -> Path:
-    """The model that a chosen file belongs to."""
     return file if file.suffix.lower() == SUFFIX else file.parent

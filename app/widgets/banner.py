@@ -46,17 +46,14 @@ class Banner(QFrame):
 
     @property
     def text(self) -> str:
-        """The current sentence."""
         return self._text.text()
 
     def add_action(self, label: str, do: Callable[[], None], *, kind: str = "") -> QPushButton:
-        """Adds a button at the end of the line."""
         button = push_button(self, label, lambda: do(), kind=kind)
         self._actions.addWidget(button)
         return button
 
     def show_text(self, text: str) -> None:
-        """Shows `text`."""
         self._text.setText(text)
         self.setAccessibleName(text)
         self.show()

@@ -24,7 +24,6 @@ class Dot(QWidget):
         self.setFixedSize(8, 8)
 
     def set_colour(self, colour: ColourName) -> None:
-        """Change its colour."""
         self._colour = colour
         self.update()
 
@@ -102,7 +101,6 @@ class Chip(QFrame):
         return self._label.full_text
 
     def show_text(self, text: str, *, dot: ColourName | None = None, warns: bool = False, tip: str = "") -> None:
-        """Change the contents."""
         self._label.set_full_text(text)
         self._dot.setVisible(dot is not None)
         if dot is not None:
@@ -134,7 +132,6 @@ class ChipButton(QPushButton):
         return self._label.full_text
 
     def show_text(self, text: str, *, dot: ColourName, tip: str = "") -> None:
-        """Change the contents."""
         self._label.set_full_text(text)
         self._dot.set_colour(dot)
         self.setToolTip("\n".join(filter(None, (text, tip))))

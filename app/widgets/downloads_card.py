@@ -192,7 +192,6 @@ class DownloadsView(QListView):
 
     @property
     def download(self) -> Download | None:
-        """The current one."""
         download = self.currentIndex().data(DOWNLOAD_ROLE)
         return download if isinstance(download, Download) else None
 

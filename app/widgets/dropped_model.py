@@ -21,7 +21,6 @@ def dropped_model(data: QMimeData) -> Path | None:
 
 
 def model_at(path: Path) -> Path | None:
-    """The path, if a model is there."""
     if path.suffix.lower() == SUFFIX or (path / _CONFIG).is_file():
         return path
     try:

@@ -139,7 +139,6 @@ class FitCardView(QWidget):
 
     @property
     def rows(self) -> tuple[FitRow, ...]:
-        """Those of the card that is shown."""
         return self.table.rows.card.rows
 
     # --- what is wanted -------------------------------------------------------------------------------
@@ -150,7 +149,6 @@ class FitCardView(QWidget):
         return self._contexts[min(self.context.value(), len(self._contexts) - 1)]
 
     def wanted(self, limits: Limits) -> Limits:
-        """Limits with the wanted context and budget."""
         limits = replace(limits, context_tokens=self.wanted_context)
         budget = self._budget
         if budget is None:

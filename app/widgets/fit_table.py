@@ -71,7 +71,6 @@ class FitTable(QTableView):
 
     @property
     def row(self) -> FitRow | None:
-        """The current row."""
         row = self.currentIndex().data(FIT_ROLE)
         return row if isinstance(row, FitRow) else None
 

@@ -117,7 +117,6 @@ class Flow(QWidget):
             self.add(widget)
 
     def add(self, widget: QWidget) -> None:
-        """Appends a widget."""
         self._lines.addWidget(widget)
 
     def clear(self) -> None:
@@ -131,7 +130,6 @@ class Flow(QWidget):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it."""
         return not self._lines.count()
 
     def widest(self, room: int) -> int:

@@ -68,7 +68,6 @@ class FolderChoice(QWidget):
         self.setVisible(len(rooms) > 1)
 
     def close_down(self) -> None:
-        """Waits for a look."""
         self._looking.close()
 
     def _choose(self) -> None:

@@ -120,7 +120,6 @@ class PlanBars(QWidget):
         self.setAccessibleName(self.tr("Memory by tier"))
 
     def show_tiers(self, tiers: tuple[TierBar, ...]) -> None:
-        """Draws these tiers."""
         while len(self._rows) < len(tiers):
             self._add_row()
         said = []

@@ -63,7 +63,6 @@ class Popover(QFrame):
         self.move(at)
 
     def close_and_return(self) -> None:
-        """Close it, and return the focus to the button."""
         had_focus = self.isAncestorOf(QApplication.focusWidget() or self)
         self.hide()
         if had_focus and self._button is not None:

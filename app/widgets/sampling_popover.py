@@ -306,7 +306,6 @@ class SamplingPopover(Popover):
         self._show_row("beams", shown=False)
 
     def fill(self, sampling: SamplingParams) -> None:
-        """Show these settings."""
         self._filling = True
         for key in self.values.values:
             self.values.set(key, getattr(sampling, key))
@@ -315,7 +314,6 @@ class SamplingPopover(Popover):
         self._show_preset(sampling)
 
     def sampling(self) -> SamplingParams:
-        """The settings as entered."""
         sampling = SamplingParams(**self.values.values)
         return replace(sampling, dry_breakers=sampling.dry_breakers[:MOST_BREAKERS])
 
@@ -354,7 +352,6 @@ class SamplingPopover(Popover):
 
 
 def preset_text(preset: Preset | None) -> str:
-    """The name of a preset."""
     if preset is None:
         return translate("Chat", "Custom")
     return {

@@ -143,7 +143,6 @@ def scroll_area(content: QWidget, parent: QWidget) -> QScrollArea:
 
 
 def clear_layout(box: QLayout) -> None:
-    """Deletes the widgets in it."""
     while (item := box.takeAt(0)) is not None:
         if (widget := item.widget()) is not None:
             widget.hide()
@@ -193,7 +192,6 @@ class WrappedLabel(QLabel):
 
     @property
     def shown(self) -> str:
-        """What is painted."""
         return super().text()
 
     def minimumSizeHint(self) -> QSize:
@@ -257,7 +255,6 @@ class HelpMark(QToolButton):
 
     @property
     def explanation(self) -> str:
-        """The text."""
         return self._explanation
 
     @property

@@ -36,7 +36,6 @@ class Toast(QWidget):
         return self._text.text()
 
     def set_widest(self, width: int) -> None:
-        """Sets the card's maximum width."""
         self.setMaximumWidth(width + 2 * MARGIN_PX)
 
     def show_text(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:

@@ -54,7 +54,6 @@ _PLACES = ",".join("?" * len(MESSAGE_COLUMNS.split(",")))
 
 
 def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
-    """A record from a row of CONVERSATION_COLUMNS."""
     id_, title, pinned, created, updated, system_prompt, sampling, model, draft, folder_id, tools = row
     return Conversation(
         id=text_of(id_),

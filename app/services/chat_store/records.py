@@ -256,7 +256,6 @@ def made_id(*names: str) -> str:
 
 
 def new_conversation(**fields: Any) -> Conversation:
-    """A conversation created now."""
     now = time.time()
     return Conversation(id=new_id(), created_at=now, updated_at=now, **fields)
 

@@ -203,7 +203,6 @@ class ChatStore(QObject):
         self._left_out.add(conversation_id)
 
     def leaves_out(self, conversation_id: str) -> bool:
-        """Whether nothing of a conversation is written."""
         return conversation_id in self._left_out
 
     def take_in(self, conversation: Conversation, messages: Sequence[Message]) -> None:
@@ -218,7 +217,6 @@ class ChatStore(QObject):
         self._write(lambda database: database.add_conversations([(conversation, messages)]))
 
     def change(self, conversation_id: str, **changes: Any) -> None:
-        """Change only these fields of a conversation."""
         if self.leaves_out(conversation_id):
             return
         self._write(lambda database: database.change_conversation(conversation_id, changes))
@@ -242,7 +240,6 @@ class ChatStore(QObject):
         self._write(run, self.documents_gone.emit)
 
     def restore(self, conversation_id: str) -> None:
-        """Restore a deleted conversation."""
         self._write(lambda database: database.set_deleted(conversation_id, None))
 
     # --- documents ---

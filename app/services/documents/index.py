@@ -217,8 +217,6 @@ class DocumentIndex:
         )
 
     def drop_files(self, document: str, names: Iterable[str]) -> None:
-        """Files of a folder that are gone."""
-
         def run(c: sqlite3.Connection) -> None:
             for name in names:
                 self._remove(c, "f.name = ? AND f.document = (SELECT seq FROM documents WHERE id = ?)", name, document)

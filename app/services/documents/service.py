@@ -472,7 +472,6 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str, FileState | None]]:
 
 
 def _folders_in(folders: Sequence[str]) -> list[str]:
-    """These and the folders in them, as many as are watched."""
     found: list[str] = []
     for folder in folders:
         waiting = [folder]

@@ -101,7 +101,6 @@ class GaugeHistory:
         return np.asarray(np.where(inside > 0, means, held), np.float64)
 
     def knows(self, gauge: str) -> bool:
-        """Whether it was ever reported."""
         return gauge in self._told
 
     def samples(self, gauge: str) -> tuple[NDArray[np.int64], Floats]:

@@ -238,7 +238,6 @@ class History:
         self._reach(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
 
     def add_sample(self, at_ns: int, sample: SensorSample) -> None:
-        """Add a sensor sample."""
         self._gauges.add(at_ns, gauges_of(sample))
         self._reach(at_ns, at_ns)
 
@@ -248,7 +247,6 @@ class History:
         self._reach(at_ns, at_ns)
 
     def add_mark(self, at_ns: int, text: str) -> None:
-        """Add an event."""
         self._marks.append(Mark(at_ns, text))
         self.revision += 1
 
@@ -265,7 +263,6 @@ class History:
         return any(lane in _PER_DEVICE for lane, _ in self._busy)
 
     def devices(self, lane: int) -> list[int]:
-        """Devices with spans in this lane."""
         return sorted(device for mine, device in self._busy if mine == lane)
 
     def busy(self, lane: int, edges_ns: Floats) -> Floats:
@@ -341,7 +338,6 @@ class History:
         return self._steps.between(start_ns, end_ns)
 
     def last_steps(self, count: int) -> Records:
-        """The last steps that ended."""
         return self._steps.last(count)
 
     def runs_between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
@@ -353,7 +349,6 @@ class History:
         return self._runs.last_request(before_ns)
 
     def marks_between(self, start_ns: float, end_ns: float) -> list[Mark]:
-        """Events in a range."""
         return [mark for mark in self._marks if start_ns <= mark.at_ns < end_ns]
 
     @property

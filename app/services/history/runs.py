@@ -53,7 +53,6 @@ class RunHistory:
                 self._runs.append(PhaseRun(kind, request, start, end, read, number))
 
     def between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
-        """Runs that overlap [start, end)."""
         found = []
         for run in reversed(self._runs):
             if run.end_ns <= start_ns:

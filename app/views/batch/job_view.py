@@ -52,7 +52,6 @@ class PlaceRows(QWidget):
         self.hide()
 
     def show_places(self, places: Sequence[PlacePace]) -> None:
-        """Shows these places."""
         while len(self._lines) < len(places):
             self._add_line()
         for line, place in zip(self._lines, places, strict=False):
@@ -143,7 +142,6 @@ class ProgressCard(QFrame):
             self._strip.setVisible(shown)
 
     def show_job(self, job: JobEntry) -> None:
-        """Shows this job's progress."""
         share = job.share
         self._percent.setText(percent(share) if share is not None else state_text(job).capitalize())
         self._rows.setText(rows_text(job))
@@ -222,7 +220,6 @@ class JobView(QWidget):
             self.rows.add_latest(rows)
 
     def close_down(self) -> None:
-        """Waits for a running read."""
         self.rows.close_down()
         self.detail.close_down()
 

@@ -187,7 +187,6 @@ class NewJob(QWidget):
         self._sampler.stop()
 
     def close_down(self) -> None:
-        """Stops background work."""
         self.leave()
         self._forecasts.close()
         for task in (self._looking, self._checks):

@@ -265,7 +265,6 @@ class BatchPage(Page):
             self.show_job(before._shown)
 
     def close_down(self) -> None:
-        """Stops background work."""
         self.form.close_down()
         self.job_view.close_down()
 
@@ -276,7 +275,6 @@ class BatchPage(Page):
     # --- what is shown --------------------------------------------------------------------------------
 
     def show_job(self, key: str) -> None:
-        """Shows a job."""
         entry = self._jobs.entry(key)
         if entry is None:
             return
@@ -473,10 +471,8 @@ class BatchPage(Page):
         add_shortcut(self, QKeySequence.StandardKey.Open, self.tr("Choose a file of prompts"), self.choose_files)
 
     def choose_files(self) -> None:
-        """Asks for input files."""
         words = translate("Batch", "Files of prompts")
         ask_paths(self, words, self.open_files, kinds=f"{words} ({' '.join(f'*{each}' for each in INPUT_SUFFIXES)})")
 
     def choose_folder(self) -> None:
-        """Asks for an input folder."""
         ask_path(self, self.tr("Folder of prompts"), lambda path: self.open_files([path]), folder=True)

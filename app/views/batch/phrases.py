@@ -161,7 +161,6 @@ def _running_text(job: JobEntry) -> str:
 
 
 def end_text(row: BatchRow) -> str:
-    """How a row ended."""
     if row.problem:
         return translate("Batch", "failed")
     return {
@@ -261,7 +260,6 @@ def sampled_text(sampled: BatchSampled, rows: int | None) -> str:
 
 
 def sample_text(rate: SampleRate) -> str:
-    """What a sample measured."""
     one, more = (
         translate("Batch", "{0} row took {1} s, at {2} tokens/s."),
         translate("Batch", "{0} rows took {1} s, at {2} tokens/s.", "", rate.rows),

@@ -63,7 +63,6 @@ class PlacesCard(Card):
         return self.address.text().strip() if self.cluster.isChecked() else ""
 
     def offer_cluster(self, offered: bool) -> None:
-        """Offers a cluster, or does not."""
         self._ray_is_here = offered
         self.cluster.setChecked(self.cluster.isChecked() and offered)
         self._show()

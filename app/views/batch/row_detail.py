@@ -60,7 +60,6 @@ class RowDetail(Card):
         self.closed.emit()
 
     def close_down(self) -> None:
-        """Waits for a running read."""
         self._reading.close()
 
     def keyPressEvent(self, event: QKeyEvent) -> None:

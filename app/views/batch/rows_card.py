@@ -78,7 +78,6 @@ class RowsCard(Card):
         self.body.addWidget(self.redo, 0, Qt.AlignmentFlag.AlignRight)
 
     def show_job(self, entry: JobEntry) -> None:
-        """Shows the rows of another job."""
         self._entry, self._answers = entry, JobAnswers(entry)
         self.model.set_beginning(entry.job.template.partition("{{")[0])
         running = entry.state in UNDER_WAY
@@ -87,7 +86,6 @@ class RowsCard(Card):
         self._select(LATEST if running else ALL)
 
     def update_job(self, entry: JobEntry) -> None:
-        """Updates the job that is shown."""
         before, self._entry = self._entry, entry
         if before is None:
             return
@@ -101,7 +99,6 @@ class RowsCard(Card):
         self._show_words()
 
     def add_latest(self, rows: Sequence[BatchRow]) -> None:
-        """Adds newly finished rows."""
         if self.filters.checkedId() == LATEST:
             at_top = self.table.verticalScrollBar().value() == 0
             self.model.put_latest(rows)
@@ -112,7 +109,6 @@ class RowsCard(Card):
             self._complete = False
 
     def close_down(self) -> None:
-        """Waits for a running read."""
         self._again.stop()
         self._reading.close()
 

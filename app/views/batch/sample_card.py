@@ -50,14 +50,12 @@ class SampleCard(Card):
         self._set_running(self._running)
 
     def begin(self) -> None:
-        """A trial has started."""
         self._drop_answers()
         self._set_running(True)
         set_message(self._trouble, "")
         set_message(self._words, self.tr("Answering…"))
 
     def add(self, rows: Sequence[BatchRow]) -> None:
-        """Adds answered rows."""
         for row in rows:
             place = sum(other.row < row.row for other in self._shown)
             block = _Answer(row, self)

@@ -65,7 +65,6 @@ class SharedSettingsCard(Card):
             self.show_job(self._entry)  # the columns' colour is part of the HTML
 
     def show_job(self, entry: JobEntry) -> None:
-        """Shows this job's settings."""
         self._entry = entry
         job = entry.job
         text = job.template or self.tr("Each row's own messages")

@@ -92,7 +92,6 @@ class AnswerMessage(QWidget):
 
     @property
     def row(self) -> MessageRow:
-        """What is shown."""
         return self._row
 
     @property

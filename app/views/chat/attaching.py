@@ -115,7 +115,6 @@ class Attaching(QObject):
         self._documents.resume((*self._presenter.attachments, *in_turns))
 
     def choose(self) -> None:
-        """Asks for files."""
         pictures = translate("Chat", "Pictures ({0})").format(" ".join(f"*{suffix}" for suffix in SUFFIXES))
         kinds = f"{translate('Chat', 'All files (*)')};;{pictures}"
         ask_paths(self._page, translate("Chat", "Attach files"), self.give, kinds=kinds)

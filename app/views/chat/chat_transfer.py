@@ -68,7 +68,6 @@ class ChatTransfer(QObject):
         ask_where(self._page, translate("Chat", "Export"), name, suffixes, lambda path: self.export(ids, path))
 
     def ask_import(self) -> None:
-        """Asks for files with chats."""
         kinds = translate("Chat", "Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)")
         ask_paths(self._page, translate("Chat", "Import chats"), self.import_files, kinds=kinds)
 
@@ -79,13 +78,11 @@ class ChatTransfer(QObject):
         self.files.export(conversation_ids, path)
 
     def import_files(self, paths: Sequence[Path]) -> None:
-        """Reads chats from files."""
         names = paths[0].name if len(paths) == 1 else self.tr("{0} files", "", len(paths)).format(count(len(paths)))
         self._begin(self.tr("Importing {0}…").format(names))
         self.files.import_files(paths)
 
     def print_chat(self, conversation_id: str) -> None:
-        """Asks for a printer, and prints a chat."""
         from PySide6.QtPrintSupport import QPrintDialog, QPrinter  # imported late: few print
 
         printer = QPrinter(QPrinter.PrinterMode.HighResolution)

@@ -334,12 +334,10 @@ class ChatView(Page):
     # --- actions of the page ---
 
     def search(self) -> None:
-        """Focus the search field."""
         self._show_chats(True)
         self.panel.focus_search()
 
     def new_chat(self) -> None:
-        """Start a chat."""
         self._show_chats(False)
         self.panel.search.clear()
         self.presenter.new_chat()
@@ -357,7 +355,6 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def find_in_chat(self) -> None:
-        """Find a text in the chat on screen."""
         self._show_chats(False)
         self.finding.open()
 
@@ -579,7 +576,6 @@ class ChatView(Page):
 
     @cached_property
     def transfer(self) -> ChatTransfer:
-        """Chats to files and in from them."""
         from app.views.chat.chat_transfer import ChatTransfer  # imported late: the window opens sooner
 
         return ChatTransfer(self.presenter, self._store, self.files_banner, self.toast, self)
@@ -608,7 +604,6 @@ class ChatView(Page):
         self.presenter.list_model.put(chat)
 
     def open_chat(self, chat_id: str) -> None:
-        """Shows a chat."""
         self._open(chat_id, "")
 
     side_by_side: SideBySide | None = None

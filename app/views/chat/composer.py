@@ -57,7 +57,6 @@ class SystemPromptPopover(Popover):
         self.column.addWidget(self.text)
 
     def edit(self, system_prompt: str, button: QWidget) -> None:
-        """Open with this text."""
         self.text.blockSignals(True)
         self.text.setPlainText(system_prompt)
         self.text.blockSignals(False)
@@ -337,12 +336,10 @@ class Composer(QFrame):
         self.system_button.setAccessibleName(self._system_name(is_short=False))
 
     def edit_system_prompt(self) -> None:
-        """Open the system prompt popover."""
         if self._conversation is not None:
             self._system.edit(self._conversation.system_prompt, self.system_button)
 
     def edit_sampling(self) -> None:
-        """Open the sampling popover."""
         if self._conversation is not None:
             self._sampling.edit(self._conversation.sampling, self.sampling_button)
 

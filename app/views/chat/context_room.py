@@ -460,7 +460,6 @@ class ContextRoom(QObject):
         return ContextLength(limit, shown, longest, model.kv_bytes_per_token, place)
 
     def _longest(self, model: ModelInfo, limit: int) -> int:
-        """The model's own limit."""
         entry = self._library.entry(model.path)
         known = entry.context_tokens if entry is not None else self._settings.get("longest_context", {}).get(model.path)
         return max(limit, known if type(known) is int else 0)

@@ -119,12 +119,10 @@ class ConversationPanel(QFrame):
     _fills = False
 
     def set_current(self, conversation_id: str) -> None:
-        """Select the current chat."""
         self._current = conversation_id
         self._select_current()
 
     def focus_search(self) -> None:
-        """Focus the search field."""
         self.search.setFocus(Qt.FocusReason.ShortcutFocusReason)
         self.search.selectAll()
 
@@ -145,7 +143,6 @@ class ConversationPanel(QFrame):
             self.list.edit(index)
 
     def set_nothing_found(self, nothing: bool) -> None:
-        """Show that a search found nothing."""
         self.nothing.setVisible(nothing)
 
     def eventFilter(self, watched: object, event: QEvent) -> bool:
@@ -254,7 +251,6 @@ class ConversationPanel(QFrame):
             menu.popup(self.list.viewport().mapToGlobal(at))
 
     def menu_for(self, conversation: Conversation) -> QMenu:
-        """A chat's context menu."""
         id_, menu = conversation.id, QMenu(self)
         menu.addAction(icon("edit"), self.tr("Rename\tF2"), lambda: self.rename(id_))
         if self._model.is_scratch(id_):
@@ -284,7 +280,6 @@ class ConversationPanel(QFrame):
         return menu
 
     def folder_menu(self, folder: Folder | None) -> QMenu:
-        """A folder's context menu."""
         menu = QMenu(self)
         if folder is not None:
             fold = self.tr("Collapse") if folder.is_open else self.tr("Expand")

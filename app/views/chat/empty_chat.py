@@ -116,7 +116,6 @@ class EmptyChat(QScrollArea):
         self.choose_button.setVisible(offer_models)
 
     def set_column_width(self, width: int) -> None:
-        """Sets the examples' maximum width."""
         self._middle.setMaximumWidth(width)
         self._arrange()
 

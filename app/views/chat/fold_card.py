@@ -66,7 +66,6 @@ class FoldCard(QFrame):
         return self._editor
 
     def set_row(self, row: MessageRow) -> None:
-        """Show this fold."""
         self._row = row
         card = row.card
         assert card is not None
@@ -103,7 +102,6 @@ class FoldCard(QFrame):
         editor.box.setFocus()
 
     def stop_editing(self) -> None:
-        """Show the summary as it is."""
         if self._editor is not None:
             self._editor.hide()
             self._editor.deleteLater()

@@ -52,7 +52,6 @@ class MessageTools(QObject):
         self._on_prompts()
 
     def open_prompts(self) -> None:
-        """Lists the saved prompts."""
         self.popover.open_list(self.prompts_button, self._composer.text)
 
     def compare(self) -> None:

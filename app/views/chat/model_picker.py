@@ -222,7 +222,6 @@ class ModelPicker(Popover):
         self._connect()
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Below the list."""
         self.column.insertWidget(self.column.indexOf(self.nothing) + 1, offer)
         offer.follow(self._library)
 
@@ -356,7 +355,6 @@ class ModelPicker(Popover):
 
     @property
     def current(self) -> ModelRow | None:
-        """The model that the buttons are about."""
         row = self.list.currentIndex().data(ROW_ROLE)
         return row if isinstance(row, ModelRow) else None
 

@@ -66,7 +66,6 @@ class SourceRow(QWidget):
 
 
 def source_words(source: Source) -> str:
-    """Its document, and where in it."""
     return f"{source.name}, {source_place(source)}".rstrip(", ")
 
 

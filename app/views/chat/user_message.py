@@ -85,7 +85,6 @@ class UserMessage(QWidget):
         return self._row.message.id
 
     def set_row(self, row: MessageRow) -> None:
-        """Show this turn."""
         if row.message.content != self._row.message.content:
             self._matches, self._match = [], None
         self._row = row

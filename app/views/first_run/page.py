@@ -83,7 +83,6 @@ class HereCard(Card):
         return tuple(button for row in self._rows for button in row.findChildren(QPushButton))
 
     def show_models(self, entries: Sequence[LibraryEntry]) -> None:
-        """Shows those that can be used."""
         usable = sorted((one for one in entries if not one.problem), key=lambda one: -one.bytes_on_disk)
         if tuple(usable) != self._shown:
             self._shown = tuple(usable)
@@ -173,7 +172,6 @@ class FirstRunPage(Page):
         self.setAccessibleName(self.tr("Choose a first model"))
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.folder.close_down()
 
     # --- building ---

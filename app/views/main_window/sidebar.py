@@ -113,7 +113,6 @@ class Sidebar(QWidget):
         self._apply()
 
     def follow_window(self, width: int) -> None:
-        """Adapts to a window of this width."""
         rail = width < RAIL_BELOW_PX * body_px() / BODY_PX
         if rail != self._is_rail:
             self._is_rail = rail
@@ -142,7 +141,6 @@ class Sidebar(QWidget):
         self.button(name).setChecked(True)
 
     def has_focus(self) -> bool:
-        """Whether one of its buttons has the focus."""
         return any(button.hasFocus() for button in self._group.buttons())
 
     def button(self, name: str) -> QPushButton:

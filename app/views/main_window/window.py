@@ -176,7 +176,6 @@ class MainWindow(QMainWindow):
         return [(name, getattr(self, name).text) for name in names if not getattr(self, name).isHidden()]
 
     def show_page(self, name: str) -> None:
-        """Shows the page of this name."""
         if name == FIRST_RUN:
             self._needs_model, name = True, CHAT
         self.sidebar.choose(name)
@@ -280,7 +279,6 @@ class MainWindow(QMainWindow):
         self.activateWindow()
 
     def restart_engine(self) -> None:
-        """Restarts the engine with the same model."""
         self.engine_banner.hide()
         self.services.model_start.restart()
 

@@ -79,7 +79,6 @@ class FoundList(QListView):
 
     @property
     def row(self) -> Row | None:
-        """The chosen one."""
         row = self.currentIndex().data(ROW_ROLE)
         return row if isinstance(row, Recommendation | Found) else None
 

@@ -51,7 +51,6 @@ class OfferView(QWidget):
 
     @property
     def offer(self) -> Recommendation | None:
-        """The one that is shown."""
         return self._offer
 
     def show_offer(self, offer: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> None:

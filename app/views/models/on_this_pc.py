@@ -117,7 +117,6 @@ class OnThisPcCard(Card):
 
     @property
     def entry(self) -> LibraryEntry | None:
-        """The chosen model."""
         row = self._row
         return row.entry if row is not None else None
 
@@ -137,7 +136,6 @@ class OnThisPcCard(Card):
         self._show_chosen()
 
     def _show_chosen(self) -> None:
-        """Shows those of the chosen ability."""
         able = -1 if self.able.isHidden() else int(self.able.currentData())
         entries = tuple(entry for entry in self._shown if able < 0 or abilities_of(entry)[able])
         before, loaded = self.entry, self._of_rows["loaded"]

@@ -101,7 +101,6 @@ class ModelsPage(Page):
         offer.follow(self._library)
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.folder.close_down()
 
     # --- files dropped on the page --------------------------------------------------------------------
@@ -208,7 +207,6 @@ class ModelsPage(Page):
             self.toast.show_text(words)
 
     def open_folders(self) -> FoldersDialog:
-        """The dialog of model folders."""
         dialog = FoldersDialog(self)
         dialog.changed.connect(self._library.look)
         dialog.changed.connect(self.folder.look)

@@ -289,7 +289,6 @@ class SearchCard(Card):
 
 
 def page_of(repository: Repository) -> str:
-    """The address of a repository's page on its hub."""
     return page_at(repository.endpoint, repository.hub, repository.id)
 
 

@@ -88,7 +88,6 @@ class EngineCards(QWidget):
         self._show_moment()
 
     def show_live(self) -> None:
-        """Shows live data again."""
         self._session = None
         self.machine.show()
         self.cache.is_recorded = False

@@ -73,7 +73,6 @@ class SessionsButton(QPushButton):
         self.setMenu(self._menu)
 
     def wait(self) -> None:
-        """Waits for a session that is being read."""
         self._reading.close()
         self._naming.close()
 
@@ -215,7 +214,6 @@ class ExportButton(QPushButton):
         self.setMenu(menu)
 
     def wait(self) -> None:
-        """Waits for a running export."""
         self._writing.close()
 
     def write_records(self, path: Path) -> None:
@@ -396,7 +394,6 @@ class MonitorPage(Page):
         self._say()
 
     def show_now(self) -> None:
-        """Shows live data."""
         self._session = None
         self.predict.show_session(None)
         self.session_banner.hide()

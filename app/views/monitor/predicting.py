@@ -60,7 +60,6 @@ class PredictButton(QPushButton):
                 self._ask(shape)
 
     def wait(self) -> None:
-        """Waits for a running prediction."""
         self._predicting.close()
 
     def measured_tokens_per_s(self) -> float | None:

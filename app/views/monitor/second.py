@@ -127,7 +127,6 @@ class SecondTimeline(Card):
         self.hide()
 
     def show_history(self, title: str, caption: str, history: History) -> None:
-        """Shows another, fixed history."""
         self._predicted = None
         self.said.hide()
         self._show(title, caption, history)

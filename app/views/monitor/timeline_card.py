@@ -38,7 +38,6 @@ class LaneTable(QAbstractTableModel):
         self._rows: list[tuple[str, str, str, str]] = []
 
     def show_lanes(self, lanes: list[tuple[Lane, LaneData]]) -> None:
-        """Shows the timeline's current data."""
         rows = [row for lane, data in lanes for row in rows_of_lane(lane, data)]
         if len(rows) != len(self._rows):
             self.beginResetModel()

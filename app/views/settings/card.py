@@ -91,7 +91,6 @@ class SettingsCard(QFrame):
                 self.add_setting(setting, settings)
 
     def add_wide(self, widget: QWidget) -> None:
-        """Adds a widget as wide as the card."""
         self._column.addWidget(widget)
 
     def show_found(self, wanted: str) -> bool:
@@ -138,7 +137,6 @@ class Row(QWidget):
             self._name.setBuddy(controls[0])
 
     def has(self, words: Sequence[str]) -> bool:
-        """Whether it is about all of these."""
         said = f"{self._name.text()} {self.words.text()} {self.hidden_words}".casefold()
         return all(word in said for word in words)
 

@@ -63,12 +63,10 @@ class ComputingCard(SettingsCard):
         return self._looking.is_busy or self.planning.is_busy
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self._looking.close()
         self.planning.close()
 
     def show_timing(self) -> None:
-        """The model is being timed."""
         self.time.setEnabled(False)
         self.predicted.setText(self.tr("Loading the model and timing it…"))
         self.bottleneck.setText("")

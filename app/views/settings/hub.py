@@ -147,11 +147,9 @@ class TokenRows(QWidget):
 
     @property
     def buttons(self) -> list[QPushButton]:
-        """One a row."""
         return [button for row in self._rows for button in row.findChildren(QPushButton)]
 
     def show_hosts(self, hosts: Sequence[str]) -> None:
-        """Shows these; none hides it."""
         if tuple(hosts) != self._hosts:
             self._hosts = tuple(hosts)
             for row in self._rows:

@@ -40,7 +40,6 @@ class KeptCard(SettingsCard):
         self._enable()
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self._tasks.close()
 
     def showEvent(self, event: QShowEvent) -> None:

@@ -41,7 +41,6 @@ class ModelCard(SettingsCard):
         self.add_row(self.tr("Speed"), self.tr("Times this machine and keeps the fastest settings."), tune)
 
     def close_down(self) -> None:
-        """Waits for a running listing."""
         self._listing.close()
 
     def showEvent(self, event: QShowEvent) -> None:

@@ -202,7 +202,6 @@ class SettingsPage(Page):
         vbox(header, (scroll, 1), into=self, gap=0)
 
     def show_found(self, wanted: str) -> None:
-        """Shows what has these words."""
         shown = [(card, card.show_found(wanted)) for card in self.cards.values()]
         for card, has_it in shown:
             card.setVisible(has_it)
@@ -226,7 +225,6 @@ class SettingsPage(Page):
         controls["stays_in_tray"].setEnabled(self._settings.tray)
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.model.close_down()
         self.computing.close_down()
         self.kept.close_down()

@@ -54,7 +54,6 @@ class PlanCard(Card):
         self._fill(None, sentence, model)
 
     def show_plan(self, plan: Plan, model: str, look: MachineLook | None) -> None:
-        """A plan for a model."""
         self._fill(plan, "", model)
         self.speed.setText(speed_headline(plan))
         self.range.setText(speed_range(plan))

@@ -102,11 +102,9 @@ class TunePage(Page):
 
     @property
     def step(self) -> int:
-        """The current step."""
         return self._step
 
     def show_step(self, step: int) -> None:
-        """Goes to a step."""
         self._step = step
         self.steps.show_step(step)
         self._arrange()
@@ -141,7 +139,6 @@ class TunePage(Page):
             self.show_step(before.step)
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.planning.close()
         self.cards.what_if.planning.close()
         self._listing.close()

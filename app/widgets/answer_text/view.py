@@ -169,7 +169,6 @@ class AnswerView(QTextBrowser):
         self._put_back.timeout.connect(lambda: self._place())
 
     def theme(self) -> Theme:
-        """The colours to draw with."""
         return colours()
 
     # The text

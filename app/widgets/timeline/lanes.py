@@ -154,7 +154,6 @@ def nice(value: float) -> float:
 
 
 def amount_text(lane: Lane, value: float) -> str:
-    """A value of this lane with its unit."""
     if not np.isfinite(value):
         return "–"
     match lane.unit:

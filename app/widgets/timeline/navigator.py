@@ -76,7 +76,6 @@ class Navigator(QObject):
         self.follow()
 
     def set_preset(self, span_ns: int) -> None:
-        """Sets one of the preset lengths."""
         self._preset_ns = span_ns
         self._to_preset()
         self.moved.emit()
@@ -107,7 +106,6 @@ class Navigator(QObject):
         self.moved.emit()
 
     def toggle(self) -> None:
-        """Space."""
         if self.is_live:
             self.freeze()
         else:

@@ -70,7 +70,6 @@ class TextSizes:
 
 
 def sizes_for(font: QFont) -> TextSizes:
-    """The sizes for this font."""
     return _sizes(font.toString())
 
 
@@ -99,7 +98,6 @@ def title_font(font: QFont) -> QFont:
 
 
 def caption_font(font: QFont) -> QFont:
-    """For readings."""
     return scaled(tabular(font), 0.8)
 
 

@@ -414,7 +414,6 @@ class TimelineView(Chart):
 
     @property
     def selection(self) -> tuple[float, float] | None:
-        """The selected range."""
         return self._selection
 
     @property
@@ -439,7 +438,6 @@ class TimelineView(Chart):
         self._say()
 
     def clear_selection(self) -> None:
-        """Clears the selected range and token."""
         self._selection, self._token, self._token_is_kept = None, None, False
         self._place()
         self._say()

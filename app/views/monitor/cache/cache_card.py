@@ -71,7 +71,6 @@ class SizeChooser(QWidget):
         return self._outcome.text()
 
     def show_tier(self, tier: TierReport, slots: int) -> None:
-        """Shows the tier, and the handle's size."""
         self._present = tier.slots
         if not self.field.hasFocus() or self.field.value() == slots:
             self.set_slots(slots, tier.most_slots)
@@ -127,7 +126,6 @@ class Resizing:
         return self.now is not None and (self.now.slots != self.before.slots or self.reports > 1)
 
     def on_report(self, report: CacheReport) -> None:
-        """Handles the next report."""
         now = next((tier for tier in report.tiers if tier.tier == self.tier), None)
         if now is None:
             return
