@@ -25,12 +25,11 @@ from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
 from app.languages import Languages, missing_words
-from app.services.crash_reports import CrashReports
+from app.services.crash_reports import CrashReports, close_window_log, open_window_log
 from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
-from app.services.window_log import close_window_log, open_window_log
 from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
 from app.views.main_window import MainWindow
@@ -406,7 +405,7 @@ def _report_if_asked(window: MainWindow) -> None:
 
         StreamingReport(window, Path(path))
     if path := os.environ.get(MONITOR_REPORT_VARIABLE):
-        from app.monitor_report import MonitorReport
+        from app.streaming_report import MonitorReport
 
         MonitorReport(window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
 

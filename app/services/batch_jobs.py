@@ -11,8 +11,7 @@ from functools import partial
 from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.services.background import LatestTask, TaskQueue
-from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of
-from app.services.batch_job_file import load_jobs, save_jobs
+from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of, load_jobs, save_jobs
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import BatchRun
 from engine.batch_files.journal import discard

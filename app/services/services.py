@@ -11,13 +11,12 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
-from app.services.hardware_change import HardwareChange
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.services.telemetry_hub import TelemetryHub
 from app.services.token_counter import TokenCounter
-from app.services.tuning_outrun import TuningOutrun
+from app.services.tuning_outrun import HardwareChange, TuningOutrun
 from app.theme import ThemeController
 
 if TYPE_CHECKING:
@@ -32,9 +31,8 @@ if TYPE_CHECKING:
     from app.services.kept import SavedPresets, SavedPrompts
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
-    from app.services.speed_test import SpeedTest
     from app.services.tools.service import Tools
-    from app.services.tuning import Tuning
+    from app.services.tuning import SpeedTest, Tuning
     from app.services.updates import Updates
 
 
@@ -161,7 +159,7 @@ class Services:
     @cached_property
     def speed_test(self) -> SpeedTest:
         """Times the model as it is set."""
-        from app.services.speed_test import SpeedTest
+        from app.services.tuning import SpeedTest
 
         return SpeedTest(self.client, self.model_start)
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from app.services.history.clock import MOST_SPAN_NS
-from app.services.history.history import History
+from app.services.history.history import MOST_SPAN_NS, History
 from engine.common.errors import EngineError
 from engine.common.plain_text import plain_line
 from engine.protocol import decode

@@ -15,10 +15,9 @@ from PySide6.QtWidgets import (
 )
 
 from app.icons import logo
-from app.models.conversation_defaults import title_from
 from app.services.answer_queue import AnswerQueue, Phase, Stage, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState, new_id
-from app.services.chat_store.records import new_conversation
+from app.services.chat_store.records import new_conversation, title_from
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.theme import scaled

@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from PySide6.QtCore import QCoreApplication, QEvent, QModelIndex, QPersistentModelIndex, QRectF, QSize, Qt, Signal
+from PySide6.QtCore import (
+    QAbstractListModel,
+    QCoreApplication,
+    QEvent,
+    QMimeData,
+    QModelIndex,
+    QObject,
+    QPersistentModelIndex,
+    QRectF,
+    QSize,
+    Qt,
+    Signal,
+)
 from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
     QAbstractItemView,
@@ -17,20 +30,140 @@ from PySide6.QtWidgets import (
 )
 
 from app.icons import icon
-from app.models.downloads import DOWNLOAD_ROLE, DownloadList
 from app.theme import themed
 from app.widgets.asking import ask
-from app.widgets.download_words import download_text, download_words, rate_words
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import file_size, percent
+from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number, percent
 from app.widgets.scaffold import Card, push_button, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common.errors import ErrorCode
 
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.queue import Download
+
 translate = QCoreApplication.translate
+
+
+def rate_words(bytes_per_s: float) -> str:
+    """`48.2 MB/s`."""
+    if bytes_per_s >= 1e6:
+        return f"{figures(bytes_per_s / 1e6)} MB/s"
+    return f"{number(bytes_per_s / 1e3, 0)} kB/s"
+
+
+def download_words(download: Download) -> str:
+    """State and figures of a download in one line; why it failed takes more than that."""
+    done, total = file_size(download.done_bytes), file_size(download.total_bytes)
+    amount = translate("Downloads", "{0} of {1}").format(done, total)
+    if download.problem and download.state is not DownloadState.FAILED:
+        return f"{amount}{SEPARATOR}{download.problem}"
+    if download.state is DownloadState.RUNNING:
+        parts = [amount]
+        parts.append(rate_words(download.bytes_per_s) if download.bytes_per_s else translate("Downloads", "connecting"))
+        if download.eta_s is not None:
+            parts.append(translate("Downloads", "{0} left").format(duration(download.eta_s)))
+        return SEPARATOR.join(parts)
+    words = {
+        DownloadState.WAITING: translate("Downloads", "waits for its turn"),
+        DownloadState.PAUSED: translate("Downloads", "paused"),
+        DownloadState.FAILED: translate("Downloads", "failed"),
+        DownloadState.DONE: translate("Downloads", "done"),
+    }[download.state]
+    return f"{amount if download.done_bytes else total}{SEPARATOR}{words}"
+
+
+def download_text(download: Download) -> str:
+    """A download for screen readers."""
+    share = download.done_bytes / download.total_bytes if download.total_bytes else 0.0
+    problem = download.problem if download.state is DownloadState.FAILED else ""
+    return "\n".join(filter(None, (f"{download.title}, {percent(share)}", download_words(download), problem)))
+
+
+DOWNLOAD_ROLE = Qt.ItemDataRole.UserRole + 1
+_KIND = "application/x-switchyard-download"
+
+Index = QModelIndex | QPersistentModelIndex
+
+
+class DownloadList(QAbstractListModel):
+    """Downloads in the order in which they are fetched; `DOWNLOAD_ROLE` gives a `Download`.  Rows can be dragged.
+
+    Args:
+        describe: a download in words, for screen readers.
+
+    Signals:
+        moved(str, int): the user wants the download of this key at this place.
+    """
+
+    moved = Signal(str, int)
+
+    def __init__(self, describe: Callable[[Download], str], parent: QObject | None = None) -> None:
+        super().__init__(parent)
+        self._describe = describe
+        self._rows: tuple[Download, ...] = ()
+
+    @property
+    def rows(self) -> tuple[Download, ...]:
+        return self._rows
+
+    def show(self, downloads: tuple[Download, ...]) -> None:
+        """Shows these; the current row stays current as long as the order is the same."""
+        if [one.key for one in downloads] != [one.key for one in self._rows]:
+            self.beginResetModel()
+            self._rows = downloads
+            self.endResetModel()
+        elif downloads != self._rows:
+            self._rows = downloads
+            self.dataChanged.emit(self.index(0), self.index(len(downloads) - 1))
+
+    def row_of(self, key: str) -> int:
+        """A download's row; -1 if it is not there."""
+        return next((at for at, one in enumerate(self._rows) if one.key == key), -1)
+
+    def rowCount(self, parent: Index | None = None) -> int:
+        return 0 if parent is not None and parent.isValid() else len(self._rows)
+
+    def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
+        if not index.isValid():
+            return None
+        download = self._rows[index.row()]
+        if role == DOWNLOAD_ROLE:
+            return download
+        if role == Qt.ItemDataRole.DisplayRole:
+            return download.title
+        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
+            return self._describe(download)
+        return None
+
+    # --- dragging -------------------------------------------------------------------------------------
+
+    def flags(self, index: Index) -> Qt.ItemFlag:
+        if not index.isValid():
+            return Qt.ItemFlag.ItemIsDropEnabled  # between two rows, not onto one
+        return super().flags(index) | Qt.ItemFlag.ItemIsDragEnabled
+
+    def supportedDropActions(self) -> Qt.DropAction:
+        return Qt.DropAction.MoveAction
+
+    def mimeTypes(self) -> list[str]:
+        return [_KIND]
+
+    def mimeData(self, indexes: Sequence[QModelIndex]) -> QMimeData:
+        data = QMimeData()
+        data.setData(_KIND, self._rows[indexes[0].row()].key.encode())
+        return data
+
+    def dropMimeData(self, data: QMimeData, _action: Qt.DropAction, row: int, _column: int, _parent: Index) -> bool:
+        key = bytes(data.data(_KIND).data()).decode()
+        at = self.row_of(key)
+        if at >= 0:
+            place = len(self._rows) if row < 0 else row
+            self.moved.emit(key, place - 1 if place > at else place)
+        return False  # whoever wants it elsewhere changes the queue, which then is shown
+
 
 MOST_ROWS = 4
 _BAR_PX = 6.0

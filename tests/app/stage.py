@@ -53,7 +53,7 @@ from app.views.main_window.window import ShortcutsDialog
 from app.views.models import ModelsPage
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
-from app.views.settings.about import LicencesDialog
+from app.views.settings.few_rows import LicencesDialog
 from app.views.settings.computing import ComputingCard
 from app.views.tray import QuickPrompt
 from app.views.tune.page import TunePage

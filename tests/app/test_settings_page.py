@@ -30,7 +30,7 @@ from app.services.settings import Settings
 from app.services.tools.service import Tools
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
-from app.views.settings.about import LicencesDialog, version
+from app.views.settings.few_rows import LicencesDialog, version
 from app.widgets.fields import ComboBox, Slider, SpinBox
 from app.widgets.scaffold import WrappedLabel
 from engine.checkpoint.catalogue import catalogue_dir, read_catalogue

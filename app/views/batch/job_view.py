@@ -19,8 +19,7 @@ from PySide6.QtWidgets import (
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState
 from app.theme import scaled, set_look, use_tabular_figures
 from app.views.batch.phrases import cost_text, pace_text, place_name, place_text, rows_text, state_text, status_text
-from app.views.batch.row_detail import RowDetail
-from app.views.batch.rows_card import RowsCard
+from app.views.batch.rows_card import RowDetail, RowsCard
 from app.views.batch.settings_card import SharedSettingsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow

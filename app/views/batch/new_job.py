@@ -18,8 +18,7 @@ from app.services.batch_places import has_ray, offered_endpoints
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
 from app.views.batch.answer_card import AnswerCard
-from app.views.batch.input_card import InputCard
-from app.views.batch.output_card import OutputCard
+from app.views.batch.input_card import InputCard, OutputCard
 from app.views.batch.phrases import sample_text, sampled_text
 from app.views.batch.places_card import PlacesCard
 from app.views.batch.plan_words import plan_text

@@ -30,19 +30,17 @@ from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
 from app.theme import set_look
-from app.views.batch.head import BatchHead
-from app.views.batch.job_strip import JobStrip
+from app.views.batch.head import BatchHead, JobStrip
 from app.views.batch.job_view import JobView
 from app.views.batch.new_job import NewJob
 from app.views.batch.phrases import job_text, translate
 from app.widgets.asking import ask, ask_path, ask_paths, before_loading
-from app.widgets.banner import Banner
-from app.widgets.dropped_model import dropped_model
+from app.widgets.banner import Banner, Toast
 from app.widgets.page import BatchDraft, Page
 from app.widgets.quantities import count
 from app.widgets.scaffold import CENTRE, STRETCH, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import add_shortcut
-from app.widgets.toast import Toast
+from app.widgets.text_box import dropped_model
 from engine.batch_files.opening import INPUT_SUFFIXES
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode

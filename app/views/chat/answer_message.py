@@ -15,11 +15,9 @@ from app.services.chat_store.records import shown_sources
 from app.theme import scaled, use_tabular_figures
 from app.views.chat.calls import CallsView
 from app.views.chat.icon_button import IconButton
-from app.views.chat.message_editor import MessageEditor
 from app.views.chat.phrases import phase_text, ran_out, stats_text, trouble_text
 from app.views.chat.source_row import SourceRow, source_words
-from app.views.chat.thought import Thought
-from app.views.chat.version_switch import VersionSwitch
+from app.views.chat.thought import MessageEditor, Thought, VersionSwitch
 from app.widgets.answer_text import AnswerView
 from app.widgets.answer_text.view import Match
 from app.widgets.chip import ElidedLabel

@@ -15,10 +15,9 @@ from app.services.chat_store.transfer import Merged
 from app.services.formulas import formulas
 from app.views.chat.presenter import ChatPresenter
 from app.widgets.asking import ask_paths, ask_where
-from app.widgets.banner import Banner
+from app.widgets.banner import Banner, Toast
 from app.widgets.chat_document import put_on_paper, write_html, write_pdf
 from app.widgets.quantities import count, percent
-from app.widgets.toast import Toast
 from engine.common.errors import CancelCheck
 
 translate = QCoreApplication.translate

@@ -60,13 +60,12 @@ from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.answer_text import import_parser
 from app.widgets.asking import ask
-from app.widgets.banner import Banner
-from app.widgets.dropped_model import dropped_model
+from app.widgets.banner import Banner, Toast
 from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
 from app.widgets.scaffold import CENTRE, hbox, text_label, vbox
 from app.widgets.shortcuts import add_shortcut, note_keys
-from app.widgets.toast import Toast
+from app.widgets.text_box import dropped_model
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.common.settings import STARTER

@@ -11,7 +11,7 @@ from app.icons import IconMark
 from app.models.conversation import FoldCard as Card
 from app.models.conversation import MessageRow
 from app.theme import scaled
-from app.views.chat.message_editor import MessageEditor
+from app.views.chat.thought import MessageEditor
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count
 from app.widgets.scaffold import TOP, WrappedLabel, hbox, push_button, text_label, vbox

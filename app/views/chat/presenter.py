@@ -12,11 +12,10 @@ from PySide6.QtCore import QObject, QTimer, Signal
 
 from app.engine_words import said
 from app.models.conversation import ConversationModel
-from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
 from app.services.answer_queue import AnswerQueue, Stage, ToolOffer, instructions_with, prompt_of
 from app.services.chat_store import Attachment, ChatStore, Conversation, Message, MessageState, MessageTree, new_id
-from app.services.chat_store.records import new_conversation
+from app.services.chat_store.records import new_conversation, title_from
 from app.services.chat_store.tree import without_deleted
 from app.services.documents import Asked, Documents, Given
 from app.services.endpoints import Endpoints

@@ -16,9 +16,9 @@ from app.views.chat.attachment_row import AttachmentRow
 from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
-from app.views.chat.version_switch import VersionSwitch
+from app.views.chat.thought import VersionSwitch
+from app.widgets.answer_text.style import MOST_MATCHES, mark_format
 from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
-from app.widgets.text_marks import MOST_MATCHES, mark_format
 from engine.common.plain_text import few_marks
 
 BUBBLE_PX = 540

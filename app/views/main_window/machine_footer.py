@@ -6,8 +6,7 @@ from PySide6.QtWidgets import QFrame, QLabel, QWidget
 
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
-from app.widgets.memory_bar import BarPart
-from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
+from app.widgets.memory_bar import BarPart, MemoryGauge, MemoryLegend
 from app.widgets.scaffold import text_label, vbox
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES

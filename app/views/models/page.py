@@ -26,9 +26,8 @@ from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
 from app.views.models.search_card import SearchCard, SearchLine, page_of
 from app.widgets.asking import ask, ask_model, ask_path
-from app.widgets.banner import Banner
+from app.widgets.banner import Banner, Toast
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
-from app.widgets.dropped_model import dropped_model
 from app.widgets.fit_words import Presence
 from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import Page
@@ -36,7 +35,7 @@ from app.widgets.quantities import file_size
 from app.widgets.scaffold import STRETCH, PageHeader, push_button, scroll_area, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
-from app.widgets.toast import Toast
+from app.widgets.text_box import dropped_model
 from app.widgets.token_dialog import TokenDialog, ask_token_of
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate

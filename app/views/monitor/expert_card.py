@@ -6,9 +6,8 @@ from PySide6.QtCore import Qt
 from PySide6.QtWidgets import QSizePolicy, QSpacerItem, QTableView, QWidget
 
 from app.widgets.expert_map.data import MapData, map_data
-from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import ExpertTable
-from app.widgets.expert_map.view import ExpertMapView
+from app.widgets.expert_map.view import ExpertMapView, MapLegend
 from app.widgets.fields import Slider
 from app.widgets.scaffold import Card, muted_label, push_button
 from engine.common.errors import EngineError

@@ -27,8 +27,7 @@ from app.services.timeline_export import export_tables, export_trace
 from app.theme import scaled
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
-from app.views.monitor.predicting import PredictButton
-from app.views.monitor.second import SecondTimeline
+from app.views.monitor.second import PredictButton, SecondTimeline
 from app.views.monitor.summary import SummaryCard
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner

@@ -27,16 +27,13 @@ from app.services.settings import Settings
 from app.services.tools.service import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
-from app.views.settings.about import AboutCard
+from app.views.settings.few_rows import AboutCard, KeptCard, ModelCard, UpdatesCard
 from app.views.settings.card import SettingsCard
 from app.views.settings.computing import ComputingCard
 from app.views.settings.hub import HubCard
-from app.views.settings.kept import KeptCard
-from app.views.settings.model import ModelCard
 from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
 from app.views.settings.tools import ToolsCard
-from app.views.settings.updates import UpdatesCard
 from app.widgets.page import TUNE, Page
 from app.widgets.scaffold import PageHeader, hbox, muted_label, push_button, scroll_area, vbox
 from app.widgets.setting_controls import setting_words

@@ -12,12 +12,10 @@ from app.services.engine_client import EngineClient
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import Settings
 from app.services.tuning import Tuning
-from app.views.tune.arrangement import WIDE_PX
-from app.views.tune.cards import TuneCards
+from app.views.tune.cards import WIDE_PX, TuneCards
 from app.views.tune.machine_boxes import machine_boxes
-from app.views.tune.making_room import MakingRoom
 from app.views.tune.phrases import plan_summary, speed_headline, speed_range
-from app.views.tune.run_following import RunFollowing
+from app.views.tune.run_following import MakingRoom, RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page

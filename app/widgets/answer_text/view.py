@@ -55,9 +55,8 @@ from app.widgets.answer_text.blocks import CodeBlock, allowed_link
 from app.widgets.answer_text.maths import OBJECT, SOURCE
 from app.widgets.answer_text.paper import card_bottom, paint_behind, plain_text
 from app.widgets.answer_text.parser import StreamParser
-from app.widgets.answer_text.style import Style
+from app.widgets.answer_text.style import Style, mark_format
 from app.widgets.answer_text.writer import CODE, DocumentWriter, InertDocument
-from app.widgets.text_marks import mark_format
 
 _SLICE_S = 0.012  # of work before other events are processed
 _IDLE_SHARE = 4  # while streaming, the pause after an update is at least this many times its duration

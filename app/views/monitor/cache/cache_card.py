@@ -2,26 +2,128 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PySide6.QtCore import QCoreApplication, Signal
-from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
+import numpy as np
+import pyqtgraph as pg
+from PySide6.QtCore import QCoreApplication, QSize, Qt, Signal
+from PySide6.QtWidgets import QButtonGroup, QPushButton, QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
-from app.views.monitor.cache.tier_row import TierRow
+from app.theme import themed, use_tabular_figures
 from app.views.monitor.cache.words import policy_name
+from app.widgets.chart import Chart, hit_colour
 from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
-from app.widgets.rate_line import VALUES
 from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, text_label, vbox
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
-_TIERS: tuple[CacheTier, ...] = ("vram", "ram")
+VALUES = 180
+"""One per second: three minutes."""
 
 
 translate = QCoreApplication.translate
+
+
+class RateLine(Chart):
+    """From 0 at the bottom to 1 at the top; unknown values leave a gap."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._values: deque[float] = deque(maxlen=VALUES)
+        self._line = pg.PlotCurveItem(connect="finite")
+        self._bounds = [pg.InfiniteLine(at, angle=0) for at in (0, 1)]
+        for item in (*self._bounds, self._line):
+            self.view.addItem(item, ignoreBounds=True)
+        self.view.setRange(xRange=(1 - VALUES, 0), yRange=(-0.08, 1.08), padding=0)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        self.dress()
+
+    def dress(self) -> None:
+        super().dress()
+        for bound in self._bounds:
+            bound.setPen(self.pen(themed("border")))
+        self._line.setPen(self.pen(hit_colour(), 1.5))
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The last values; NaN where unknown."""
+        return tuple(self._values)
+
+    def add(self, value: float | None) -> None:
+        """Appends a value; None if unknown."""
+        self._values.append(np.nan if value is None else value)
+        # The newest is at the right edge, however few there are.
+        self._line.setData(np.arange(1 - len(self._values), 1), np.array(self._values))
+
+    def clear(self) -> None:
+        """Removes all values, for another model or none."""
+        self._values.clear()
+        self._line.setData([], [])
+
+    def sizeHint(self) -> QSize:
+        return QSize(110, 22)
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(40, 18)
+
+
+class TierRow(QWidget):
+    """The tier last passed to `show_tier`."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._name = text_label(self, role="secondary")
+        self._now = text_label(self, role="heading")
+        self._rest = text_label(self, role="secondary")
+        for label in (self._name, self._now, self._rest):
+            use_tabular_figures(label)
+        self.line = RateLine(self)
+        self.line.setToolTip(self.tr("Hit rate of the last three minutes of decoding, 0 to 100%"))
+        hbox(self._name, self._now, (self.line, 1), self._rest, into=self)
+        self._last: float | None = None
+
+    def show_tier(self, tier: TierReport, *, is_new: bool) -> None:
+        """Shows a report of the tier.
+
+        Args:
+            is_new: whether to add it to the sparkline: not if it has been shown before.
+        """
+        recent = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else None
+        if is_new and recent is not None:
+            self.line.add(recent)
+        self._last = recent if recent is not None else self._last
+        place = tier_name(tier)
+        self._name.setText(self.tr("{0} hits").format(place))
+        now = "–" if self._last is None else self.tr("{0}%").format(number(100 * self._last, 0))
+        self._now.setText(now)
+        overall = hit_rate(tier)
+        self._rest.setText("" if overall is None else self.tr("{0}% overall").format(number(100 * overall, 0)))
+        held = self.tr("{0} of {1} experts").format(number(tier.slots, 0), number(tier.most_slots, 0))
+        self._rest.setToolTip(
+            self.tr("Since the model was loaded: {0} of {1} lookups").format(
+                number(tier.hits, 0), number(tier.lookups, 0)
+            )
+        )
+        self.setAccessibleName(f"{self._name.text()} {now}, {self._rest.text()}, {held}")
+
+    def forget(self) -> None:
+        """Clears the history, for another model or none."""
+        self._last = None
+        self.line.clear()
+
+
+def tier_name(tier: TierReport) -> str:
+    """`VRAM` or `RAM`."""
+    return translate("Fit", "VRAM") if tier.tier == "vram" else translate("Fit", "RAM")
+
+
+_TIERS: tuple[CacheTier, ...] = ("vram", "ram")
+
 
 _SETTLED_REPORTS = 5
 """Seconds of decoding before the new size is judged: until then the cache fills."""
