@@ -53,8 +53,8 @@ from app.views.main_window.window import ShortcutsDialog
 from app.views.models import ModelsPage
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
-from app.views.settings.few_rows import LicencesDialog
 from app.views.settings.computing import ComputingCard
+from app.views.settings.few_rows import LicencesDialog
 from app.views.tray import QuickPrompt
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED

@@ -20,7 +20,7 @@ from app.services.batch_job import RESUMABLE, JobEntry, JobState
 from app.theme import ColourName, scaled, themed
 from app.views.batch.phrases import state_text
 from app.widgets.chip import ElidedLabel
-from app.widgets.scaffold import PageHeader, push_button, text_label
+from app.widgets.scaffold import PageHeader, push_button, set_message, text_label
 
 Index = QModelIndex | QPersistentModelIndex
 WIDTH_PX = 196
@@ -220,8 +220,7 @@ class BatchHead(PageHeader):
 
     def show_more(self, text: str) -> None:
         """How many dropped files follow the one shown."""
-        self._more.setText(text)
-        self._more.setVisible(bool(text))
+        set_message(self._more, text)
 
     def _button(self, text: str) -> QPushButton:
         button = push_button(self, text)

@@ -1,4 +1,4 @@
-"""The files of a new job: where its answers go; the input's columns and first rows, and reading options where the format is ambiguous."""
+"""The files of a new job: the input, how to read it where that is ambiguous, and where the answers go."""
 
 from __future__ import annotations
 

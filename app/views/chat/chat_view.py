@@ -63,7 +63,7 @@ from app.widgets.asking import ask
 from app.widgets.banner import Banner, Toast
 from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
-from app.widgets.scaffold import CENTRE, hbox, text_label, vbox
+from app.widgets.scaffold import CENTRE, hbox, set_message, text_label, vbox
 from app.widgets.shortcuts import add_shortcut, note_keys
 from app.widgets.text_box import dropped_model
 from engine.common.config import SamplingParams
@@ -699,8 +699,7 @@ class ChatView(Page):
             there = self.presenter.model.pictures or self.presenter.pictures
             unseen = unseen_text() if remote is not None else unseen_here_text(self.attaching.seeing())
             words = f"{words} {unseen}".strip() if there else words
-        self.sent_note.setText(words)
-        self.sent_note.setVisible(bool(words))
+        set_message(self.sent_note, words)
         self._show_hint()
 
     def _sent_words(self, remote: RemoteModel) -> str:

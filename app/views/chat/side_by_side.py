@@ -27,7 +27,7 @@ from app.views.chat.presenter import ChatPresenter, Way
 from app.views.chat.turn_column import TurnColumn
 from app.widgets.fields import ComboBox
 from app.widgets.sampling_popover import SamplingPopover
-from app.widgets.scaffold import RIGHT, WrappedLabel, hbox, push_button, vbox
+from app.widgets.scaffold import RIGHT, WrappedLabel, hbox, push_button, set_message, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.text_box import TextBox
 from engine.common.config import SamplingParams
@@ -88,8 +88,7 @@ class Column(QFrame):
 
     def say(self, words: str) -> None:
         """What it waits for, or why it has no answer."""
-        self.words.setText(words)
-        self.words.setVisible(bool(words))
+        set_message(self.words, words)
 
     def show_answer(self, message: Message) -> None:
         """Shows an answer, which may be growing."""

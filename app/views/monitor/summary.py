@@ -11,7 +11,7 @@ from app.services.engine_client import EngineState
 from app.theme import ColourName, themed
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import figures, nearest_percent, number
-from app.widgets.scaffold import hbox, muted_label, push_button, text_label, vbox
+from app.widgets.scaffold import hbox, muted_label, push_button, set_message, text_label, vbox
 from app.widgets.timeline.lanes import doing_words
 from engine.common.lanes import LANES
 from engine.hardware.other_programs import is_busy
@@ -106,8 +106,7 @@ class SummaryCard(QFrame):
         self._sentence.setText(sentence)
         self._details.setText("" if waiting is not None and waiting.tokens else details)
         self._details.setVisible(bool(self._details.text()))
-        self._change.setText(change)
-        self._change.setVisible(bool(change))
+        set_message(self._change, change)
         self._draw(time_parts(waiting) if waiting is not None else ())
         self.setAccessibleName(" ".join(part for part in (sentence, details, change) if part))
 

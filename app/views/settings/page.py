@@ -27,9 +27,9 @@ from app.services.settings import Settings
 from app.services.tools.service import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
-from app.views.settings.few_rows import AboutCard, KeptCard, ModelCard, UpdatesCard
 from app.views.settings.card import SettingsCard
 from app.views.settings.computing import ComputingCard
+from app.views.settings.few_rows import AboutCard, KeptCard, ModelCard, UpdatesCard
 from app.views.settings.hub import HubCard
 from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard

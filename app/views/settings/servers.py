@@ -95,8 +95,7 @@ class ServersCard(SettingsCard):
         self._show()
 
     def _tell(self, words: str) -> None:
-        self._seen.setText(words)
-        self._seen.setVisible(bool(words))
+        set_message(self._seen, words)
 
     def _on_not_looked(self, error: Exception) -> None:
         self.look.setEnabled(True)

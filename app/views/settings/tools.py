@@ -268,5 +268,4 @@ class ToolServerDialog(QDialog):
             self._tell("\n".join(self._told))
 
     def _tell(self, words: str) -> None:
-        self.said.setText(words)
-        self.said.setVisible(bool(words))
+        set_message(self.said, words)

@@ -27,7 +27,7 @@ from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import rough
 from app.widgets.roofline_plot import RooflinePlot
-from app.widgets.scaffold import STRETCH, Card, muted_label, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, muted_label, set_message, text_label, vbox
 from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
 from engine.hardware.other_programs import is_busy
@@ -219,8 +219,7 @@ class PlanCard(Card):
         self.set_heading(self.tr("Plan for {0}").format(model) if model else self.tr("Plan"))
         for widget in (self.speed, self.range, self.summary, self.bars, self.bottleneck, self.helps, self.others):
             widget.setVisible(plan is not None)
-        self.problem.setText(problem)
-        self.problem.setVisible(bool(problem))
+        set_message(self.problem, problem)
 
 
 class TuneCards(QWidget):
@@ -253,8 +252,7 @@ class TuneCards(QWidget):
         """The machine's picture, with what a run has measured so far; below it any driver problem."""
         self.picture.show_machine(*machine_boxes(look, found))
         note = driver_trouble(look)
-        self.machine_note.setText(note)
-        self.machine_note.setVisible(bool(note))
+        set_message(self.machine_note, note)
 
     def show_step(self, step: int, *, what_if: bool, wide: bool) -> None:
         """Shows a step's cards, in two columns, or in one where those would be cramped.

@@ -10,7 +10,7 @@ from app.views.tune.phrases import plan_summary, tier_bars
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures, rough
-from app.widgets.scaffold import Card, muted_label, push_button, text_label
+from app.widgets.scaffold import Card, muted_label, push_button, set_message, text_label
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.hardware.assumptions import card_choices, find_card
@@ -169,8 +169,6 @@ class WhatIfCard(Card):
         self.bars.show()
 
     def _show(self, result: str, words: str) -> None:
-        self.result.setText(result)
-        self.result.setVisible(bool(result))
-        self.words.setText(words)
-        self.words.setVisible(bool(words))
+        set_message(self.result, result)
+        set_message(self.words, words)
         self.bars.hide()

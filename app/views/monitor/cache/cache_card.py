@@ -18,7 +18,7 @@ from app.widgets.chart import Chart, hit_colour
 from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
-from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
 VALUES = 180
@@ -188,8 +188,7 @@ class SizeChooser(QWidget):
 
     def say(self, outcome: str, *, undoable: bool) -> None:
         """Shows the outcome of the last change; empty if there was none."""
-        self._outcome.setText(outcome)
-        self._outcome.setVisible(bool(outcome))
+        set_message(self._outcome, outcome)
         self.undo.setVisible(undoable)
 
     def _on_value(self, slots: int) -> None:
@@ -426,8 +425,7 @@ class CacheCard(Card):
         return " ".join(filter(None, (text, report.note)))
 
     def _say(self, text: str) -> None:
-        self._note.setText(text)
-        self._note.setVisible(bool(text))
+        set_message(self._note, text)
 
     # --- resizing ---------------------------------------------------------------------------------
 
