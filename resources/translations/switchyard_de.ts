@@ -283,10 +283,6 @@ negativ</translation>
     <context>
         <name>Batch</name>
         <message>
-            <source>Files of prompts</source>
-            <translation>Dateien mit Prompts</translation>
-        </message>
-        <message>
             <source>tomorrow {0}</source>
             <translation>morgen {0}</translation>
         </message>
@@ -297,6 +293,10 @@ negativ</translation>
         <message>
             <source>d MMM yyyy</source>
             <translation>d. MMM yyyy</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>Dateien mit Prompts</translation>
         </message>
         <message>
             <source>running</source>
@@ -1191,6 +1191,58 @@ negativ</translation>
             <translation>Das Modell hat keine Zusammenfassung geschrieben: Lassen Sie die ältesten Nachrichten weg oder versuchen Sie ein anderes Modell.</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>Ordner anhängen</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>Bilder ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>Alle Dateien (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>Dateien anhängen</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>Markdown und JSON aller Chats (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown, wie angezeigt (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF, wie angezeigt (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Webseite, wie angezeigt (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON mit allen Versionen und Verzweigungen (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Switchyard-Chats</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>Exportieren</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Chats von Switchyard, ChatGPT und LM Studio (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>Chats importieren</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>Der Import wurde abgebrochen; was bis dahin importiert wurde, bleibt.</translation>
         </message>
@@ -1360,58 +1412,6 @@ negativ</translation>
         <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>Die früheren Nachrichten wurden nicht zusammengefasst: {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>Markdown und JSON aller Chats (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown, wie angezeigt (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF, wie angezeigt (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Webseite, wie angezeigt (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON mit allen Versionen und Verzweigungen (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>Exportieren</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Switchyard-Chats</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Chats von Switchyard, ChatGPT und LM Studio (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>Chats importieren</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>Alle Dateien (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>Bilder ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>Ordner anhängen</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>Dateien anhängen</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -3280,12 +3280,12 @@ negativ</translation>
             <translation>Spiegelserver und Proxy…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>Dateien der Engine</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>Dateien der Engine (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>Dateien der Engine</translation>
         </message>
     </context>
     <context>
@@ -4714,6 +4714,10 @@ negativ</translation>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>Speicher</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4724,6 +4728,14 @@ negativ</translation>
         <message>
             <source>No GPU in use</source>
             <translation>Keine GPU in Gebrauch</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>Zeigen, was den Speicher belegt</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>Speicher zu einem Balken zusammenklappen</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -7579,12 +7591,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Vertrauen</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>Das Zertifikat des Servers</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>Zertifikate (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>Das Zertifikat des Servers</translation>
         </message>
     </context>
     <context>
@@ -9075,6 +9087,14 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0} von {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>wartet auf {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>geschrieben auf {0} ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>Obergrenze {0} GB/s</translation>
         </message>
@@ -9097,14 +9117,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} auf der CPU</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>wartet auf {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>geschrieben auf {0} ×{1}</translation>
         </message>
     </context>
     <context>

@@ -283,10 +283,6 @@ negativo</translation>
     <context>
         <name>Batch</name>
         <message>
-            <source>Files of prompts</source>
-            <translation>Archivos de prompts</translation>
-        </message>
-        <message>
             <source>tomorrow {0}</source>
             <translation>mañana {0}</translation>
         </message>
@@ -297,6 +293,10 @@ negativo</translation>
         <message>
             <source>d MMM yyyy</source>
             <translation>d MMM yyyy</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>Archivos de prompts</translation>
         </message>
         <message>
             <source>running</source>
@@ -1191,6 +1191,58 @@ negativo</translation>
             <translation>El modelo no escribió ningún resumen: omita los mensajes más antiguos o pruebe con otro modelo.</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>Adjuntar una carpeta</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>Imágenes ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>Todos los archivos (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>Adjuntar archivos</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>Markdown y JSON de todos los chats (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown, como se muestra (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF, como se muestra (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Página web, como se muestra (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON, con todas las versiones y ramas (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Chats de Switchyard</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>Exportar</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Chats de Switchyard, ChatGPT y LM Studio (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>Importar chats</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>Se canceló la importación; lo importado hasta entonces permanece.</translation>
         </message>
@@ -1360,58 +1412,6 @@ negativo</translation>
         <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>No se resumieron los mensajes anteriores: {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>Markdown y JSON de todos los chats (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown, como se muestra (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF, como se muestra (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Página web, como se muestra (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON, con todas las versiones y ramas (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>Exportar</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Chats de Switchyard</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Chats de Switchyard, ChatGPT y LM Studio (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>Importar chats</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>Todos los archivos (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>Imágenes ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>Adjuntar una carpeta</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>Adjuntar archivos</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -3280,12 +3280,12 @@ negativo</translation>
             <translation>Réplica y proxy…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>Los archivos del motor</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>Los archivos del motor (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>Los archivos del motor</translation>
         </message>
     </context>
     <context>
@@ -4714,6 +4714,10 @@ negativo</translation>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>Memoria</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4724,6 +4728,14 @@ negativo</translation>
         <message>
             <source>No GPU in use</source>
             <translation>No se usa ninguna GPU</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>Mostrar qué ocupa la memoria</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>Plegar la memoria en una barra</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -7579,12 +7591,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Confiar</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>El certificado del servidor</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>Certificados (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>El certificado del servidor</translation>
         </message>
     </context>
     <context>
@@ -9075,6 +9087,14 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>{0} de {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>esperando a {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>escrito en {0} ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>tope {0} GB/s</translation>
         </message>
@@ -9097,14 +9117,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} en la CPU</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>esperando a {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>escrito en {0} ×{1}</translation>
         </message>
     </context>
     <context>

@@ -283,10 +283,6 @@ négatif</translation>
     <context>
         <name>Batch</name>
         <message>
-            <source>Files of prompts</source>
-            <translation>Fichiers de prompts</translation>
-        </message>
-        <message>
             <source>tomorrow {0}</source>
             <translation>demain {0}</translation>
         </message>
@@ -297,6 +293,10 @@ négatif</translation>
         <message>
             <source>d MMM yyyy</source>
             <translation>d MMM yyyy</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>Fichiers de prompts</translation>
         </message>
         <message>
             <source>running</source>
@@ -1191,6 +1191,58 @@ négatif</translation>
             <translation>Le modèle n’a pas écrit de résumé : omettez les échanges les plus anciens, ou essayez un autre modèle.</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>Joindre un dossier</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>Images ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>Tous les fichiers (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>Joindre des fichiers</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>Markdown et JSON de toutes les discussions (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown, comme affiché (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF, comme affiché (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Page web, comme affiché (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON, avec toutes les versions et branches (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Discussions Switchyard</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>Exporter</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Discussions de Switchyard, ChatGPT et LM Studio (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>Importer des discussions</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>L’importation a été annulée ; ce qui était déjà importé reste.</translation>
         </message>
@@ -1360,58 +1412,6 @@ négatif</translation>
         <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>Les échanges précédents n’ont pas été résumés : {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>Markdown et JSON de toutes les discussions (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown, comme affiché (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF, comme affiché (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Page web, comme affiché (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON, avec toutes les versions et branches (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>Exporter</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Discussions Switchyard</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Discussions de Switchyard, ChatGPT et LM Studio (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>Importer des discussions</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>Tous les fichiers (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>Images ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>Joindre un dossier</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>Joindre des fichiers</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -3280,12 +3280,12 @@ négatif</translation>
             <translation>Miroir et proxy…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>Les fichiers du moteur</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>Les fichiers du moteur (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>Les fichiers du moteur</translation>
         </message>
     </context>
     <context>
@@ -4714,6 +4714,10 @@ négatif</translation>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>Mémoire</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4724,6 +4728,14 @@ négatif</translation>
         <message>
             <source>No GPU in use</source>
             <translation>Aucun GPU utilisé</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>Montrer ce qui occupe la mémoire</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>Replier la mémoire en une barre</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -7579,12 +7591,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Faire confiance</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>Le certificat du serveur</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>Certificats (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>Le certificat du serveur</translation>
         </message>
     </context>
     <context>
@@ -9075,6 +9087,14 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>{0} sur {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>attend {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>écrit sur {0} ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>plafond {0} Go/s</translation>
         </message>
@@ -9097,14 +9117,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} sur le processeur</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>attend {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>écrit sur {0} ×{1}</translation>
         </message>
     </context>
     <context>

@@ -282,10 +282,6 @@ negative</source>
     <context>
         <name>Batch</name>
         <message>
-            <source>Files of prompts</source>
-            <translation>プロンプトのファイル</translation>
-        </message>
-        <message>
             <source>tomorrow {0}</source>
             <translation>明日 {0}</translation>
         </message>
@@ -296,6 +292,10 @@ negative</source>
         <message>
             <source>d MMM yyyy</source>
             <translation>yyyy年M月d日</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>プロンプトのファイル</translation>
         </message>
         <message>
             <source>running</source>
@@ -1183,6 +1183,58 @@ negative</source>
             <translation>モデルが要約を書きませんでした。最も古いやり取りを除外するか、別のモデルをお試しください。</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>フォルダーを添付</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>画像 ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>すべてのファイル (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>ファイルを添付</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>全チャットのMarkdownとJSON (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown、表示どおり (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF、表示どおり (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Webページ、表示どおり (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON、全バージョンと分岐を含む (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Switchyardのチャット</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>エクスポート</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Switchyard、ChatGPT、LM Studioのチャット (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>チャットをインポート</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>インポートをキャンセルしました。それまでに取り込んだものは残ります。</translation>
         </message>
@@ -1347,58 +1399,6 @@ negative</source>
         <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>以前のやり取りは要約されませんでした: {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>全チャットのMarkdownとJSON (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown、表示どおり (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF、表示どおり (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Webページ、表示どおり (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON、全バージョンと分岐を含む (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>エクスポート</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Switchyardのチャット</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Switchyard、ChatGPT、LM Studioのチャット (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>チャットをインポート</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>すべてのファイル (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>画像 ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>フォルダーを添付</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>ファイルを添付</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -3260,12 +3260,12 @@ negative</source>
             <translation>ミラーとプロキシ…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>エンジンのファイル</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>エンジンのファイル (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>エンジンのファイル</translation>
         </message>
     </context>
     <context>
@@ -4686,6 +4686,10 @@ negative</source>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>メモリ</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4696,6 +4700,14 @@ negative</source>
         <message>
             <source>No GPU in use</source>
             <translation>GPUは未使用</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>メモリの内訳を表示</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>メモリを1本のバーにまとめる</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -7543,12 +7555,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>信頼する</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>サーバーの証明書</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>証明書 (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>サーバーの証明書</translation>
         </message>
     </context>
     <context>
@@ -9038,6 +9050,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} / {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>{0}を待機中</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>{0}で生成 ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>上限 {0} GB/s</translation>
         </message>
@@ -9060,14 +9080,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>{0}を待機中</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>{0}で生成 ×{1}</translation>
         </message>
     </context>
     <context>

@@ -282,10 +282,6 @@ negative</source>
     <context>
         <name>Batch</name>
         <message>
-            <source>Files of prompts</source>
-            <translation>提示词文件</translation>
-        </message>
-        <message>
             <source>tomorrow {0}</source>
             <translation>明天 {0}</translation>
         </message>
@@ -296,6 +292,10 @@ negative</source>
         <message>
             <source>d MMM yyyy</source>
             <translation>yyyy年M月d日</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>提示词文件</translation>
         </message>
         <message>
             <source>running</source>
@@ -1183,6 +1183,58 @@ negative</source>
             <translation>模型没有写出总结：请略去最早的消息，或换一个模型。</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>附加文件夹</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>图片 ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>所有文件 (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>附加文件</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>所有对话的 Markdown 和 JSON (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown，与显示一致 (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF，与显示一致 (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>网页，与显示一致 (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON，含所有版本和分支 (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Switchyard 对话</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>导出</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Switchyard、ChatGPT 和 LM Studio 的对话 (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>导入对话</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>导入已取消；此前导入的内容仍保留。</translation>
         </message>
@@ -1347,58 +1399,6 @@ negative</source>
         <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>较早的消息未能总结：{0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>所有对话的 Markdown 和 JSON (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown，与显示一致 (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF，与显示一致 (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>网页，与显示一致 (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON，含所有版本和分支 (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>导出</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Switchyard 对话</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Switchyard、ChatGPT 和 LM Studio 的对话 (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>导入对话</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>所有文件 (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>图片 ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>附加文件夹</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>附加文件</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -3260,12 +3260,12 @@ negative</source>
             <translation>镜像与代理…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>引擎的文件</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>引擎的文件 (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>引擎的文件</translation>
         </message>
     </context>
     <context>
@@ -4686,6 +4686,10 @@ negative</source>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>内存</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>内存</translation>
         </message>
@@ -4696,6 +4700,14 @@ negative</source>
         <message>
             <source>No GPU in use</source>
             <translation>未使用 GPU</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>显示内存占用</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>将内存折叠为一条</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -7543,12 +7555,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>信任</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>服务器的证书</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>证书 (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>服务器的证书</translation>
         </message>
     </context>
     <context>
@@ -9038,6 +9050,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} / {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>正在等待 {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>在 {0} 生成 ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>上限 {0} GB/s</translation>
         </message>
@@ -9060,14 +9080,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>正在等待 {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>在 {0} 生成 ×{1}</translation>
         </message>
     </context>
     <context>

@@ -8,13 +8,13 @@ from PySide6.QtCore import QEvent, QRect, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent, QTextCursor
 from PySide6.QtWidgets import QBoxLayout, QFrame, QWidget
 
+from app.icons import IconButton
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import Message, MessageState
 from app.services.chat_store.records import shown_sources
 from app.theme import scaled, use_tabular_figures
 from app.views.chat.calls import CallsView
-from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import phase_text, ran_out, stats_text, trouble_text
 from app.views.chat.source_row import SourceRow, source_words
 from app.views.chat.thought import MessageEditor, Thought, VersionSwitch

@@ -8,10 +8,9 @@ from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QKeyEvent, QMouseEvent
 from PySide6.QtWidgets import QFrame, QScrollArea, QSizePolicy, QWidget
 
-from app.icons import IconMark
+from app.icons import SIDE_PX, IconButton, IconMark
 from app.services.chat_store import Attachment
 from app.theme import scaled, set_look
-from app.views.chat.icon_button import SIDE_PX, IconButton
 from app.views.chat.phrases import attachment_text
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow

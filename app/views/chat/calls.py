@@ -9,10 +9,9 @@ from PySide6.QtGui import QFontDatabase
 from PySide6.QtWidgets import QFrame, QPlainTextEdit, QVBoxLayout, QWidget
 
 from app.engine_words import said
-from app.icons import icon
+from app.icons import ICON_PX, icon
 from app.services.chat_store import Message, MessageState, Step, ToolUse
 from app.theme import scaled, use_tabular_figures
-from app.views.chat.icon_button import ICON_PX
 from app.widgets.answer_text import AnswerView
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow

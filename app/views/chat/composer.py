@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from PySide6.QtCore import QEvent, QPoint, QSize, Qt, Signal
 from PySide6.QtWidgets import QFrame, QMenu, QPushButton, QWidget
 
-from app.icons import icon
+from app.icons import IconButton, icon
 from app.models.context_use import ContextUse
 from app.services.chat_store import Attachment, Conversation
 from app.services.kept import SavedPresets
@@ -16,7 +16,6 @@ from app.theme import set_look
 from app.views.chat.attachment_row import AttachmentRow, Shelf
 from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
-from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
 from app.widgets.popover import Popover
 from app.widgets.sampling_popover import SamplingPopover

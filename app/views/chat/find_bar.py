@@ -10,9 +10,9 @@ from PySide6.QtCore import QEvent, QObject, QRect, Qt, QTimer, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import QFrame, QLineEdit, QWidget
 
+from app.icons import IconButton
 from app.models.conversation import ConversationModel
 from app.theme import scaled
-from app.views.chat.icon_button import IconButton
 from app.views.chat.transcript import Transcript
 from app.widgets.quantities import count
 from app.widgets.scaffold import STRETCH, hbox, text_label

@@ -9,10 +9,10 @@ from PySide6.QtCore import QSize, Signal
 from PySide6.QtGui import QPixmap
 from PySide6.QtWidgets import QLabel, QSizePolicy, QWidget
 
+from app.icons import IconButton
 from app.services.pictures import fitting
 from app.services.thumbnails import Thumbnail, Thumbnails, size_of
 from app.theme import scaled, set_look
-from app.views.chat.icon_button import IconButton
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import LEFT, STRETCH, TOP, hbox, text_label, vbox
 from app.widgets.small_font import small_font

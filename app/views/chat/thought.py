@@ -9,11 +9,10 @@ from PySide6.QtCore import QEvent, QObject, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import QFrame, QWidget
 
-from app.icons import icon
+from app.icons import ICON_PX, IconButton, icon
 from app.services.chat_store import Message, MessageState
 from app.theme import Theme, colours, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
-from app.views.chat.icon_button import ICON_PX, IconButton
 from app.views.chat.phrases import thought_text
 from app.widgets.answer_text import AnswerView
 from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox

@@ -9,10 +9,9 @@ from PySide6.QtCore import QEvent, Qt, Signal
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QFrame, QSizePolicy, QToolButton, QWidget
 
-from app.icons import icon
+from app.icons import IconButton, icon
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
-from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import device_text, model_text, rate, sent_text
 from app.widgets.chip import Chip, ChipButton, ElidedLabel
 from app.widgets.quantities import percent

@@ -427,7 +427,10 @@ class MainWindow(QMainWindow):
         """Everything in the window but its pages."""
         self._entries = {entry.name: entry for entry in (*pages, first_run)}
         centre = QWidget(self)
+        settings = self.services.settings
         self._footer = MachineFooter(self.services.client, self.services.devices)
+        self._footer.set_folded(settings.memory_folded)
+        self._footer.folded.connect(lambda on: settings.set("memory_folded", on))
         self.sidebar = Sidebar(pages, self._footer, centre)
         self.sidebar.page_chosen.connect(self.show_page)
         self.engine_banner = Banner("danger", centre)
