@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from PySide6.QtCore import (
-    QAbstractListModel,
     QCoreApplication,
     QEvent,
     QMimeData,
     QModelIndex,
     QObject,
-    QPersistentModelIndex,
     QRectF,
     QSize,
     Qt,
@@ -30,6 +28,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.icons import icon
+from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from app.theme import themed
 from app.widgets.asking import ask
 from app.widgets.fields import ComboBox
@@ -82,17 +81,11 @@ def download_text(download: Download) -> str:
     return "\n".join(filter(None, (f"{download.title}, {percent(share)}", download_words(download), problem)))
 
 
-DOWNLOAD_ROLE = Qt.ItemDataRole.UserRole + 1
 _KIND = "application/x-switchyard-download"
 
-Index = QModelIndex | QPersistentModelIndex
 
-
-class DownloadList(QAbstractListModel):
-    """Downloads in the order in which they are fetched; `DOWNLOAD_ROLE` gives a `Download`.  Rows can be dragged.
-
-    Args:
-        describe: a download in words, for screen readers.
+class DownloadList(HeadedTable):
+    """Downloads in the order in which they are fetched.  Rows can be dragged.
 
     Signals:
         moved(str, int): the user wants the download of this key at this place.
@@ -100,45 +93,10 @@ class DownloadList(QAbstractListModel):
 
     moved = Signal(str, int)
 
-    def __init__(self, describe: Callable[[Download], str], parent: QObject | None = None) -> None:
-        super().__init__(parent)
-        self._describe = describe
-        self._rows: tuple[Download, ...] = ()
-
-    @property
-    def rows(self) -> tuple[Download, ...]:
-        return self._rows
-
-    def show(self, downloads: tuple[Download, ...]) -> None:
-        """Shows these; the current row stays current as long as the order is the same."""
-        if [one.key for one in downloads] != [one.key for one in self._rows]:
-            self.beginResetModel()
-            self._rows = downloads
-            self.endResetModel()
-        elif downloads != self._rows:
-            self._rows = downloads
-            self.dataChanged.emit(self.index(0), self.index(len(downloads) - 1))
-
-    def row_of(self, key: str) -> int:
-        """A download's row; -1 if it is not there."""
-        return next((at for at, one in enumerate(self._rows) if one.key == key), -1)
-
-    def rowCount(self, parent: Index | None = None) -> int:
-        return 0 if parent is not None and parent.isValid() else len(self._rows)
-
-    def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if not index.isValid():
-            return None
-        download = self._rows[index.row()]
-        if role == DOWNLOAD_ROLE:
-            return download
-        if role == Qt.ItemDataRole.DisplayRole:
-            return download.title
-        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
-            return self._describe(download)
-        return None
-
-    # --- dragging -------------------------------------------------------------------------------------
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(
+            parent=parent, cell=lambda one, _column: str(one.title), describe=download_text, key=lambda one: one.key
+        )
 
     def flags(self, index: Index) -> Qt.ItemFlag:
         if not index.isValid():
@@ -169,8 +127,6 @@ MOST_ROWS = 4
 _BAR_PX = 6.0
 _PAD = 10.0
 _LIMITS = (0, 1_000_000, 2_000_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000)
-
-_Index = QModelIndex | QPersistentModelIndex
 
 
 class DownloadsCard(Card):
@@ -219,11 +175,11 @@ class DownloadsCard(Card):
     def show_downloads(self, downloads: tuple[Download, ...], limit: int) -> None:
         """Shows these; the card is hidden if there are none."""
         current = self.list.download
-        self.list.rows.show(downloads)
+        self.list.rows.show_rows(downloads)
         if downloads:
             at = self.list.rows.row_of(current.key) if current is not None else -1
             if self.list.currentIndex().row() != max(at, 0) or not self.list.currentIndex().isValid():
-                self.list.setCurrentIndex(self.list.rows.index(max(at, 0)))
+                self.list.setCurrentIndex(self.list.rows.index(max(at, 0), 0))
         self.limit.setCurrentIndex(max(0, self.limit.findData(limit)))
         rate = sum(one.bytes_per_s for one in downloads)
         self.caption.setText(rate_words(rate) if rate else "")
@@ -304,7 +260,7 @@ class DownloadsView(QListView):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self.rows = DownloadList(download_text, self)
+        self.rows = DownloadList(self)
         self.setModel(self.rows)
         self.setItemDelegate(DownloadDelegate(self))
         self.setAccessibleName(self.tr("Downloads"))
@@ -325,7 +281,7 @@ class DownloadsView(QListView):
 
     @property
     def download(self) -> Download | None:
-        download = self.currentIndex().data(DOWNLOAD_ROLE)
+        download = self.currentIndex().data(ROW_ROLE)
         return download if isinstance(download, Download) else None
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
@@ -356,13 +312,13 @@ class DownloadDelegate(QStyledItemDelegate):
         super().__init__(view)
         self._view = view
 
-    def sizeHint(self, _option: QStyleOptionViewItem, _index: _Index) -> QSize:
+    def sizeHint(self, _option: QStyleOptionViewItem, _index: Index) -> QSize:
         upper, lower = self._fonts()
         lines = QFontMetricsF(upper).lineSpacing() + QFontMetricsF(lower).lineSpacing()
         return QSize(120, round(lines + _BAR_PX + 20))
 
-    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
-        download: Download = index.data(DOWNLOAD_ROLE)
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
+        download: Download = index.data(ROW_ROLE)
         area = QRectF(option.rect).adjusted(1, 1, -1, -1)
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)

@@ -88,7 +88,7 @@ class FitCardView(QWidget):
         """What a pasted reference says of the file that is meant: a label or a name, or nothing."""
         self._asked, self._is_named = what, True
         if self.rows:  # the repository was shown already
-            self.show_card(self.table.rows.card)
+            self.show_card(self.table.card)
 
     def show_reading(self, read: int, total: int) -> None:
         """How many of the repository's files have been looked into."""
@@ -139,7 +139,7 @@ class FitCardView(QWidget):
 
     @property
     def rows(self) -> tuple[FitRow, ...]:
-        return self.table.rows.card.rows
+        return self.table.card.rows
 
     # --- what is wanted -------------------------------------------------------------------------------
 

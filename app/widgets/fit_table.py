@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from enum import IntEnum
-from typing import Any
 
 from PySide6.QtCore import (
-    QAbstractTableModel,
     QEvent,
-    QModelIndex,
-    QObject,
-    QPersistentModelIndex,
     QPointF,
     QRectF,
     Qt,
@@ -28,6 +22,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from app.theme import ColourName, themed
 from app.widgets.fit_words import (
     TOO_LARGE,
@@ -45,76 +40,12 @@ from app.widgets.small_font import draw_elided, small_font
 from app.widgets.text_table import show_whole_rows
 from engine.tuning.fit import FitCard, FitRow
 
-FIT_ROLE = Qt.ItemDataRole.UserRole + 1
-RECOMMENDED_ROLE = Qt.ItemDataRole.UserRole + 2
-"""Whether it is the row to take."""
-
-_NOWHERE = QModelIndex()
-
 
 class FitColumn(IntEnum):
     FILE = 0
     MEMORY = 1
     SPEED = 2
     VERDICT = 3
-
-
-class FitTableModel(QAbstractTableModel):
-    """`FIT_ROLE` gives a `FitRow`.
-
-    Args:
-        describe: a row in words; it is told whether the row is the recommended one.
-    """
-
-    def __init__(
-        self, headings: tuple[str, ...], describe: Callable[[FitRow, bool], str], parent: QObject | None = None
-    ) -> None:
-        super().__init__(parent)
-        self._headings, self._describe = headings, describe
-        self._card = FitCard((), None, "")
-
-    @property
-    def card(self) -> FitCard:
-        return self._card
-
-    def show(self, card: FitCard) -> None:
-        """Shows another card; of the same files, the current row stays current."""
-        before = [row.candidate.label for row in self._card.rows]
-        if [row.candidate.label for row in card.rows] != before:
-            self.beginResetModel()
-            self._card = card
-            self.endResetModel()
-        elif card != self._card:
-            self._card = card
-            if card.rows:
-                self.dataChanged.emit(self.index(0, 0), self.index(len(card.rows) - 1, len(FitColumn) - 1))
-
-    def row_of(self, label: str) -> int:
-        """The row of a file; -1 if it is not there."""
-        return next((at for at, row in enumerate(self._card.rows) if row.candidate.label == label), -1)
-
-    def rowCount(self, parent: _Index = _NOWHERE) -> int:
-        return 0 if parent.isValid() else len(self._card.rows)
-
-    def columnCount(self, parent: _Index = _NOWHERE) -> int:
-        return 0 if parent.isValid() else len(FitColumn)
-
-    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if orientation is Qt.Orientation.Horizontal and role == Qt.ItemDataRole.DisplayRole:
-            return self._headings[section]
-        return None
-
-    def data(self, index: _Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if not index.isValid():
-            return None
-        row = self._card.rows[index.row()]
-        if role == FIT_ROLE:
-            return row
-        if role == RECOMMENDED_ROLE:
-            return index.row() == self._card.recommended
-        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
-            return self._describe(row, index.row() == self._card.recommended)
-        return None
 
 
 _PAD = 8.0
@@ -124,8 +55,6 @@ MOST_ROWS = 7
 _LEAST_MEMORY_EM = 12
 _MOST_TOTAL = 200
 _NARROW_EM = 70
-
-_Index = QModelIndex | QPersistentModelIndex
 
 
 class FitTable(QTableView):
@@ -138,7 +67,13 @@ class FitTable(QTableView):
         super().__init__(parent)
         self._asked = ""
         headings = (self.tr("File"), self.tr("Memory"), self.tr("Speed"), self.tr("On this PC"))
-        self.rows = FitTableModel(headings, lambda row, recommended: spoken(row, recommended=recommended), self)
+        self.card = FitCard((), None, "")
+        self.rows = HeadedTable(
+            headings,
+            parent=self,
+            describe=lambda row: spoken(row, recommended=row == self.recommended),
+            key=lambda row: row.candidate.label,
+        )
         self.setProperty("table", "text")
         self.setModel(self.rows)
         self.setItemDelegate(FitDelegate(self))
@@ -156,14 +91,20 @@ class FitTable(QTableView):
 
     @property
     def row(self) -> FitRow | None:
-        row = self.currentIndex().data(FIT_ROLE)
+        row = self.currentIndex().data(ROW_ROLE)
         return row if isinstance(row, FitRow) else None
+
+    @property
+    def recommended(self) -> FitRow | None:
+        return self.card.rows[self.card.recommended] if self.card.recommended is not None else None
 
     def show_card(self, card: FitCard, asked: str = "") -> None:
         """Shows a card; the row of the label that was asked for is current, or else the recommended one, until the
         user takes another."""
-        before, was_recommended = self.row, bool(self.currentIndex().data(RECOMMENDED_ROLE))
-        self.rows.show(card)
+        before = self.row
+        was_recommended = before is not None and before == self.recommended
+        self.card = card
+        self.rows.show_rows(card.rows)
         is_new = bool(asked) and asked != self._asked
         stays = before is not None and (not was_recommended or before.candidate.label == asked)
         self._asked = asked
@@ -217,8 +158,8 @@ class FitDelegate(QStyledItemDelegate):
         super().__init__(view)
         self._view = view
 
-    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
-        row: FitRow = index.data(FIT_ROLE)
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
+        row: FitRow = index.data(ROW_ROLE)
         area = QRectF(option.rect)
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
@@ -237,7 +178,7 @@ class FitDelegate(QStyledItemDelegate):
             _two_lines(painter, option.font, inner, speed_words(row.speed), range_words(row.speed))
         elif column is FitColumn.VERDICT:
             draw_verdict_mark(painter, QRectF(inner.left(), inner.center().y() - 7, 14, 14), row.verdict)
-            below = self.tr("recommended") if index.data(RECOMMENDED_ROLE) else ""
+            below = self.tr("recommended") if row == self._view.recommended else ""
             words = inner.adjusted(22, 0, _PAD, 0)
             _two_lines(painter, option.font, words, verdict_words(row.verdict), below, bold=False, colour="accent_text")
         else:

@@ -855,7 +855,7 @@ def _search(stage: Stage, page: ModelsPage) -> None:
     ):
         page.search.field.setText("qwen3 30b")
         page.search.button.click()
-        stage.until(lambda: page.search.fit.table.rows.card.rows)
+        stage.until(lambda: page.search.fit.table.card.rows)
 
 
 def _models_too_large(stage: Stage) -> None:

@@ -91,10 +91,10 @@ def test_jobs_stand_newest_first_and_are_replaced_in_place() -> None:
     for key, created in (("a", 1.0), ("c", 3.0), ("b", 2.0)):
         model.put(JobEntry(key, job, JobState.QUEUED, created))
     model.put(JobEntry("b", job, JobState.FINISHED, 2.0))
-    keys = [model.index(n).data(JOB_ROLE).key for n in range(model.rowCount())]
+    keys = [model.index(n, 0).data(JOB_ROLE).key for n in range(model.rowCount())]
     assert keys == ["c", "b", "a"]
-    assert model.index(1).data(JOB_ROLE).state is JobState.FINISHED
-    assert model.index(1).data(Qt.ItemDataRole.AccessibleTextRole) == "job b"
+    assert model.index(1, 0).data(JOB_ROLE).state is JobState.FINISHED
+    assert model.index(1, 0).data(Qt.ItemDataRole.AccessibleTextRole) == "job b"
     model.remove("b")
     model.remove("b")
     assert [model.row_of(key) for key in "abc"] == [1, -1, 0]

@@ -115,7 +115,7 @@ class JobStrip(QListView):
             self.clearSelection()
             self.setCurrentIndex(QModelIndex())
         else:
-            self.setCurrentIndex(self._jobs.index(row))
+            self.setCurrentIndex(self._jobs.index(row, 0))
         self._choosing = False
 
     def keyPressEvent(self, event: QKeyEvent) -> None:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
-from PySide6.QtCore import QDateTime, QLocale, QModelIndex, QObject, QPersistentModelIndex, Qt
+from PySide6.QtCore import QDateTime, QLocale, QObject
 from PySide6.QtGui import QGuiApplication, QShowEvent
 from PySide6.QtWidgets import QLineEdit, QPlainTextEdit, QPushButton, QWidget
 
@@ -24,14 +23,13 @@ from engine.serving.front_messages import Served
 
 TIME, PROGRAM, MODEL, READ, WRITTEN, SECONDS, OUTCOME = range(7)
 MOST_ROWS = 200
-_Index = QModelIndex | QPersistentModelIndex
 
 
 class ServedRequests(HeadedTable):
     """The latest first."""
 
     def __init__(self, parent: QObject | None = None) -> None:
-        super().__init__((), (READ, WRITTEN, SECONDS), parent)
+        super().__init__((), (READ, WRITTEN, SECONDS), parent, cell=self._words, describe=self._spoken)
         self._headings = (
             self.tr("Time"),
             self.tr("Program"),
@@ -41,34 +39,13 @@ class ServedRequests(HeadedTable):
             self.tr("Seconds"),
             self.tr("Outcome"),
         )
-        self._rows: list[Served] = []
-
-    def show_all(self, requests: Iterable[Served]) -> None:
-        """Shows these, the latest first."""
-        self.beginResetModel()
-        self._rows = list(requests)
-        self.endResetModel()
 
     def add(self, request: Served) -> None:
-        self.beginInsertRows(QModelIndex(), 0, 0)
-        self._rows.insert(0, request)
-        self.endInsertRows()
+        self.insert_row(0, request)
         if len(self._rows) > MOST_ROWS:
-            self.beginRemoveRows(QModelIndex(), MOST_ROWS, len(self._rows) - 1)
-            del self._rows[MOST_ROWS:]
-            self.endRemoveRows()
+            self.drop_rows(MOST_ROWS, len(self._rows) - 1)
 
-    def data(self, index: _Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if not index.isValid():
-            return None
-        request = self._rows[index.row()]
-        if role == Qt.ItemDataRole.DisplayRole:
-            return self._cell(request, index.column())
-        if role in (Qt.ItemDataRole.ToolTipRole, Qt.ItemDataRole.AccessibleTextRole):
-            return self._spoken(request)
-        return super().data(index, role)
-
-    def _cell(self, request: Served, column: int) -> str:
+    def _words(self, request: Served, column: int) -> str:
         locale = QLocale()
         if column == TIME:
             when = QDateTime.fromMSecsSinceEpoch(round(request.began_s * 1000))
@@ -95,12 +72,12 @@ class ServedRequests(HeadedTable):
 
     def _spoken(self, request: Served) -> str:
         words = self.tr("{0}, {1}: {2}; {3} tokens read, {4} written, {5} s").format(
-            self._cell(request, TIME),
-            self._cell(request, PROGRAM),
+            self._words(request, TIME),
+            self._words(request, PROGRAM),
             self._outcome(request),
-            self._cell(request, READ),
-            self._cell(request, WRITTEN),
-            self._cell(request, SECONDS),
+            self._words(request, READ),
+            self._words(request, WRITTEN),
+            self._words(request, SECONDS),
         )
         return f"{words}\n{request.path}"
 
@@ -184,7 +161,7 @@ class OtherProgramsCard(SettingsCard):
         self.example.setLineWrapMode(QPlainTextEdit.LineWrapMode.NoWrap)
         self.details.add_wide(self.example)
         self.model = ServedRequests(self)
-        self.model.show_all(server.requests)
+        self.model.show_rows(server.requests)
         self._requests_words = self.details.add_row(self.tr("Requests"), " ")
         self.table = TextTable(self.model, self.tr("Requests"), self.details)
         use_tabular_figures(self.table)

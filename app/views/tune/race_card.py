@@ -14,6 +14,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.models.headed_table import ROW_ROLE
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
 from app.theme import tabular, themed
 from app.widgets.quantities import figures, number
@@ -78,7 +79,7 @@ class RaceDelegate(QStyledItemDelegate):
         self._table, self._view = table, view
 
     def sizeHint(self, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex) -> QSize:
-        row: PlanRow = index.data(PlanTable.ROW)
+        row: PlanRow = index.data(ROW_ROLE)
         width = self._view.name_width - 2 * _PAD
         high = self._heights(option.font, row, width)
         return QSize(40, round(high[0] + high[1] + 16))
@@ -86,7 +87,7 @@ class RaceDelegate(QStyledItemDelegate):
     def paint(
         self, painter: QPainter, option: QStyleOptionViewItem, index: QModelIndex | QPersistentModelIndex
     ) -> None:
-        row: PlanRow = index.data(PlanTable.ROW)
+        row: PlanRow = index.data(ROW_ROLE)
         area = QRectF(option.rect)
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
