@@ -25,6 +25,7 @@ from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
 from app.languages import Languages, missing_words
+from app.services.background import timer
 from app.services.crash_reports import CrashReports, close_window_log, open_window_log
 from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
@@ -68,8 +69,7 @@ class GarbageCollection(QObject):
     def __init__(self, parent: QObject) -> None:
         super().__init__(parent)
         gc.disable()
-        looking = QTimer(self, interval=_EVERY_MS)
-        looking.timeout.connect(collect_if_due)
+        looking = timer(self, collect_if_due, _EVERY_MS)
         looking.start()
 
 

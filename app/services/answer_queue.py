@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
+from PySide6.QtCore import QCoreApplication, QObject, Signal
 
+from app.services.background import timer
 from app.services.chat_store import AnswerStats, Attachment, ChatStore, Fold, Message, MessageState, Step, ToolUse
 from app.services.chat_store.records import CallState, clean_text
 from app.services.engine_client import EngineClient, EngineState
@@ -279,8 +280,7 @@ class AnswerQueue(QObject):
         self._calling: dict[str, _Turn] = {}
         """By the ids of answers: those that wait for tools, or to be allowed to call one."""
         self._phases: dict[str, Phase] = {}
-        self._pace = QTimer(self, interval=SHOW_MS)
-        self._pace.timeout.connect(self._emit_texts)
+        self._pace = timer(self, self._emit_texts, SHOW_MS)
         client.state_changed.connect(self._start_waiting)
         client.model_loaded.connect(self._start_waiting)
         client.loading_changed.connect(self._report_waiting)

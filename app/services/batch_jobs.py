@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, timer
 from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of, load_jobs, save_jobs
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import BatchRun
@@ -69,8 +69,7 @@ class BatchJobs(QObject):
         self._held = self._is_listed = False
         self._bin: dict[str, JobEntry] = {}
         self._listing, self._saving, self._discarding = LatestTask(self), LatestTask(self), TaskQueue(self)
-        self._watch = QTimer(self, interval=WATCH_MS)
-        self._watch.timeout.connect(self.list_again)
+        self._watch = timer(self, self.list_again, WATCH_MS)
         client.state_changed.connect(self._on_state)
         client.model_loaded.connect(self.start_more)
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, Signal
 
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, timer
 from app.services.settings import Settings
 from engine.common.errors import EngineError
 from engine.common.paths import python_module
@@ -63,10 +63,8 @@ class Downloads(QObject):
         self._settings = settings
         self._is_watched = False
         self._closing = threading.Event()
-        self._timer = QTimer(self, interval=IDLE_LOOK_MS)
-        self._timer.timeout.connect(self._look)
-        self._again = QTimer(self, singleShot=True)
-        self._again.timeout.connect(self._look)
+        self._timer = timer(self, self._look, IDLE_LOOK_MS)
+        self._again = timer(self, self._look, once=True)
 
     @property
     def entries(self) -> tuple[Download, ...]:

@@ -18,12 +18,12 @@ from PySide6.QtCore import (
     QProcessEnvironment,
     QRectF,
     Qt,
-    QTimer,
     Signal,
 )
 from PySide6.QtGui import QColor, QPainter
 from PySide6.QtSvg import QSvgRenderer
 
+from app.services.background import timer
 from app.services.formula_process import COLOUR, SIZE
 from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.paths import confined_module
@@ -116,10 +116,8 @@ class Formulas(QObject):
         self._is_drawing = False
         self._cannot_start = False
         self._lost = 0
-        self._clock = QTimer(self, singleShot=True)
-        self._clock.timeout.connect(self._on_late)
-        self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
-        self._idle.timeout.connect(self.close)
+        self._clock = timer(self, self._on_late, once=True)
+        self._idle = timer(self, self.close, IDLE_MS, once=True)
         self._errands: list[_Errand] = []
         self._sent.connect(self._on_errand, Qt.ConnectionType.QueuedConnection)
         self.drawn.connect(self._bring)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, Signal
 
+from app.services.background import timer
 from engine.common.paths import confined_module
 
 COUNTING_S = 20
@@ -62,10 +63,8 @@ class TokenCounter(QObject):
         self._without_tokenizer = False
         self._samples: deque[_Question] = deque()
         self._is_closed = False
-        self._pause = QTimer(self, singleShot=True, interval=PAUSE_MS)
-        self._pause.timeout.connect(self._ask)
-        self._watch = QTimer(self, interval=_LOOK_MS)
-        self._watch.timeout.connect(self._look_at_memory)
+        self._pause = timer(self, self._ask, PAUSE_MS, once=True)
+        self._watch = timer(self, self._look_at_memory, _LOOK_MS)
 
     def count(self, key: str, model_path: str, texts: Sequence[str]) -> None:
         """Request the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""

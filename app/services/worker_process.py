@@ -10,6 +10,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QCoreApplication, QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
+from app.services.background import timer
 from engine.common import installed
 from engine.common.errors import EngineError
 from engine.common.files import private_file, private_folder
@@ -123,8 +124,7 @@ class WorkerProcess(QObject):
         self._process.readyReadStandardOutput.connect(self._read)
         self._process.finished.connect(self._on_finished)
         self._process.errorOccurred.connect(self._on_error)
-        self._watchdog = QTimer(self, interval=int(HEARTBEAT_S * 1000))
-        self._watchdog.timeout.connect(self._on_watchdog)
+        self._watchdog = timer(self, self._on_watchdog, int(HEARTBEAT_S * 1000))
 
     @property
     def pid(self) -> int:

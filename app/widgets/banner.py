@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from PySide6.QtCore import QEvent, QObject, Qt, QTimer
+from PySide6.QtCore import QEvent, QObject, Qt
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QBoxLayout, QFrame, QPushButton, QScrollArea, QSizePolicy, QWidget
 
 from app.icons import IconMark
+from app.services.background import timer
 from app.theme import ColourName
-from app.widgets.scaffold import WrappedLabel, hbox, push_button, set_message, text_label, vbox
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, set_message, text_label, vbox
 
 SHOWN_MS = 10_000
 MARGIN_PX = 24
@@ -31,8 +32,7 @@ class Toast(QWidget):
         self.button = push_button(card, do=self._on_button, kind="quiet")
         hbox((self._text, 1), self.button, into=card, margins=(16, 6, 6, 6), gap=12)
         vbox(card, into=self, margins=(MARGIN_PX, 8, MARGIN_PX, 10), gap=-1)
-        self._timer = QTimer(self, singleShot=True, interval=SHOWN_MS)
-        self._timer.timeout.connect(self.hide)
+        self._timer = timer(self, self.hide, SHOWN_MS, once=True)
         self.hide()
 
     @property
@@ -81,8 +81,7 @@ class Banner(QFrame):
         self._actions = hbox(gap=SPACING_PX)
         self._body = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._body.setSpacing(SPACING_PX)
-        self._body.addWidget(self._text, 1)
-        self._body.addLayout(self._actions)
+        add_items(self._body, (self._text, 1), self._actions)
         self._body.setAlignment(self._actions, Qt.AlignmentFlag.AlignLeft)
         self._row = hbox(self._mark, (self._body, 1), into=self, margins=(16, 10, 16, 10), gap=SPACING_PX)
         self.hide()

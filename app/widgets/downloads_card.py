@@ -34,7 +34,7 @@ from app.widgets.asking import ask
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number, percent
-from app.widgets.scaffold import Card, push_button, set_message, warning_label
+from app.widgets.scaffold import Card, add_items, push_button, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState
@@ -160,9 +160,7 @@ class DownloadsCard(Card):
         self.buttons = Flow(self.pause, self.resume, self.token, self.cancel, self.up, self.down, parent=self)
         self.head.addWidget(self.limit)
         self.trouble = warning_label(self)
-        self.body.addWidget(self.list)
-        self.body.addWidget(self.trouble)
-        self.body.addWidget(self.buttons)
+        add_items(self.body, self.list, self.trouble, self.buttons)
         self.up.clicked.connect(lambda: self._move(-1))
         self.down.clicked.connect(lambda: self._move(1))
         self.list.toggled.connect(self._toggle)

@@ -12,7 +12,7 @@ from app.theme import set_look
 from app.widgets.fit_table import draw_verdict_mark
 from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, duration, file_size
-from app.widgets.scaffold import MIDDLE, hbox, muted_label, push_button, text_label, vbox
+from app.widgets.scaffold import MIDDLE, add_items, hbox, muted_label, push_button, text_label, vbox
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, Recommendation
 
 translate = QCoreApplication.translate
@@ -134,8 +134,7 @@ class RecommendationRow(QWidget):
         if not last:
             line = QFrame(self)
             line.setProperty("line", "true")
-            column.addSpacing(8)
-            column.addWidget(line)
+            add_items(column, 8, line)
         self.setAccessibleName(f"{role_words(one.role)}: {one.entry.name}")
 
     def show_state(self, bytes_per_s: float | None, presence: Presence | None) -> None:

@@ -17,7 +17,7 @@ from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.popover import GAP, Popover
 from app.widgets.quantities import number
-from app.widgets.scaffold import WrappedLabel, hbox, push_button, text_label
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label
 from app.widgets.setting_controls import SettingControls, SettingValues, setting_words
 from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
 from engine.common.model_info import ModelInfo
@@ -55,8 +55,7 @@ class SamplingPopover(Popover):
         self._segments = Flow(self.own_button, *self.presets.values(), parent=self, gap=8)
         self._mine = Flow(parent=self, gap=8)
         self._mine.setMaximumWidth(scaled(WIDEST_PX))
-        self.column.addWidget(self._segments)
-        self.column.addWidget(self._mine)
+        add_items(self.column, self._segments, self._mine)
         self._mine.hide()
         self._explained: dict[QObject, Setting[Any]] = {}
         self.values = SettingValues({each.key: each.default for each in settings_of(SamplingParams)}, self)
@@ -90,8 +89,7 @@ class SamplingPopover(Popover):
         self.keep_button = self._small(self.tr("Save"), self._keep)
         self.name.textChanged.connect(lambda text: self.keep_button.setEnabled(bool(text.strip())))
         hbox(self.name, self._small(self.tr("Cancel"), self._stop_naming), self.keep_button, into=self._naming)
-        for part in (self._keeping, self._naming):
-            self.column.addWidget(part)
+        add_items(self.column, self._keeping, self._naming)
         self._keeping.setVisible(self._saved is not None)
         self._naming.hide()
         self._renaming = ""

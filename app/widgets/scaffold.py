@@ -55,6 +55,12 @@ def _fill(box: _Box, items: tuple[Item, ...], into: QWidget | None, margins: Mar
     if margins is not None:
         box.setContentsMargins(*((margins,) * 4 if isinstance(margins, int) else margins))
     box.setSpacing(gap)
+    add_items(box, *items)
+    return box
+
+
+def add_items(box: QBoxLayout, *items: Item) -> None:
+    """Adds them at the end."""
     for item in items:
         what, *how = item if isinstance(item, tuple) else (item,)
         stretch = next((each for each in how if isinstance(each, int)), 0)
@@ -69,7 +75,6 @@ def _fill(box: _Box, items: tuple[Item, ...], into: QWidget | None, margins: Mar
         for each in how:
             if isinstance(each, Qt.AlignmentFlag):
                 box.setAlignment(what, each)
-    return box
 
 
 def push_button(

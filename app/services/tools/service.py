@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from PySide6.QtCore import QCoreApplication, QObject, QProcess, QProcessEnvironment, QTimer, Signal
 
-from app.services.background import TaskQueue
+from app.services.background import TaskQueue, timer
 from app.services.chat_store.records import Attachment
 from app.services.settings import Settings
 from app.services.tools.built_in import (
@@ -105,8 +105,7 @@ class Tools(QObject):
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
         self._own = TaskQueue(self)
-        self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
-        self._idle.timeout.connect(self.stop_servers)
+        self._idle = timer(self, self.stop_servers, IDLE_MS, once=True)
         self.problems: dict[str, str] = {}
         """By the names of servers, why their tools are not known."""
 
@@ -315,8 +314,7 @@ class Tools(QObject):
 
     def _ask(self, line: dict[str, Any], seconds: float, done: Callable[[dict[str, Any]], object]) -> int:
         number = next(self._numbers)
-        clock = QTimer(self, singleShot=True, interval=int(1000 * (seconds + START_S)) + _GRACE_MS)
-        clock.timeout.connect(self._on_late)
+        clock = timer(self, self._on_late, int(1000 * (seconds + START_S)) + _GRACE_MS, once=True)
         self._asked[number] = _Asked(done, clock)
         clock.start()
         self._idle.stop()

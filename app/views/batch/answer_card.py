@@ -18,7 +18,7 @@ from app.views.batch.template_card import ShortEdit
 from app.widgets.fields import DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.sampling_popover import SamplingPopover
-from app.widgets.scaffold import Card, push_button, set_message, text_label, warning_label
+from app.widgets.scaffold import Card, add_items, push_button, set_message, text_label, warning_label
 from engine.common.config import SamplingParams
 from engine.common.foreign import DEEPEST, parse_json
 
@@ -67,8 +67,7 @@ class AnswerCard(Card):
         self._show_sampling()
         self._must_be = QWidget(self)
         self._lay_out_kinds()
-        self.body.addWidget(line)
-        self.body.addWidget(self._must_be)
+        add_items(self.body, line, self._must_be)
 
     def _lay_out_kinds(self) -> None:
         grid = QGridLayout(self._must_be)

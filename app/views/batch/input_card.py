@@ -14,7 +14,7 @@ from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
-from app.widgets.scaffold import Card, hbox, muted_label, push_button, set_message, text_label, warning_label
+from app.widgets.scaffold import Card, add_items, hbox, muted_label, push_button, set_message, text_label, warning_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.opening import InputForm
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
@@ -43,9 +43,7 @@ class OutputCard(Card):
         into = text_label(self, self.tr("In"), role="secondary")
         where = hbox(into, (self._place, 1), gap=6)
         self._words = muted_label(self)
-        self.body.addLayout(line)
-        self.body.addLayout(where)
-        self.body.addWidget(self._words)
+        add_items(self.body, line, where, self._words)
 
     def suggest(self, preview: InputPreview) -> None:
         """Suggests a free name beside the input."""
@@ -138,9 +136,7 @@ class InputCard(Card):
         self.whole_files.setToolTip(self.tr("Otherwise each line is a row"))
         self.whole_files.clicked.connect(self._on_whole_files)
         self._are_whole: bool | None = None
-        for label in (self._words, self._trouble):
-            self.body.addWidget(label)
-        self.body.addWidget(self.table)
+        add_items(self.body, self._words, self._trouble, self.table)
         self._doubts = Flow(self.sheet, self.encoding, self.separator, self.whole_files, parent=self)
         self.body.addWidget(self._doubts)
         self._total: int | None = None

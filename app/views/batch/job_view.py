@@ -24,7 +24,7 @@ from app.views.batch.settings_card import SharedSettingsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count, percent
-from app.widgets.scaffold import WrappedLabel, hbox, scroll_area, text_label, vbox
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, scroll_area, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
 
@@ -178,8 +178,7 @@ class JobView(QWidget):
         self.rows.setMinimumHeight(LEAST_ROWS_PX)
         self._below = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._below.setSpacing(14)
-        self._below.addWidget(self.rows, 1)
-        self._below.addWidget(self._side)
+        add_items(self._below, (self.rows, 1), self._side)
         holder = QWidget(self)
         vbox(self.progress, (self._below, 1), into=holder, margins=(20, 18, 20, 18), gap=14)
         scroll = scroll_area(holder, self)

@@ -9,7 +9,7 @@ from PySide6.QtWidgets import QCheckBox, QLineEdit, QWidget
 
 from app.views.batch.phrases import cluster_sent_text, host_text, sent_text
 from app.widgets.chip import ElidedLabel
-from app.widgets.scaffold import Card, hbox, muted_label, set_message, vbox
+from app.widgets.scaffold import Card, add_items, hbox, muted_label, set_message, vbox
 from engine.common.config import HERE
 from engine.remote.endpoint import Endpoint
 
@@ -45,11 +45,7 @@ class PlacesCard(Card):
         self.address.textChanged.connect(self._on_chosen)
         self._ray_is_here = False
         of_cluster = hbox(self.cluster, (self.address, 1))
-        self.body.addLayout(self._list)
-        self.body.addLayout(of_cluster)
-        self.body.addWidget(self.sent)
-        self.body.addWidget(self.twice)
-        self.body.addWidget(self.column)
+        add_items(self.body, self._list, of_cluster, self.sent, self.twice, self.column)
         self.set_endpoints(())
 
     @property

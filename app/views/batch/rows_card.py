@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal, SignalInstance
+from PySide6.QtCore import QModelIndex, Qt, Signal, SignalInstance
 from PySide6.QtGui import QGuiApplication, QKeyEvent
 from PySide6.QtWidgets import QButtonGroup, QLabel, QPlainTextEdit, QSizePolicy, QWidget
 
 from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
-from app.services.background import LatestTask
+from app.services.background import LatestTask, timer
 from app.services.batch_job import PAGE_ROWS, RESUMABLE, UNDER_WAY, JobAnswers, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
 from app.widgets.quantities import SEPARATOR, count
-from app.widgets.scaffold import Card, muted_label, push_button, text_label
+from app.widgets.scaffold import RIGHT, Card, add_items, muted_label, push_button, text_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.job_list import Ended
 from engine.batch_files.messages import BatchRow
@@ -44,15 +44,13 @@ class RowDetail(Card):
         close = push_button(self, self.tr("Close"), self.close_detail)
         close.setProperty("compact", "true")
         self.head.setSpacing(6)
-        self.head.addWidget(copy)
-        self.head.addWidget(close)
+        add_items(self.head, copy, close)
         self.body.setSpacing(6)
         self.body.addWidget(self._facts)
         self._labels: dict[QPlainTextEdit, QLabel] = {}
         for box, share in ((self.prompt, 2), (self.reasoning, 2), (self.answer, 3)):
             label = text_label(self, box.accessibleName(), role="caption", buddy=box)
-            self.body.addWidget(label)
-            self.body.addWidget(box, share)
+            add_items(self.body, label, (box, share))
             self._labels[box] = label
         self._show_reasoning("")
 
@@ -146,8 +144,7 @@ class RowsCard(Card):
         self.table.left.connect(self.left)
         self.table.verticalScrollBar().valueChanged.connect(self._read_more)
         self._nothing = text_label(self, role="secondary", align=Qt.AlignmentFlag.AlignCenter, wrap=True)
-        self._again = QTimer(self, singleShot=True, interval=READ_AGAIN_MS)
-        self._again.timeout.connect(self._read_ended_again)
+        self._again = timer(self, self._read_ended_again, READ_AGAIN_MS, once=True)
         self.filters = QButtonGroup(self)
         for number in (LATEST, ALL, FAILED, CUT_OFF):
             chip = push_button(self, self._named(number), kind="chip", checkable=True)
@@ -161,9 +158,7 @@ class RowsCard(Card):
             tip=self.tr("Twice as many as each of them had"),
         )
         self.body.setContentsMargins(16, 14, 16, 10)
-        self.body.addWidget(self.table, 1)
-        self.body.addWidget(self._nothing, 1)
-        self.body.addWidget(self.redo, 0, Qt.AlignmentFlag.AlignRight)
+        add_items(self.body, (self.table, 1), (self._nothing, 1), (self.redo, RIGHT))
 
     def show_job(self, entry: JobEntry) -> None:
         self._entry, self._answers = entry, JobAnswers(entry)

@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QFrame, QVBoxLayout, QWidget
 from app.services.batch_sample import SAMPLE_ROWS
 from app.views.batch.phrases import end_text, translate
 from app.widgets.quantities import SEPARATOR, count
-from app.widgets.scaffold import Card, muted_label, push_button, set_message, text_label, vbox, warning_label
+from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, text_label, vbox, warning_label
 from engine.batch_files.messages import BatchRow
 
 _SHOWN_CHARACTERS = 400
@@ -32,9 +32,7 @@ class SampleCard(Card):
         self._trouble = warning_label(self)
         self._answers = vbox(gap=0)
         self._shown: list[_Answer] = []
-        self.body.addWidget(self._words)
-        self.body.addWidget(self._trouble)
-        self.body.addLayout(self._answers)
+        add_items(self.body, self._words, self._trouble, self._answers)
         self.clear()
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ from app.services.batch_job import JobEntry
 from app.theme import colours
 from app.widgets.chip import ElidedLabel
 from app.widgets.quantities import count, number
-from app.widgets.scaffold import Card, text_label
+from app.widgets.scaffold import STRETCH, Card, add_items, text_label
 from engine.common.config import HERE
 from engine.remote.endpoint import named_at
 
@@ -36,9 +36,7 @@ class SharedSettingsCard(Card):
         self._grid.setHorizontalSpacing(12)
         self._grid.setVerticalSpacing(6)
         self._grid.setColumnStretch(1, 1)
-        self.body.addWidget(self._template)
-        self.body.addLayout(self._grid)
-        self.body.addStretch(1)
+        add_items(self.body, self._template, self._grid, STRETCH)
         self._values: list[ElidedLabel] = []
         for row, name in enumerate(
             (

@@ -11,7 +11,7 @@ from PySide6.QtWidgets import QSizePolicy, QWidget
 from app.theme import themed
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
-from app.widgets.scaffold import Card, muted_label, push_button, set_message, warning_label
+from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, warning_label
 from app.widgets.text_box import TextBox
 from engine.batch_files.prompts import parse_template
 from engine.common.errors import EngineError
@@ -116,8 +116,7 @@ class TemplateCard(Card):
         self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self._blind = warning_label(self)
         column = Flow(self.pictures, parent=self)
-        for widget in (self._hint, self._chips, self.edit, self.trouble, column, self._blind, self.system):
-            self.body.addWidget(widget)
+        add_items(self.body, self._hint, self._chips, self.edit, self.trouble, column, self._blind, self.system)
         self.edit.textChanged.connect(self._on_edited)
         self.system.textChanged.connect(self.changed)
 

@@ -23,7 +23,7 @@ from app.widgets.answer_text.view import Match
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR
-from app.widgets.scaffold import WrappedLabel, hbox, push_button, vbox
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, vbox
 
 COPIED_MS = 1500
 ANSWER_PX = 680
@@ -223,9 +223,15 @@ class AnswerMessage(QWidget):
         self._note_row = row = QBoxLayout(QBoxLayout.Direction.LeftToRight, note)
         row.setContentsMargins(12, 8, 8, 8)
         row.setSpacing(8)
-        row.addWidget(self._note_label, 1)
-        for button in (self._restart, self._note_fold, self._note_drop, self._note_continue, self._note_again):
-            row.addWidget(button, 0, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
+        add_items(
+            row,
+            (self._note_label, 1),
+            (self._restart, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_fold, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_drop, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_continue, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_again, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+        )
         return note
 
     def changeEvent(self, event: QEvent) -> None:

@@ -16,7 +16,7 @@ from app.widgets.answer_text import AnswerView
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, duration
-from app.widgets.scaffold import WrappedLabel, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label, vbox
 
 translate = QCoreApplication.translate
 
@@ -155,8 +155,7 @@ class CallRow(QWidget):
         box.setAccessibleName(name)
         box.setFont(QFontDatabase.systemFont(QFontDatabase.SystemFont.FixedFont))
         box.setTabChangesFocus(True)
-        column.addWidget(label)
-        column.addWidget(box)
+        add_items(column, label, box)
         return box
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PySide6.QtCore import QCoreApplication, QObject, QTimer
+from PySide6.QtCore import QCoreApplication, QObject
 from PySide6.QtWidgets import QDialog, QWidget
 
+from app.services.background import timer
 from app.services.chat_files import ChatFiles, ImportReport, file_name
 from app.services.chat_store import ChatStore, Conversation, Message
 from app.services.chat_store.other_programs import LeftOut
@@ -41,8 +42,7 @@ class ChatTransfer(QObject):
         self._close = self.banner.add_action(self.tr("Dismiss"), self.banner.hide, kind="quiet")
         self._doing = ""
         self._unlisted: list[Conversation] = []
-        self._listing = QTimer(self, singleShot=True, interval=LISTED_MS)
-        self._listing.timeout.connect(self._list)
+        self._listing = timer(self, self._list, LISTED_MS, once=True)
         self.files.progressed.connect(self._on_progress)
         self.files.merged.connect(self._on_merged)
         self.files.imported.connect(self._on_imported)

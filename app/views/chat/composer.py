@@ -19,7 +19,7 @@ from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
 from app.views.chat.picture_row import PictureRow
 from app.widgets.popover import Popover
 from app.widgets.sampling_popover import SamplingPopover
-from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import STRETCH, add_items, hbox, push_button, text_label, vbox
 from app.widgets.text_box import TextBox
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
@@ -52,8 +52,7 @@ class SystemPromptPopover(Popover):
         self.text.setTabChangesFocus(True)
         self.text.setMinimumSize(380, 130)
         self.text.textChanged.connect(lambda: self.changed.emit(self.text.toPlainText()))
-        self.column.addWidget(hint)
-        self.column.addWidget(self.text)
+        add_items(self.column, hint, self.text)
 
     def edit(self, system_prompt: str, button: QWidget) -> None:
         self.text.blockSignals(True)

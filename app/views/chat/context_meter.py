@@ -15,7 +15,7 @@ from app.theme import set_look, use_tabular_figures
 from app.widgets.fields import Slider, SpinBox
 from app.widgets.popover import Popover
 from app.widgets.quantities import count, memory, percent
-from app.widgets.scaffold import push_button, text_label
+from app.widgets.scaffold import LEFT, add_items, push_button, text_label
 from engine.common.config import LEAST_CONTEXT
 
 ICON_PX = 14
@@ -165,8 +165,7 @@ class ContextPopover(Popover):
         self.drop_button = push_button(self, self.tr("Leave out the oldest turns"))
         self.drop_button.clicked.connect(self.hide)
         self.drop_button.clicked.connect(self.drop_wanted)
-        self.column.addWidget(self.used)
-        self.column.addWidget(self.bar)
+        add_items(self.column, self.used, self.bar)
         self.fields = QWidget(self)
         grid = QGridLayout(self.fields)
         grid.setContentsMargins(0, 4, 0, 0)
@@ -176,13 +175,16 @@ class ContextPopover(Popover):
         grid.addWidget(self.slider, 0, 1)
         grid.addWidget(self.tokens, 0, 2)
         grid.setColumnStretch(1, 1)
-        self.column.addWidget(self.fields)
-        self.column.addWidget(self.cost)
-        self.column.addWidget(self.reload_note)
-        self.column.addWidget(self.reload_button, 0, Qt.AlignmentFlag.AlignLeft)
-        self.column.addSpacing(4)
-        self.column.addWidget(self.fold_button)
-        self.column.addWidget(self.drop_button)
+        add_items(
+            self.column,
+            self.fields,
+            self.cost,
+            self.reload_note,
+            (self.reload_button, LEFT),
+            4,
+            self.fold_button,
+            self.drop_button,
+        )
 
     def edit(self, use: ContextUse, length: ContextLength, button: QWidget, *, folds: bool) -> None:
         """Opens with these; `folds` if there are turns that can make room."""

@@ -6,12 +6,13 @@ import re
 import time
 from typing import Protocol
 
-from PySide6.QtCore import QEvent, QObject, QRect, Qt, QTimer, Signal
+from PySide6.QtCore import QEvent, QObject, QRect, Qt, Signal
 from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import QFrame, QLineEdit, QWidget
 
 from app.icons import IconButton
 from app.models.conversation import ConversationModel
+from app.services.background import timer
 from app.theme import scaled
 from app.views.chat.transcript import Transcript
 from app.widgets.quantities import count
@@ -101,10 +102,8 @@ class FindInChat(QObject):
         self._at = 0
         self._wanted = ""
         """The message whose first match is to be shown."""
-        self._soon = QTimer(self, singleShot=True, interval=LOOK_MS)
-        self._soon.timeout.connect(self._begin)
-        self._slices = QTimer(self, singleShot=True, interval=0)
-        self._slices.timeout.connect(self._look)
+        self._soon = timer(self, self._begin, LOOK_MS, once=True)
+        self._slices = timer(self, self._look, 0, once=True)
         bar.searched.connect(lambda _text: self._soon.start())
         bar.stepped.connect(self.step)
         bar.closed.connect(self.close)

@@ -45,7 +45,7 @@ from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
 from app.widgets.popover import Popover
 from app.widgets.quantities import SEPARATOR, duration, file_size
-from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import STRETCH, add_items, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
@@ -237,11 +237,7 @@ class ModelPicker(Popover):
         line = QFrame(self)
         line.setProperty("line", "true")
         ways = hbox(self.file_button, STRETCH, self.more_button, gap=4)
-        for widget in (self._loading, self.filter, self.list, self.nothing):
-            self.column.addWidget(widget)
-        self.column.addLayout(actions)
-        self.column.addWidget(line)
-        self.column.addLayout(ways)
+        add_items(self.column, self._loading, self.filter, self.list, self.nothing, actions, line, ways)
         self.column.setContentsMargins(16, 14, 16, 10)
 
     def _connect(self) -> None:

@@ -20,7 +20,7 @@ from PySide6.QtWidgets import (
 from app.services.kept import Named, SavedPrompts, fill, name_for, variables
 from app.theme import scaled
 from app.widgets.popover import Popover
-from app.widgets.scaffold import WrappedLabel, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.text_box import TextBox
 
@@ -53,8 +53,7 @@ class PromptPopover(Popover):
         self._make_list()
         self._make_form()
         self._make_editor()
-        for part in (self._list_part, self._form_part, self._edit_part):
-            self.column.addWidget(part)
+        add_items(self.column, self._list_part, self._form_part, self._edit_part)
         prompts.changed.connect(self._show_found)
         self._show(self._list_part)
 
@@ -114,11 +113,12 @@ class PromptPopover(Popover):
         self.edit_button = self._action(self.tr("Edit…"), self._edit)
         self.remove_button = self._action(self.tr("Delete"), self._remove)
         self.undo_button = self._action(self.tr("Undo"), self._undo)
-        column.addWidget(self.filter)
-        column.addWidget(self.list)
-        column.addWidget(self.preview)
-        column.addLayout(
-            _row(self.save_button, self.new_button, None, self.undo_button, self.edit_button, self.remove_button)
+        add_items(
+            column,
+            self.filter,
+            self.list,
+            self.preview,
+            _row(self.save_button, self.new_button, None, self.undo_button, self.edit_button, self.remove_button),
         )
 
     def _show_found(self) -> None:
@@ -206,9 +206,7 @@ class PromptPopover(Popover):
         self.fields: dict[str, TextBox] = {}
         self.insert_button = self._action(self.tr("Insert"), self._insert, kind="primary")
         back = self._action(self.tr("Back"), self._back)
-        column.addWidget(self._form_name)
-        column.addWidget(self._fields_holder)
-        column.addLayout(_row(None, back, self.insert_button))
+        add_items(column, self._form_name, self._fields_holder, _row(None, back, self.insert_button))
 
     def _open_form(self, entry: Named[str]) -> None:
         self._filling, self._by_slash = entry, False
@@ -269,9 +267,7 @@ class PromptPopover(Popover):
         self.text.textChanged.connect(self._on_edited)
         self._taken = WrappedLabel("", self)
         self._taken.setProperty("role", "secondary")
-        for widget in (self.name, self.text, hint, self._taken):
-            column.addWidget(widget)
-        column.addLayout(_row(None, back, self.keep_button))
+        add_items(column, self.name, self.text, hint, self._taken, _row(None, back, self.keep_button))
         self._on_edited()
 
     def _on_edited(self) -> None:

@@ -10,6 +10,7 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import QFrame, QWidget
 
 from app.icons import ICON_PX, IconButton, icon
+from app.services.background import timer
 from app.services.chat_store import Message, MessageState
 from app.theme import Theme, colours, use_tabular_figures
 from app.views.chat.growing_edit import GrowingEdit
@@ -126,8 +127,7 @@ class Thought(QWidget):
         self.header.toggled.connect(self._on_toggled)
         use_tabular_figures(self.header)
         self.copy_button = IconButton("copy", self.tr("Copy what it thought"), self._copy, self)
-        self._tick = QTimer(self, interval=TICK_MS)
-        self._tick.timeout.connect(self._show_header)
+        self._tick = timer(self, self._show_header, TICK_MS)
         self._column = vbox(hbox(self.header, self.copy_button, STRETCH, gap=2), into=self, gap=6)
         self._show_fold()
 

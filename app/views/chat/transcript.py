@@ -11,6 +11,7 @@ from PySide6.QtWidgets import QScrollArea, QWidget
 from app.icons import icon
 from app.models.conversation import ConversationModel, MessageRow
 from app.services.answer_queue import Phase
+from app.services.background import timer
 from app.services.thumbnails import Thumbnails
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
@@ -80,8 +81,7 @@ class Transcript(QScrollArea):
         self._jump.setToolTip(self.tr("Jump to the latest"))
         self._jump.setAccessibleName(self.tr("Jump to the latest"))
         self._jump.hide()
-        self._build = QTimer(self, singleShot=True, interval=0)
-        self._build.timeout.connect(self._build_some)
+        self._build = timer(self, self._build_some, 0, once=True)
         bar = self.verticalScrollBar()
         bar.rangeChanged.connect(self._on_range)
         bar.valueChanged.connect(self._on_scrolled)

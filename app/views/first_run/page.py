@@ -30,6 +30,7 @@ from app.widgets.recommendations import RecommendationList
 from app.widgets.scaffold import (
     STRETCH,
     Card,
+    add_items,
     hbox,
     muted_label,
     push_button,
@@ -84,8 +85,7 @@ class EngineCard(Card):
         self.network = self._button(self.tr("Mirror and proxy…"), self.settings_wanted.emit)
         for quiet in (self.file, self.network):
             quiet.setProperty("kind", "quiet")
-        for widget in (self.text, self.why, self.bar, self.state, self.problem):
-            self.body.addWidget(widget)
+        add_items(self.body, self.text, self.why, self.bar, self.state, self.problem)
         self.head.addWidget(self.network)
         buttons = (self.get, self.alone, self.resume, self.again, self.pause, self.cancel, self.file)
         self.body.addWidget(Flow(*buttons, parent=self))
@@ -268,10 +268,8 @@ class FirstRunPage(Page):
         greeting = text_label(self, self.tr("Welcome to Switchyard"))
         greeting.setObjectName("greeting")
         self._lead = muted_label(self, role="lead")
-        self.machine.body.addWidget(self._parts)
-        self.machine.body.addWidget(self._meaning)
-        self.recommended.body.addWidget(self._note)
-        self.recommended.body.addWidget(self.list)
+        add_items(self.machine.body, self._parts, self._meaning)
+        add_items(self.recommended.body, self._note, self.list)
         ways = (
             (self.tr("Open a model file…"), self.file_wanted.emit),
             (self.tr("Search for others…"), lambda: self.page_wanted.emit(MODELS)),
@@ -286,11 +284,9 @@ class FirstRunPage(Page):
             (right, (self.machine, self.here)),
         ):
             column.setSpacing(GAP_PX)
-            for card in cards:
-                column.addWidget(card)
+            add_items(column, *cards)
         right.addWidget(self.starter_card)
-        left.addWidget(Flow(*self.ways, parent=self))
-        left.addStretch(1)
+        add_items(left, Flow(*self.ways, parent=self), STRETCH)
         right.addStretch(1)
         self._columns = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._columns.setSpacing(GAP_PX)

@@ -13,7 +13,7 @@ from app.icons import IconMark, icon
 from app.theme import BODY_PX, body_px
 from app.views.main_window.machine_footer import MachineFooter
 from app.widgets.page import MODELS, PageEntry
-from app.widgets.scaffold import LEFT, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import LEFT, STRETCH, add_items, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import add_shortcut
 
 if TYPE_CHECKING:
@@ -104,9 +104,7 @@ class Sidebar(QWidget):
         for index, page in enumerate(self._pages):
             column.addWidget(self._button(index, page))
         self.downloads = DownloadsMark(self)
-        column.addWidget(self.downloads)
-        column.addStretch(1)
-        column.addWidget(footer)
+        add_items(column, self.downloads, STRETCH, footer)
         self.downloads.clicked.connect(lambda: self._go(MODELS))
         self._group.idClicked.connect(lambda index: self.page_chosen.emit(self._pages[index].name))
         self._show_labels()

@@ -32,7 +32,7 @@ from app.widgets.fit_words import Presence
 from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import Page
 from app.widgets.quantities import file_size
-from app.widgets.scaffold import STRETCH, PageHeader, push_button, scroll_area, vbox
+from app.widgets.scaffold import MIDDLE, STRETCH, PageHeader, add_items, push_button, scroll_area, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.text_box import dropped_model
@@ -411,8 +411,7 @@ class ModelsPage(Page):
 
     def _lay_out(self) -> None:
         self.header.set_middle(self.search_line, least_px=LEAST_SEARCH_PX, stretch=1)
-        for button in (self.folders_button, self.import_button):
-            self.header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
+        add_items(self.header.row, (self.folders_button, MIDDLE), (self.import_button, MIDDLE))
         self.search.head.addWidget(self.folder)
         content = QWidget(self)
         vbox(self.downloads, self.here, self.search, STRETCH, into=content, margins=(20, 16, 20, 18), gap=14)

@@ -24,6 +24,7 @@ from app.widgets.scaffold import (
     STRETCH,
     TOP,
     Card,
+    add_items,
     hbox,
     muted_label,
     push_button,
@@ -362,9 +363,7 @@ class SearchCard(Card):
         self._both.addWidget(self.results, 0, Qt.AlignmentFlag.AlignTop)
         self._both.addWidget(self.offer, 1)
         self._both.addWidget(self.right, 1)
-        for widget in (self.filters, self.hint, self.trouble):
-            self.body.addWidget(widget)
-        self.body.addLayout(self._both)
+        add_items(self.body, self.filters, self.hint, self.trouble, self._both)
 
 
 def page_of(repository: Repository) -> str:

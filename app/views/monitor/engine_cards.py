@@ -17,7 +17,7 @@ from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.machine_card import MachineCard
 from app.widgets.memory_bar import BarPart, MemoryBar, MemoryGauge, MemoryLegend
 from app.widgets.quantities import number, translate
-from app.widgets.scaffold import Card, muted_label, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, text_label, vbox
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.messages import CacheReport
 
@@ -59,9 +59,7 @@ class TokenCard(Card):
         self._add_row("read", self.tr("From disk"))
         self._add_row("energy", self.tr("Energy"))
         self._note = muted_label(self)
-        self.body.addLayout(self._grid)
-        self.body.addStretch(1)
-        self.body.addWidget(self._note)
+        add_items(self.body, self._grid, STRETCH, self._note)
         self.show_figures(None, None)
 
     def show_figures(self, figures: TokenFigures | None, watts: float | None) -> None:
@@ -163,8 +161,7 @@ class MemoryCard(Card):
         self._column = vbox(gap=6)
         self.body.addLayout(self._column)
         self._empty = muted_label(self, self.tr("Shows a model's memory once one is loaded."))
-        self.body.addWidget(self._empty)
-        self.body.addStretch(1)
+        add_items(self.body, self._empty, STRETCH)
         self._places: dict[str, tuple[MemoryGauge, MemoryLegend]] = {}
         self._shown: tuple[CacheReport | None, int | None, int | None] = None, None, None
 
@@ -206,9 +203,7 @@ class MemoryCard(Card):
     def _place(self, place: str) -> tuple[MemoryGauge, MemoryLegend]:
         if place not in self._places:
             widgets = MemoryGauge(self._name(place), self), MemoryLegend(self)
-            for widget in widgets:
-                self._column.addWidget(widget)
-            self._column.addSpacing(6)
+            add_items(self._column, *widgets, 6)
             self._places[place] = widgets
         return self._places[place]
 

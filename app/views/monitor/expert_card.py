@@ -9,7 +9,7 @@ from app.widgets.expert_map.data import MapData, map_data
 from app.widgets.expert_map.table import ExpertTable
 from app.widgets.expert_map.view import ExpertMapView, MapLegend
 from app.widgets.fields import Slider
-from app.widgets.scaffold import Card, muted_label, push_button
+from app.widgets.scaffold import Card, add_items, muted_label, push_button
 from engine.common.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 
@@ -46,16 +46,12 @@ class ExpertCard(Card):
             tip=self.tr("The same experts as numbers, sorted by any column"),
             name=self.tr("Show the experts as a table"),
         )
-        self.head.addWidget(self.by_use)
-        self.head.addWidget(self.as_table)
+        add_items(self.head, self.by_use, self.as_table)
         self.view = ExpertMapView(self)
         self.legend = MapLegend(self)
         self.table = self._make_table()
         self._hint = muted_label(self)
-        self.body.addWidget(self.view, 1)
-        self.body.addWidget(self.table, 1)
-        self.body.addWidget(self.legend)
-        self.body.addWidget(self._hint)
+        add_items(self.body, (self.view, 1), (self.table, 1), self.legend, self._hint)
         self._room = QSpacerItem(0, 0)
         self.body.addItem(self._room)
         self.by_use.toggled.connect(self.view.sort_by_use)

@@ -13,7 +13,7 @@ from app.theme import themed, use_tabular_figures
 from app.widgets.chart import Chart
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import memory, number
-from app.widgets.scaffold import Card, muted_label, vbox
+from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, vbox
 from engine.hardware.sensors import GpuSample, SensorSample
 
 _LEAST_PX, _MOST_PX, _GAP_PX = 9, 30, 2
@@ -137,12 +137,7 @@ class MachineCard(Card):
         self.gpus: list[_GpuRow] = []
         self.no_gpu = muted_label(self, self.tr("Graphics card: no sensor data"))
         self.rest = muted_label(self)
-        self.body.addWidget(self.cpu)
-        self.body.addWidget(self.cores)
-        self.body.addLayout(self._gpus)
-        self.body.addWidget(self.no_gpu)
-        self.body.addWidget(self.rest)
-        self.body.addStretch(1)
+        add_items(self.body, self.cpu, self.cores, self._gpus, self.no_gpu, self.rest, STRETCH)
         self.show_sample(None)
 
     def show_sample(self, sample: SensorSample | None) -> None:

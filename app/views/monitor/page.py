@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PySide6.QtCore import QDateTime, QLocale, Qt, QTimer, Signal
+from PySide6.QtCore import QDateTime, QLocale, Qt, Signal
 from PySide6.QtGui import QAction, QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import (
     QButtonGroup,
@@ -17,7 +17,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.services.analyser import WAITING_TOKENS, waiting_for_last
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, timer
 from app.services.engine_client import EngineClient, EngineState
 from app.services.predicted_timeline import Predicted
 from app.services.session_library import OpenedSession, SessionEntry, open_session, sessions_in
@@ -33,7 +33,7 @@ from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import LEFT, PageHeader, hbox, push_button, scroll_area, vbox
+from app.widgets.scaffold import LEFT, PageHeader, add_items, hbox, push_button, scroll_area, vbox
 from app.widgets.timeline.navigator import WHOLE, Navigator
 from app.widgets.timeline.view import TimelineView
 from engine.common.model_info import ModelInfo
@@ -296,8 +296,7 @@ class MonitorPage(Page):
         self._lay_out()
         self._fold("monitor_details")
         settings.changed.connect(self._fold)
-        self._refreshing = QTimer(self, interval=_REFRESH_MS)
-        self._refreshing.timeout.connect(self._refresh)
+        self._refreshing = timer(self, self._refresh, _REFRESH_MS)
         self.summary.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         self.sessions.opened.connect(self.show_session)
         self.sessions.compared.connect(self._compare)
@@ -319,8 +318,7 @@ class MonitorPage(Page):
     def _lay_out(self) -> None:
         header = PageHeader(self.tr("Monitor"), self)
         header.set_middle(self.ranges)
-        header.row.addWidget(self.sessions)
-        header.row.addWidget(self.export)
+        add_items(header.row, self.sessions, self.export)
         self.header = header
         self.unfold = push_button(self, checkable=True)
         self.unfold.toggled.connect(lambda on: self._settings.set("monitor_details", on))

@@ -20,7 +20,7 @@ from app.services.predicted_timeline import (
 from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
 from app.widgets.quantities import number
-from app.widgets.scaffold import Card, muted_label, push_button
+from app.widgets.scaffold import Card, add_items, muted_label, push_button
 from app.widgets.timeline.navigator import Navigator
 from app.widgets.timeline.view import TimelineView
 from app.widgets.timeline.viewport import duration
@@ -233,8 +233,7 @@ class SecondTimeline(Card):
         self.said = muted_label(self)
         self.body.setContentsMargins(16, 10, 12, 10)  # so that the lanes of both line up
         self.body.setSpacing(4)
-        self.body.addWidget(self.said)
-        self.body.addWidget(self.view, 1)
+        add_items(self.body, self.said, (self.view, 1))
         first.navigator.moved.connect(self._follow)
         first.pointed.connect(self._point)
         self.hide()

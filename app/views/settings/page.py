@@ -35,7 +35,7 @@ from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
 from app.views.settings.tools import ToolsCard
 from app.widgets.page import TUNE, Page
-from app.widgets.scaffold import PageHeader, hbox, muted_label, push_button, scroll_area, vbox
+from app.widgets.scaffold import STRETCH, PageHeader, add_items, hbox, muted_label, push_button, scroll_area, vbox
 from app.widgets.setting_controls import setting_words
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
@@ -183,8 +183,7 @@ class SettingsPage(Page):
         column = vbox(*self.cards.values(), into=cards, margins=(0, 20, 0, 20), gap=16)
         self._nothing = muted_label(cards, self.tr("No setting has these words."))
         self._nothing.hide()
-        column.addWidget(self._nothing)
-        column.addStretch(1)
+        add_items(column, self._nothing, STRETCH)
         holder = QWidget(self)
         hbox((cards, 1), (None, 0), into=holder, margins=(20, 0, 20, 0), gap=-1)
         scroll = scroll_area(holder, self)

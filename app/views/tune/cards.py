@@ -27,7 +27,7 @@ from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import rough
 from app.widgets.roofline_plot import RooflinePlot
-from app.widgets.scaffold import STRETCH, Card, muted_label, set_message, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, set_message, text_label, vbox
 from engine.hardware.machine import Origin
 from engine.hardware.measured import Measurements
 from engine.hardware.other_programs import is_busy
@@ -74,11 +74,9 @@ class NumbersCard(Card):
         self._grid.setColumnStretch(0, 1)
         self._rows: dict[str, tuple[QLabel, QLabel]] = {}
         self.words = muted_label(self)
-        self.body.addWidget(self.words)
-        self.body.addLayout(self._grid)
+        add_items(self.body, self.words, self._grid)
         self.notes = muted_label(self)
-        self.body.addWidget(self.notes)
-        self.body.addStretch(1)
+        add_items(self.body, self.notes, STRETCH)
 
     def show_kept(self, look: MachineLook) -> None:
         """The numbers known of this machine."""
@@ -178,13 +176,19 @@ class PlanCard(Card):
         self.helps = muted_label(self)
         self.others = muted_label(self)
         self.problem = muted_label(self, role="")
-        for widget in (self.speed, self.range, self.summary):
-            self.body.addWidget(widget)
-        self.body.addSpacing(4)
-        self.body.addWidget(self.bars)
-        for label in (self.bottleneck, self.helps, self.others, self.problem):
-            self.body.addWidget(label)
-        self.body.addStretch(1)
+        add_items(
+            self.body,
+            self.speed,
+            self.range,
+            self.summary,
+            4,
+            self.bars,
+            self.bottleneck,
+            self.helps,
+            self.others,
+            self.problem,
+            STRETCH,
+        )
         self.show_busy("")
 
     def show_busy(self, model: str) -> None:
@@ -232,9 +236,7 @@ class TuneCards(QWidget):
         self.machine.caption.setText(self.tr("Wider links have more bandwidth; hollow ones are assumed."))
         self.picture = MachinePicture(self)
         self.machine_note = muted_label(self, self.tr("Looking up the hardware…"))
-        self.machine.body.addWidget(self.picture)
-        self.machine.body.addWidget(self.machine_note)
-        self.machine.body.addStretch(1)
+        add_items(self.machine.body, self.picture, self.machine_note, STRETCH)
         self.numbers = NumbersCard(self)
         self.plan = PlanCard(self)
         self.work = Card(self.tr("Where to compute"), self)

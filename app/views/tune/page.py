@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, QTimer
+from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication, QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import QWidget
 
-from app.services.background import LatestTask
+from app.services.background import LatestTask, timer
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
@@ -20,7 +20,7 @@ from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import PageHeader, push_button, scroll_area, vbox
+from app.widgets.scaffold import MIDDLE, PageHeader, add_items, push_button, scroll_area, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
@@ -92,8 +92,7 @@ class TunePage(Page):
         self._step = MACHINE
         self._planned_with: MachineLook | None = None
         self._shown_changes: tuple[str, ...] = ()
-        self._again = QTimer(self, interval=LOOK_AGAIN_MS)
-        self._again.timeout.connect(self._look_again)
+        self._again = timer(self, self._look_again, LOOK_AGAIN_MS)
         self._lay_out()
         self._connect()
         self.show_step(MACHINE)
@@ -151,8 +150,7 @@ class TunePage(Page):
         self.changed.add_action(self.tr("Dismiss"), self.changed.hide, kind="quiet")
         self.header = header = PageHeader(self.tr("Tune"), self)
         header.set_middle(self.steps)
-        for button in (self.what_if_button, self.copy_button):
-            header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
+        add_items(header.row, (self.what_if_button, MIDDLE), (self.copy_button, MIDDLE))
         self.scrolling = scroll_area(self.cards, self)
         vbox(header, self.changed, (self.scrolling, 1), into=self, gap=0)
 

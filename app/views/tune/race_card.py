@@ -18,7 +18,17 @@ from app.models.headed_table import ROW_ROLE
 from app.models.plan_table import BAR, NAME, PREDICTED, TIMED, PlanRow, PlanTable
 from app.theme import tabular, themed
 from app.widgets.quantities import figures, number
-from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, set_message, text_label, warning_label
+from app.widgets.scaffold import (
+    STRETCH,
+    Card,
+    add_items,
+    hbox,
+    muted_label,
+    push_button,
+    set_message,
+    text_label,
+    warning_label,
+)
 from app.widgets.small_font import small_font
 from app.widgets.text_table import show_whole_rows
 from engine.tuning.report import verdict
@@ -203,14 +213,9 @@ class RaceCard(Card):
             self.tr("Bars: measured, which is what counts. Brackets: the predicted range."),
             role="caption",
         )
-        self.body.addWidget(self.empty)
-        self.body.addWidget(self.view)
-        self.body.addWidget(self.legend)
-        self.body.addWidget(self.gain)
-        self.body.addWidget(self.warning)
-        self.body.addWidget(self.verdict)
-        self.body.addLayout(buttons)
-        self.body.addStretch(1)
+        add_items(
+            self.body, self.empty, self.view, self.legend, self.gain, self.warning, self.verdict, buttons, STRETCH
+        )
         table.modelReset.connect(self._show_table)
         self.show_none()
 

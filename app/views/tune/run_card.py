@@ -20,6 +20,7 @@ from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import (
     STRETCH,
     Card,
+    add_items,
     hbox,
     muted_label,
     push_button,
@@ -211,15 +212,14 @@ class RunCard(Card):
         self._row = QBoxLayout(QBoxLayout.Direction.LeftToRight, self.choices)
         self._row.setContentsMargins(0, 0, 0, 0)
         self._row.setSpacing(12)
-        self._row.addWidget(self.models, 1)
-        self._row.addWidget(
-            Flow(self.quick, self.thorough, self.measure_only, self.start, parent=self.choices, ends_right=True)
+        add_items(
+            self._row,
+            (self.models, 1),
+            Flow(self.quick, self.thorough, self.measure_only, self.start, parent=self.choices, ends_right=True),
         )
         self.running = QWidget(self)
         hbox((vbox(self.doing, self.bar, gap=6), 1), self.cancel, into=self.running, gap=16)
-        self.body.addWidget(self.choices)
-        self.body.addWidget(self.running)
-        self.body.addWidget(self.notes)
+        add_items(self.body, self.choices, self.running, self.notes)
         self._missing = hbox(self.others, STRETCH, gap=-1)
         self.body.addLayout(self._missing)
         below = hbox((self.unsaved, 1), self.keep, gap=16)

@@ -10,7 +10,7 @@ from app.views.tune.phrases import plan_summary, tier_bars
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures, rough
-from app.widgets.scaffold import Card, muted_label, push_button, set_message, text_label
+from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, text_label
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.hardware.assumptions import card_choices, find_card
@@ -67,12 +67,8 @@ class WhatIfCard(Card):
         grid.addWidget(self.disk, 1, 2)
         for column in range(3):
             grid.setColumnStretch(column, 1)
-        self.head.addWidget(self.reset)
-        self.head.addWidget(self.close_button)
-        self.body.addLayout(grid)
-        self.body.addSpacing(2)
-        for shown in (self.result, self.words, self.bars):
-            self.body.addWidget(shown)
+        add_items(self.head, self.reset, self.close_button)
+        add_items(self.body, grid, 2, self.result, self.words, self.bars)
         self.card.chosen.connect(self._ask)
         for box in (self.vram, self.ram, self.link, self.disk):
             box.valueChanged.connect(self._ask)

@@ -50,6 +50,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.services.background import timer
 from app.theme import Theme, colours
 from app.widgets.answer_text.blocks import CodeBlock, allowed_link
 from app.widgets.answer_text.maths import OBJECT, SOURCE
@@ -96,8 +97,7 @@ class CopyButton(QPushButton):
         self.setProperty("kind", "quiet")
         self.setProperty("compact", True)
         self.setCursor(Qt.CursorShape.PointingHandCursor)
-        self._reset = QTimer(self, singleShot=True, interval=_COPIED_MS)
-        self._reset.timeout.connect(self._show_copy)
+        self._reset = timer(self, self._show_copy, _COPIED_MS, once=True)
         self.clicked.connect(self._copy)
         self._show_copy()
 
@@ -164,8 +164,7 @@ class AnswerView(QTextBrowser):
         self._timer = QTimer(self, singleShot=True)
         self._timer.setTimerType(Qt.TimerType.PreciseTimer)
         self._timer.timeout.connect(self._update)
-        self._put_back = QTimer(self, singleShot=True)
-        self._put_back.timeout.connect(lambda: self._place())
+        self._put_back = timer(self, lambda: self._place(), once=True)
 
     def theme(self) -> Theme:
         return colours()

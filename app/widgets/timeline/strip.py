@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QRectF, QSize, Qt, QTimer, Signal
+from PySide6.QtCore import QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QHideEvent, QKeyEvent, QMouseEvent, QPainter, QPen, QShowEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
+from app.services.background import timer
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import tabular, themed
 from app.widgets.chart import Chart
@@ -43,8 +44,7 @@ class TimelineStrip(Chart):
         self.setProperty("ring", True)
         self.setAccessibleName(self.tr("Machine activity"))
         self.setToolTip(self.tr("The last 20 seconds. Click for the Monitor."))
-        self._refreshing = QTimer(self, interval=_REFRESH_MS)
-        self._refreshing.timeout.connect(self._refresh)
+        self._refreshing = timer(self, self._refresh, _REFRESH_MS)
         self.dress()
 
     def dress(self) -> None:

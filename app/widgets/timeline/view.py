@@ -10,6 +10,7 @@ from PySide6.QtCore import QPointF, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QKeyEvent, QPainter, QShowEvent
 from PySide6.QtWidgets import QGraphicsPathItem, QGraphicsSceneWheelEvent, QSizePolicy, QWidget
 
+from app.services.background import timer
 from app.theme import themed
 from app.widgets.chart import Chart
 from app.widgets.scaffold import MARK_PX, HelpMark
@@ -156,8 +157,7 @@ class TimelineView(Chart):
                 "square brackets step through tokens, Enter zooms to a token. The table has the same data as text."
             )
         )
-        self._refreshing = QTimer(self)
-        self._refreshing.timeout.connect(self.refresh)
+        self._refreshing = timer(self, self.refresh)
         self.navigator.moved.connect(self._redraw)
         self.view.sigResized.connect(lambda _view: self._fit())
         self.sceneObj.sigPrepareForPaint.connect(self._prepare)

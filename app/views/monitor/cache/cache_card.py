@@ -18,7 +18,7 @@ from app.widgets.chart import Chart, hit_colour
 from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
-from app.widgets.scaffold import STRETCH, Card, hbox, muted_label, push_button, set_message, text_label, vbox
+from app.widgets.scaffold import STRETCH, Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
 VALUES = 180
@@ -315,11 +315,7 @@ class CacheCard(Card):
         self.plot = MissRatioPlot(self)
         self.size_field = SizeChooser(self)
         self._note = muted_label(self)
-        for row in self.rows.values():
-            self.body.addWidget(row)
-        self.body.addWidget(self.plot, 1)
-        self.body.addWidget(self.size_field)
-        self.body.addWidget(self._note)
+        add_items(self.body, *self.rows.values(), (self.plot, 1), self.size_field, self._note)
         self.body.addStretch(0)  # takes the remaining height where there is no plot
         self.plot.moved.connect(self._on_handle)
         self.plot.chosen.connect(self._resize)

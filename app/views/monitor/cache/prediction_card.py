@@ -11,7 +11,7 @@ from app.views.monitor.cache.cache_card import tier_name
 from app.views.monitor.cache.words import policy_name, policy_tip, predictor_name
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import number
-from app.widgets.scaffold import Card, muted_label
+from app.widgets.scaffold import STRETCH, Card, add_items, muted_label
 from engine.telemetry.messages import CacheReport, TierReport
 
 _PARTS = 1000
@@ -38,9 +38,7 @@ class PoliciesCard(Card):
         self._grid.setColumnStretch(1, 1)
         self._rows: list[tuple[QLabel, MemoryBar, QLabel]] = []
         self.note = muted_label(self)
-        self.body.addLayout(self._grid)
-        self.body.addWidget(self.note)
-        self.body.addStretch(1)
+        add_items(self.body, self._grid, self.note, STRETCH)
 
     def show_report(self, report: CacheReport | None) -> None:
         """The latest report; the card hides while there is no cache."""
@@ -116,12 +114,10 @@ class PredictionCard(Card):
         self._grid.setColumnStretch(0, 1)
         self._cells: list[tuple[QLabel, ...]] = []
         self._fates: list[tuple[MemoryBar, QLabel]] = []
-        self.body.addWidget(self._said)
-        self.body.addLayout(self._grid)
+        add_items(self.body, self._said, self._grid)
         for _ in range(2):
             bar, label = MemoryBar(self), muted_label(self)
-            self.body.addWidget(bar)
-            self.body.addWidget(label)
+            add_items(self.body, bar, label)
             self._fates.append((bar, label))
         self.body.addStretch(1)
 
