@@ -13,9 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, Signal
+from PySide6.QtCore import QObject, QProcess, Signal
 
 from app.services.background import timer
+from app.services.child_process import child
 from engine.common.paths import confined_module
 
 COUNTING_S = 20
@@ -138,17 +139,12 @@ class TokenCounter(QObject):
 
     def _running(self) -> QProcess:
         if self._process is None:
-            (program, *arguments), variables = confined_module("engine.foreign_text.child")
-            environment = QProcessEnvironment()
-            for name, value in variables.items():
-                environment.insert(name, value)
-            process = self._process = QProcess(self)
-            process.setProcessEnvironment(environment)
-            process.setStandardErrorFile(QProcess.nullDevice())
-            process.readyReadStandardOutput.connect(self._on_answer)
-            process.finished.connect(self._on_lost)
-            process.errorOccurred.connect(self._on_error)
-            process.start(program, arguments)
+            command, variables = confined_module("engine.foreign_text.child")
+            lost = self._on_lost
+            self._process = child(
+                self, command, variables, ended=lost, not_started=lost, reads=self._on_answer, confined=True
+            )
+            self._process.start()
         return self._process
 
     def _on_answer(self) -> None:
@@ -163,11 +159,7 @@ class TokenCounter(QObject):
                 self._known.update(zip(asked, counts, strict=True))
             self._ask()
 
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error is QProcess.ProcessError.FailedToStart:
-            self._on_lost()
-
-    def _on_lost(self) -> None:
+    def _on_lost(self, *_how: object) -> None:
         """Estimate by length until another model is loaded."""
         if self._process is not None:
             self._process.deleteLater()

@@ -71,8 +71,7 @@ class QuickPrompt(QWidget):
         holder = QWidget(self)
         vbox(self.answer, STRETCH, into=holder, margins=(0, 0, 8, 0), gap=-1)
         self._scroll.setWidget(holder)
-        self.words = WrappedLabel("", self)
-        self.words.setProperty("role", "secondary")
+        self.words = WrappedLabel("", self, role="secondary")
         self.ask_button = push_button(self, do=self._on_button, kind="primary")
         self.open_button = push_button(self, self.tr("Open in Switchyard"), self._open)
         vbox(

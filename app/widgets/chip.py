@@ -8,7 +8,7 @@ from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QSizePolicy, QWidget
 
 from app.icons import IconMark
 from app.theme import ColourName, themed
-from app.widgets.scaffold import hbox
+from app.widgets.scaffold import hbox, set_words
 from engine.common.plain_text import few_marks
 
 SIGN_PX = 14
@@ -38,8 +38,9 @@ class Dot(QWidget):
 class ElidedLabel(QLabel):
     """A line that ends in an ellipsis where it does not fit."""
 
-    def __init__(self, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None, *, role: str = "", tone: str = "") -> None:
         super().__init__(parent)
+        set_words(self, role, tone)
         self._full = ""
         self._tip = ""
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
@@ -88,8 +89,7 @@ class Chip(QFrame):
         self.setProperty("chip", True)
         self._dot = Dot(self)
         self._sign = IconMark("warning", "danger", SIGN_PX, self)
-        self._label = ElidedLabel(self)
-        self._label.setProperty("role", "secondary")
+        self._label = ElidedLabel(self, role="secondary")
         hbox(self._dot, self._sign, self._label, into=self, margins=(12, 5, 12, 5), gap=7)
         self._dot.hide()
         self._sign.hide()
@@ -118,8 +118,7 @@ class ChipButton(QPushButton):
         self._spoken = spoken
         self.setProperty("kind", "chip")
         self._dot = Dot(self)
-        self._label = ElidedLabel(self)
-        self._label.setProperty("role", "secondary")
+        self._label = ElidedLabel(self, role="secondary")
         self._row = row = hbox(into=self, margins=(12, 0, 10, 0), gap=7)
         for widget in (self._dot, self._label, IconMark("chevron-down", "muted", SIGN_PX, self)):
             widget.setAttribute(Qt.WidgetAttribute.WA_TransparentForMouseEvents)

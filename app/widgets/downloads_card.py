@@ -143,8 +143,7 @@ class DownloadsCard(Card):
         super().__init__("", parent)
         self.set_heading(self.tr("Downloads"))
         self.list = DownloadsView(self)
-        self.limit = ComboBox(self)
-        self.limit.setAccessibleName(self.tr("Speed limit"))
+        self.limit = ComboBox(self, name=self.tr("Speed limit"))
         for amount in _LIMITS:
             text = self.tr("at most {0}").format(rate_words(amount)) if amount else self.tr("no speed limit")
             self.limit.addItem(text, amount)

@@ -242,8 +242,7 @@ class FitCardView(QWidget):
             (self.anyway_wanted if row.verdict == TOO_LARGE else self.download_wanted).emit(row)
 
     def _slider(self, name: str) -> Slider:
-        slider = Slider(self)
-        slider.setAccessibleName(name)
+        slider = Slider(self, name=name)
         slider.setPageStep(1)
         slider.setMinimumWidth(90)
         return slider

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from PySide6.QtCore import QCoreApplication, QEvent, QObject, Signal
-from PySide6.QtWidgets import QAbstractSpinBox, QGridLayout, QLabel, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QAbstractSpinBox, QGridLayout, QLabel, QPushButton, QWidget
 
 from app.services.kept import SavedPresets
 from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
@@ -17,7 +17,7 @@ from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
 from app.widgets.popover import GAP, Popover
 from app.widgets.quantities import number
-from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label
 from app.widgets.setting_controls import SettingControls, SettingValues, setting_words
 from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
 from engine.common.model_info import ModelInfo
@@ -60,8 +60,7 @@ class SamplingPopover(Popover):
         self._explained: dict[QObject, Setting[Any]] = {}
         self.values = SettingValues({each.key: each.default for each in settings_of(SamplingParams)}, self)
         self._make_fields()
-        self.explanation = WrappedLabel("", self)
-        self.explanation.setProperty("role", "secondary")
+        self.explanation = WrappedLabel("", self, role="secondary")
         self.explanation.setMinimumHeight(2 * self.explanation.fontMetrics().lineSpacing())
         self.column.addWidget(self.explanation)
         self._make_keeping()
@@ -82,9 +81,7 @@ class SamplingPopover(Popover):
         buttons = (self.save_button, self.rename_button, self.delete_button, self.default_button)
         self._keeping = Flow(*buttons, parent=self, gap=8, ends_right=True)
         self._naming = QWidget(self)
-        self.name = QLineEdit(self)
-        self.name.setPlaceholderText(self.tr("Name of the preset"))
-        self.name.setAccessibleName(self.tr("Name of the preset"))
+        self.name = line_edit(self, self.tr("Name of the preset"), hints=True)
         self.name.returnPressed.connect(self._keep)
         self.keep_button = self._small(self.tr("Save"), self._keep)
         self.name.textChanged.connect(lambda text: self.keep_button.setEnabled(bool(text.strip())))

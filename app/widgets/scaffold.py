@@ -14,6 +14,7 @@ from PySide6.QtWidgets import (
     QHBoxLayout,
     QLabel,
     QLayout,
+    QLineEdit,
     QPushButton,
     QScrollArea,
     QSizePolicy,
@@ -118,10 +119,7 @@ def text_label(
     """A text in the look of its role or tone; `tabular` for one whose digits change."""
     label = QLabel(text, parent)
     label.setWordWrap(wrap)
-    if role:
-        label.setProperty("role", role)
-    if tone:
-        label.setProperty("tone", tone)
+    set_words(label, role, tone)
     if tabular:
         use_tabular_figures(label)
     if align is not None:
@@ -129,6 +127,35 @@ def text_label(
     if buddy is not None:
         label.setBuddy(buddy)
     return label
+
+
+def set_words(label: QLabel, role: str, tone: str) -> None:
+    """The look of a label: its size and weight by role, its colour by tone."""
+    if role:
+        label.setProperty("role", role)
+    if tone:
+        label.setProperty("tone", tone)
+
+
+def line_edit(
+    parent: QWidget,
+    name: str,
+    *,
+    hint: str = "",
+    hints: bool = False,
+    clears: bool = False,
+    read_only: bool = False,
+    secret: bool = False,
+) -> QLineEdit:
+    """A field of one line.  `hint` stands in it while it is empty; `hints`: its name does."""
+    field = QLineEdit(parent)
+    field.setAccessibleName(name)
+    field.setPlaceholderText(name if hints else hint)
+    field.setClearButtonEnabled(clears)
+    field.setReadOnly(read_only)
+    if secret:
+        field.setEchoMode(QLineEdit.EchoMode.Password)
+    return field
 
 
 def only_scrolls_down(area: QScrollArea) -> None:
@@ -179,8 +206,9 @@ def without_commands(text: str) -> str:
 class WrappedLabel(QLabel):
     """Selectable plain text; where a word is elided, the tooltip has the full text."""
 
-    def __init__(self, text: str = "", parent: QWidget | None = None) -> None:
+    def __init__(self, text: str = "", parent: QWidget | None = None, *, role: str = "", tone: str = "") -> None:
         super().__init__(parent)
+        set_words(self, role, tone)
         self._whole = ""
         self._is_short = False
         self.setWordWrap(True)
@@ -380,8 +408,7 @@ class Card(QFrame):
 
 def muted_label(parent: QWidget, text: str = "", *, role: str = "secondary") -> QLabel:
     """Quieter text that wraps and can be selected."""
-    label = WrappedLabel(text, parent)
-    label.setProperty("role", role)
+    label = WrappedLabel(text, parent, role=role)
     label.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
     return label
 

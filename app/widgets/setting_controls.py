@@ -13,7 +13,7 @@ from PySide6.QtWidgets import QButtonGroup, QCheckBox, QLineEdit, QWidget
 from app.services.settings import Settings
 from app.widgets.fields import ComboBox, DoubleSpinBox, Slider, SpinBox
 from app.widgets.quantities import duration, file_size, memory
-from app.widgets.scaffold import hbox, push_button, text_label
+from app.widgets.scaffold import hbox, line_edit, push_button, text_label
 from engine.common.schema import Choice, Number, Setting, Size, Switch, Text, Texts
 
 COMBO_WIDTH_PX, SLIDER_WIDTH_PX, NUMBER_WIDTH_PX = 240, 180, 148
@@ -258,8 +258,7 @@ def _budget(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple
 
 
 def _texts(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple[QWidget, ...]:
-    field = QLineEdit(to.around)
-    field.setPlaceholderText(translate("SettingsCard", "none; separate with commas"))
+    field = line_edit(to.around, "", hint=translate("SettingsCard", "none; separate with commas"))
 
     def show(texts: tuple[str, ...]) -> None:
         if split_texts(field.text()) != texts:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QEvent, Qt, QUrl
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QDialog, QDialogButtonBox, QLineEdit, QWidget
+from PySide6.QtWidgets import QDialog, QDialogButtonBox, QWidget
 
 from app.theme import scaled
-from app.widgets.scaffold import muted_label, push_button, set_message, text_label, vbox, warning_label
+from app.widgets.scaffold import line_edit, muted_label, push_button, set_message, text_label, vbox, warning_label
 
 if TYPE_CHECKING:
     from app.services.downloads import Downloads
@@ -50,10 +50,7 @@ class TokenDialog(QDialog):
             self, self.tr("2. Create an access token (reading is enough) in your settings there, and paste it here."),
             role="",
         )  # fmt: skip
-        self.field = QLineEdit(self)
-        self.field.setEchoMode(QLineEdit.EchoMode.Password)
-        self.field.setAccessibleName(self.tr("Access token"))
-        self.field.setPlaceholderText(self.tr("Access token"))
+        self.field = line_edit(self, self.tr("Access token"), secret=True, hints=True)
         kept = muted_label(
             self,
             self.tr(

@@ -8,10 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from PySide6.QtCore import QCoreApplication, QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QCoreApplication, QObject, QProcess, QTimer, Signal
 
 from app.services.background import TaskQueue, timer
 from app.services.chat_store.records import Attachment
+from app.services.child_process import child
 from app.services.settings import Settings
 from app.services.tools.built_in import (
     BUILT_IN,
@@ -319,27 +320,27 @@ class Tools(QObject):
         clock.start()
         self._idle.stop()
         if self._process is None:
-            self._process = self._started()
+            command, variables = confined_module("app.services.tools.host")
+            lost, failed = (
+                translate("Tools", "The process with the tools ended."),
+                translate("Tools", "The process with the tools could not be started."),
+            )
+            self._process = child(
+                self,
+                command,
+                variables,
+                ended=lambda *_: self._end_process(lost),
+                not_started=lambda: self._end_process(failed),
+                reads=self._on_answers,
+                confined=True,
+            )
+            self._process.start()
         self._write({"id": number, "start": START_S, **line})
         return number
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._process is not None:
             self._process.write(json.dumps(line).encode("ascii") + b"\n")
-
-    def _started(self) -> QProcess:
-        (program, *arguments), variables = confined_module("app.services.tools.host")
-        environment = QProcessEnvironment()
-        for name, value in variables.items():
-            environment.insert(name, value)
-        process = QProcess(self)
-        process.setProcessEnvironment(environment)
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.readyReadStandardOutput.connect(self._on_answers)
-        process.finished.connect(self._on_lost)
-        process.errorOccurred.connect(self._on_error)
-        process.start(program, arguments)
-        return process
 
     def _on_answers(self) -> None:
         while self._process is not None and self._process.canReadLine():
@@ -353,13 +354,6 @@ class Tools(QObject):
 
     def _on_late(self) -> None:
         self._end_process(translate("Tools", "The tools did not respond, and were stopped."))
-
-    def _on_lost(self) -> None:
-        self._end_process(translate("Tools", "The process with the tools ended."))
-
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error is QProcess.ProcessError.FailedToStart:
-            self._end_process(translate("Tools", "The process with the tools could not be started."))
 
     def _end_process(self, why: str) -> None:
         process, self._process = self._process, None
@@ -384,9 +378,9 @@ def _end_with_children(process: QProcess) -> None:
         children = []
     process.closeWriteChannel()
     process.kill()
-    for child in children:
+    for each in children:
         try:
-            child.kill()
+            each.kill()
         except psutil.Error:
             continue
     process.waitForFinished(2000)

@@ -160,8 +160,7 @@ class BatchHead(PageHeader):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.title.setText(self.tr("Batch"))
-        self._names = ElidedLabel(self)
-        self._names.setProperty("role", "secondary")
+        self._names = ElidedLabel(self, role="secondary")
         self._more = text_label(self, role="secondary")
         self.set_middle(self._names, least_px=LEAST_NAMES_PX, stretch=1)
         self.row.addWidget(self._more)

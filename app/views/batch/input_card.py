@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QCheckBox, QLineEdit, QWidget
+from PySide6.QtWidgets import QCheckBox, QWidget
 
 from app.models.batch_rows import InputRowsModel
 from app.services.batch_input import TEXT_SUFFIXES, InputPreview, free_output, usual_suffix
@@ -14,7 +14,17 @@ from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
-from app.widgets.scaffold import Card, add_items, hbox, muted_label, push_button, set_message, text_label, warning_label
+from app.widgets.scaffold import (
+    Card,
+    add_items,
+    hbox,
+    line_edit,
+    muted_label,
+    push_button,
+    set_message,
+    text_label,
+    warning_label,
+)
 from app.widgets.text_table import TextTable
 from engine.batch_files.opening import InputForm
 from engine.batch_files.result_file import OUTPUT_SUFFIXES
@@ -28,16 +38,13 @@ class OutputCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(self.tr("Result file"), parent)
         self._folder = Path()
-        self.name = QLineEdit(self)
-        self.name.setAccessibleName(self.tr("Name of the result file"))
+        self.name = line_edit(self, self.tr("Name of the result file"))
         self.name.textEdited.connect(self._on_name)
-        self.format = ComboBox(self)
-        self.format.setAccessibleName(self.tr("File type"))
+        self.format = ComboBox(self, name=self.tr("File type"))
         for suffix in OUTPUT_SUFFIXES:
             self.format.addItem(suffix[1:], suffix)
         self.format.activated.connect(self._on_format)
-        self._place = ElidedLabel(self)
-        self._place.setProperty("role", "secondary")
+        self._place = ElidedLabel(self, role="secondary")
         self.change = push_button(self, self.tr("Another folder…"), self._choose_folder)
         line = hbox((self.name, 1), self.format, self.change)
         into = text_label(self, self.tr("In"), role="secondary")
@@ -112,8 +119,7 @@ class InputCard(Card):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._name = ElidedLabel(self)
-        self._name.setProperty("role", "heading")
+        self._name = ElidedLabel(self, role="heading")
         self.head.replaceWidget(self.heading, self._name)
         self.heading.hide()
         self.change = push_button(self, self.tr("Another file…"), self.change_wanted)
@@ -245,8 +251,7 @@ class InputCard(Card):
         self.caption.setText(SEPARATOR.join(parts))
 
     def _combo(self, name: str) -> ComboBox:
-        combo = ComboBox(self)
-        combo.setAccessibleName(name)
+        combo = ComboBox(self, name=name)
         combo.setToolTip(name)
         combo.activated.connect(self._on_form)
         return combo

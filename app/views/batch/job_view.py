@@ -101,8 +101,7 @@ class ProgressCard(QFrame):
         self._bar.setTextVisible(False)
         self._bar.setRange(0, 1000)
         self._bar.setAccessibleName(self.tr("Job progress"))
-        self._status = WrappedLabel("", self)
-        self._status.setProperty("role", "secondary")
+        self._status = WrappedLabel("", self, role="secondary")
         for label in (self._percent, self._rows, self._rate, self._end):
             use_tabular_figures(label)
         left = QWidget(self)

@@ -103,8 +103,7 @@ class TemplateCard(Card):
             self, self.tr("Click a column to insert it at the cursor; it stands for each row's own text.")
         )
         self.trouble = warning_label(self)
-        self.pictures = ComboBox(self)
-        self.pictures.setAccessibleName(self.tr("Column of pictures"))
+        self.pictures = ComboBox(self, name=self.tr("Column of pictures"))
         self.pictures.setToolTip(
             self.tr("Its cells are paths of pictures, which begin in the file's folder, for a model that sees")
         )

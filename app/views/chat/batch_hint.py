@@ -30,8 +30,7 @@ class BatchHint(QWidget):
         self._share: float | None = None
         self._is_left = False
         self._dot = Dot(self, "cpu")
-        self._words = ElidedLabel(self)
-        self._words.setProperty("role", "secondary")
+        self._words = ElidedLabel(self, role="secondary")
         self.button = push_button(self, self.tr("Show job"), self._on_opened, kind="quiet")
         self.button.setProperty("compact", "true")
         hbox(self._dot, (self._words, 1), self.button, into=self, margins=(4, 0, 0, 4))

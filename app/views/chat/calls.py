@@ -72,8 +72,7 @@ class CallRow(QWidget):
         self.header.setCursor(Qt.CursorShape.PointingHandCursor)
         self.header.toggled.connect(self._show_fold)
         use_tabular_figures(self.header)
-        self._summary = ElidedLabel(self)
-        self._summary.setProperty("role", "secondary")
+        self._summary = ElidedLabel(self, role="secondary")
         self.card: QFrame | None = None
         """The question whether it may run."""
         self._inside: QWidget | None = None

@@ -9,7 +9,6 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QFrame,
-    QLineEdit,
     QListView,
     QMenu,
     QToolButton,
@@ -21,7 +20,7 @@ from app.models.conversation_list import ENTRY_ROLE, ConversationListModel, Entr
 from app.services.chat_store import Conversation, Folder
 from app.theme import scaled
 from app.views.chat.conversation_delegate import ConversationDelegate
-from app.widgets.scaffold import hbox, text_label, vbox
+from app.widgets.scaffold import hbox, line_edit, text_label, vbox
 
 WIDTH_PX = 232
 SEARCH_MS = 150
@@ -51,10 +50,7 @@ class ConversationPanel(QFrame):
         self._model = model
         self._current = ""
         self.setObjectName("chatPanel")
-        self.search = QLineEdit(self)
-        self.search.setPlaceholderText(self.tr("Search chats"))
-        self.search.setAccessibleName(self.tr("Search chats"))
-        self.search.setClearButtonEnabled(True)
+        self.search = line_edit(self, self.tr("Search chats"), clears=True, hints=True)
         self.search.installEventFilter(self)
         self._search_timer = QTimer(self, singleShot=True, interval=SEARCH_MS)
         self.search.textChanged.connect(lambda: self._search_timer.start())

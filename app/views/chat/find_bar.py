@@ -8,7 +8,7 @@ from typing import Protocol
 
 from PySide6.QtCore import QEvent, QObject, QRect, Qt, Signal
 from PySide6.QtGui import QKeyEvent
-from PySide6.QtWidgets import QFrame, QLineEdit, QWidget
+from PySide6.QtWidgets import QFrame, QWidget
 
 from app.icons import IconButton
 from app.models.conversation import ConversationModel
@@ -16,7 +16,7 @@ from app.services.background import timer
 from app.theme import scaled
 from app.views.chat.transcript import Transcript
 from app.widgets.quantities import count
-from app.widgets.scaffold import STRETCH, hbox, text_label
+from app.widgets.scaffold import STRETCH, hbox, line_edit, text_label
 
 LOOK_MS = 150
 """After the last key, or the last change of an answer."""
@@ -44,10 +44,7 @@ class FindBar(QFrame):
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.setProperty("findBar", True)
-        self.field = QLineEdit(self)
-        self.field.setPlaceholderText(self.tr("Find in this chat"))
-        self.field.setAccessibleName(self.tr("Find in this chat"))
-        self.field.setClearButtonEnabled(True)
+        self.field = line_edit(self, self.tr("Find in this chat"), clears=True, hints=True)
         self.field.setMaximumWidth(scaled(320))
         self.field.textChanged.connect(self.searched)
         self.field.installEventFilter(self)

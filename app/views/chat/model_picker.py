@@ -24,7 +24,6 @@ from PySide6.QtWidgets import (
     QAbstractItemView,
     QApplication,
     QFrame,
-    QLineEdit,
     QListView,
     QProgressBar,
     QPushButton,
@@ -45,7 +44,7 @@ from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
 from app.widgets.popover import Popover
 from app.widgets.quantities import SEPARATOR, duration, file_size
-from app.widgets.scaffold import STRETCH, add_items, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import STRETCH, add_items, hbox, line_edit, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
@@ -197,10 +196,7 @@ class ModelPicker(Popover):
         self._models = LibraryTable(("",), lambda row, _column: title_text(row), choice_text, self)
         self.rows = FoundModels(self)
         self.rows.setSourceModel(self._models)
-        self.filter = QLineEdit(self)
-        self.filter.setPlaceholderText(self.tr("Find a model"))
-        self.filter.setAccessibleName(self.tr("Find a model"))
-        self.filter.setClearButtonEnabled(True)
+        self.filter = line_edit(self, self.tr("Find a model"), clears=True, hints=True)
         self.list = QListView(self)
         self.list.setAccessibleName(self.tr("Models"))
         self.list.setModel(self.rows)

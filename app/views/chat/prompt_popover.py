@@ -9,7 +9,6 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QFormLayout,
     QHBoxLayout,
-    QLineEdit,
     QListWidget,
     QListWidgetItem,
     QPushButton,
@@ -20,7 +19,7 @@ from PySide6.QtWidgets import (
 from app.services.kept import Named, SavedPrompts, fill, name_for, variables
 from app.theme import scaled
 from app.widgets.popover import Popover
-from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.text_box import TextBox
 
@@ -92,10 +91,7 @@ class PromptPopover(Popover):
 
     def _make_list(self) -> None:
         self._list_part, column = self._part()
-        self.filter = QLineEdit(self)
-        self.filter.setPlaceholderText(self.tr("Find a prompt"))
-        self.filter.setAccessibleName(self.tr("Find a prompt"))
-        self.filter.setClearButtonEnabled(True)
+        self.filter = line_edit(self, self.tr("Find a prompt"), clears=True, hints=True)
         self.filter.textChanged.connect(self._show_found)
         self.filter.installEventFilter(self)
         self.list = QListWidget(self)
@@ -106,8 +102,7 @@ class PromptPopover(Popover):
         self.list.itemActivated.connect(self._choose)
         self.list.itemClicked.connect(self._choose)
         note_keys(self.list, ((self.tr("/"), self.tr("Saved prompts, in an empty message")),))
-        self.preview = WrappedLabel("", self)
-        self.preview.setProperty("role", "secondary")
+        self.preview = WrappedLabel("", self, role="secondary")
         self.save_button = self._action(self.tr("Save this message…"), self._save_message)
         self.new_button = self._action(self.tr("New…"), lambda: self.open_editor(self, ""))
         self.edit_button = self._action(self.tr("Edit…"), self._edit)
@@ -250,23 +245,21 @@ class PromptPopover(Popover):
 
     def _make_editor(self) -> None:
         self._edit_part, column = self._part()
-        self.name = QLineEdit(self)
-        self.name.setPlaceholderText(self.tr("Name"))
-        self.name.setAccessibleName(self.tr("Name of the prompt"))
+        self.name = line_edit(self, self.tr("Name of the prompt"), hint=self.tr("Name"))
         self.text = TextBox(self)
         self.text.setAccessibleName(self.tr("Prompt"))
         self.text.setTabChangesFocus(True)
         self.text.setMinimumHeight(8 * self.text.fontMetrics().lineSpacing())
         self.text.setPlaceholderText(self.tr("Summarise {{text}} in {{number}} sentences."))
-        hint = WrappedLabel(self.tr("A name between double braces, such as {{topic}}, is asked for each time."), self)
-        hint.setProperty("role", "secondary")
+        hint = WrappedLabel(
+            self.tr("A name between double braces, such as {{topic}}, is asked for each time."), self, role="secondary"
+        )
         self.keep_button = self._action(self.tr("Save"), self._keep, kind="primary")
         back = self._action(self.tr("Back"), self._back)
         self.name.textChanged.connect(self._on_edited)
         self.name.returnPressed.connect(self._keep)
         self.text.textChanged.connect(self._on_edited)
-        self._taken = WrappedLabel("", self)
-        self._taken.setProperty("role", "secondary")
+        self._taken = WrappedLabel("", self, role="secondary")
         add_items(column, self.name, self.text, hint, self._taken, _row(None, back, self.keep_button))
         self._on_edited()
 

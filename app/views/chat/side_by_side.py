@@ -50,14 +50,12 @@ class Column(QFrame):
         super().__init__(parent)
         self.setProperty("card", "true")
         names = (self.tr("First"), self.tr("Second"))
-        self.model = ComboBox(self)
-        self.model.setAccessibleName(self.tr("{0}: model").format(names[number]))
+        self.model = ComboBox(self, name=self.tr("{0}: model").format(names[number]))
         self.model.setMinimumWidth(60)
         self.model.activated.connect(self.changed)
         self.sampling_button = push_button(self, kind="chip", name=self.tr("{0}: sampling").format(names[number]))
         self.sampling: SamplingParams | None = None
-        self.words = WrappedLabel("", self)
-        self.words.setProperty("role", "secondary")
+        self.words = WrappedLabel("", self, role="secondary")
         self._scroll = QScrollArea(self)
         self._scroll.setWidgetResizable(True)
         self._scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
@@ -277,8 +275,7 @@ class SideBySide(QDialog):
             kind="primary",
             tip=QKeySequence("Ctrl+Return").toString(QKeySequence.SequenceFormat.NativeText),
         )
-        self.note = WrappedLabel("", self)
-        self.note.setProperty("role", "secondary")
+        self.note = WrappedLabel("", self, role="secondary")
         close = push_button(self, self.tr("Close"), self.close)
         self._lay_out(close)
         self._connect()

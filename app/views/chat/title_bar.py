@@ -44,8 +44,7 @@ class TitleBar(QFrame):
         super().__init__(parent)
         self._client, self._library = client, library
         self.setObjectName("chatTitleBar")
-        self._title = ElidedLabel(self)
-        self._title.setProperty("role", "title")
+        self._title = ElidedLabel(self, role="title")
         self._title.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
         self.model_button = ChipButton(self.tr("Model: {0}"), self)
         self.model_button.clicked.connect(self.models_wanted)

@@ -192,12 +192,10 @@ class HereCard(Card):
 
     def _row(self, entry: LibraryEntry) -> QWidget:
         row = QWidget(self)
-        name = ElidedLabel(row)
-        name.setProperty("tone", "head")
+        name = ElidedLabel(row, tone="head")
         name.set_full_text(entry.name)
         where = entry.origin if entry.is_in_place else ""
-        about = ElidedLabel(row)
-        about.setProperty("role", "secondary")
+        about = ElidedLabel(row, role="secondary")
         about.set_full_text(" · ".join(filter(None, (file_size(entry.bytes_on_disk), entry.precision_words, where))))
         button = push_button(
             row, self.tr("Use"), lambda: self.chosen.emit(entry), name=self.tr("Use {0}").format(entry.name)

@@ -77,8 +77,7 @@ class OnThisPcCard(Card):
             self.tr("Tokens/s"),
             self.tr("Used"),
         )
-        self.able = ComboBox(self)
-        self.able.setAccessibleName(self.tr("What a model can do"))
+        self.able = ComboBox(self, name=self.tr("What a model can do"))
         self.able.addItem(self.tr("Any ability"), -1)
         for at, words in enumerate(able_choices()):
             self.able.addItem(words, at)
@@ -90,11 +89,9 @@ class OnThisPcCard(Card):
         self.table = ModelTable(self.rows, self.tr("Models on this PC"), self)
         self.nothing = muted_label(self)
         self.trouble = warning_label(self)
-        self.name = ElidedLabel(self)
-        self.name.setProperty("tone", "head")
+        self.name = ElidedLabel(self, tone="head")
         self.facts = muted_label(self)
-        self.place = ElidedLabel(self)
-        self.place.setProperty("role", "secondary")
+        self.place = ElidedLabel(self, role="secondary")
         self.problem = warning_label(self)
         self.load = push_button(self, self.tr("Load"))
         self.unload = push_button(self, self.tr("Unload"))

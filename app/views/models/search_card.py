@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QBoxLayout, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QBoxLayout, QPushButton, QWidget
 
 from app.models.offers import OfferFilter, offered
 from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
@@ -26,6 +26,7 @@ from app.widgets.scaffold import (
     Card,
     add_items,
     hbox,
+    line_edit,
     muted_label,
     push_button,
     set_message,
@@ -115,8 +116,7 @@ class SearchLine(QWidget):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self.field = QLineEdit(self)
-        self.field.setPlaceholderText(self.tr("Name or words"))
+        self.field = line_edit(self, "", hint=self.tr("Name or words"))
         self.field.setToolTip(self.tr("Filters the catalogue; Enter searches the hub, also for ORG/NAME or a link"))
         self.field.setAccessibleName(self.tr("Search for a model"))
         self.field.setClearButtonEnabled(True)
@@ -159,10 +159,8 @@ class SearchCard(Card):
         self.trouble = warning_label(self)
         self.results = FoundList(self)
         self.offer = OfferView(self)
-        self.name = ElidedLabel(self)
-        self.name.setProperty("role", "heading")
-        self.facts = ElidedLabel(self)
-        self.facts.setProperty("role", "secondary")
+        self.name = ElidedLabel(self, role="heading")
+        self.facts = ElidedLabel(self, role="secondary")
         self.open_page = push_button(
             self, self.tr("Open its page"), lambda: QDesktopServices.openUrl(QUrl(self._page)), kind="quiet"
         )
@@ -340,8 +338,7 @@ class SearchCard(Card):
         return chip
 
     def _choice(self, name: str, items: list[tuple[str, object]]) -> ComboBox:
-        box = ComboBox(self)
-        box.setAccessibleName(name)
+        box = ComboBox(self, name=name)
         for words, data in items:
             box.addItem(words, data)
         box.activated.connect(lambda _at: self._show_rows())

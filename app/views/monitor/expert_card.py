@@ -59,8 +59,7 @@ class ExpertCard(Card):
         self._event: ExpertMap | None = None
         self._data: MapData | None = None
         self._replayed: list[tuple[int, ExpertMap]] | None = None
-        self.replay = Slider(self)
-        self.replay.setAccessibleName(self.tr("Time in the recorded session"))
+        self.replay = Slider(self, name=self.tr("Time in the recorded session"))
         self.replay.setToolTip(self.tr("Scrubs through the session's maps"))
         self.replay.valueChanged.connect(self._show_replayed)
         self.replay.hide()

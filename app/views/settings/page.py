@@ -8,7 +8,6 @@ from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import (
     QFileDialog,
-    QLineEdit,
     QMessageBox,
     QSystemTrayIcon,
     QWidget,
@@ -35,7 +34,17 @@ from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
 from app.views.settings.tools import ToolsCard
 from app.widgets.page import TUNE, Page
-from app.widgets.scaffold import STRETCH, PageHeader, add_items, hbox, muted_label, push_button, scroll_area, vbox
+from app.widgets.scaffold import (
+    STRETCH,
+    PageHeader,
+    add_items,
+    hbox,
+    line_edit,
+    muted_label,
+    push_button,
+    scroll_area,
+    vbox,
+)
 from app.widgets.setting_controls import setting_words
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
@@ -187,10 +196,7 @@ class SettingsPage(Page):
         holder = QWidget(self)
         hbox((cards, 1), (None, 0), into=holder, margins=(20, 0, 20, 0), gap=-1)
         scroll = scroll_area(holder, self)
-        self.search = QLineEdit(self)
-        self.search.setPlaceholderText(self.tr("Find a setting"))
-        self.search.setAccessibleName(self.tr("Find a setting"))
-        self.search.setClearButtonEnabled(True)
+        self.search = line_edit(self, self.tr("Find a setting"), clears=True, hints=True)
         self.search.setMaximumWidth(SEARCH_WIDTH_PX)
         self.search.textChanged.connect(self.show_found)
         header = PageHeader(self.tr("Settings"), self)

@@ -25,6 +25,7 @@ from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.quantities import number
 from app.widgets.scaffold import (
     hbox,
+    line_edit,
     muted_label,
     push_button,
     scroll_area,
@@ -63,8 +64,7 @@ class ServerDialog(QDialog):
         self.choose = push_button(
             self, self.tr("Choose…"), self._choose_certificate, name=self.tr("Choose a certificate's file")
         )
-        self.model = ComboBox(self)
-        self.model.setAccessibleName(self.tr("Model"))
+        self.model = ComboBox(self, name=self.tr("Model"))
         self.at_once = self._limit(self.tr("Requests at once"), self.tr("as measured"))
         self.requests = self._limit(self.tr("Requests a minute"), self.tr("no limit"))
         self.tokens = self._limit(self.tr("Tokens a minute"), self.tr("no limit"))
@@ -98,9 +98,7 @@ class ServerDialog(QDialog):
     # --- building ---
 
     def _line(self, name: str, placeholder: str) -> QLineEdit:
-        line = QLineEdit(self)
-        line.setAccessibleName(name)
-        line.setPlaceholderText(placeholder)
+        line = line_edit(self, name, hint=placeholder)
         return line
 
     def _limit(self, name: str, none: str) -> SpinBox:

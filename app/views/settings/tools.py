@@ -24,7 +24,17 @@ from app.services.tools.service import Outcome, Tools
 from app.theme import scaled, set_look
 from app.views.settings.card import SettingsCard
 from app.widgets.flow_layout import Flow
-from app.widgets.scaffold import TOP, WrappedLabel, hbox, muted_label, push_button, set_message, vbox, warning_label
+from app.widgets.scaffold import (
+    TOP,
+    WrappedLabel,
+    hbox,
+    line_edit,
+    muted_label,
+    push_button,
+    set_message,
+    vbox,
+    warning_label,
+)
 from app.widgets.text_box import TextBox
 
 translate = QCoreApplication.translate
@@ -101,10 +111,8 @@ class ToolsCard(SettingsCard):
     def _row(self, server: ToolServer) -> QWidget:
         row = QWidget(self.rows)
         name = WrappedLabel(server.name, row)
-        words = WrappedLabel(server.place, row)
-        words.setProperty("role", "secondary")
-        told = WrappedLabel(self._told(server), row)
-        told.setProperty("role", "secondary")
+        words = WrappedLabel(server.place, row, role="secondary")
+        told = WrappedLabel(self._told(server), row, role="secondary")
         is_on = QCheckBox(row)
         is_on.setChecked(server.is_on)
         is_on.setAccessibleName(self.tr("Offer the tools of {0}").format(server.name))
@@ -187,9 +195,7 @@ class ToolServerDialog(QDialog):
             self.variables.setPlainText("\n".join(f"{key}={value}" for key, value in pairs))
 
     def _line(self, name: str, example: str) -> QLineEdit:
-        line = QLineEdit(self)
-        line.setPlaceholderText(example)
-        line.setAccessibleName(name)
+        line = line_edit(self, name, hint=example)
         return line
 
     def _box(self, name: str, example: str) -> TextBox:
