@@ -7,10 +7,13 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from PySide6.QtCore import QCoreApplication, QEvent, QPoint, QSize, Qt, SignalInstance
-from PySide6.QtGui import QKeyEvent, QResizeEvent
+from PySide6.QtGui import QKeyEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import (
     QBoxLayout,
+    QDialog,
+    QDialogButtonBox,
     QFrame,
+    QGridLayout,
     QHBoxLayout,
     QLabel,
     QLayout,
@@ -24,7 +27,7 @@ from PySide6.QtWidgets import (
 )
 
 from app.engine_words import said
-from app.theme import use_tabular_figures
+from app.theme import scaled, set_look, use_tabular_figures
 from engine.common.plain_text import few_marks
 
 TOP, LEFT, RIGHT = Qt.AlignmentFlag.AlignTop, Qt.AlignmentFlag.AlignLeft, Qt.AlignmentFlag.AlignRight
@@ -521,3 +524,79 @@ class PageHeader(QWidget):
         if self.row.spacing() != spacing:  # setting it always invalidates the layout
             self.row.setSpacing(spacing)
         self.title.setVisible(title + buttons - (GAP_PX - NARROW_GAP_PX) * len(others) <= room)
+
+
+# --- dialogs ----------------------------------------------------------------------------------------
+
+
+class FormDialog(QDialog):
+    """Rows of fields, what is said about them, and buttons: one that keeps what was entered, and Cancel.
+
+    It is as high as its words need at its width, and no higher than the window below it: then the rows scroll.
+
+    Args:
+        keeps: the text of the button that keeps; `keep` is that button, and `kept` is called when it is pressed.
+        tests: the text of one that tries it, if there is one: `test`.
+    """
+
+    def __init__(self, title: str, keeps: str, parent: QWidget, *, tests: str = "", width_px: int = 560) -> None:
+        super().__init__(parent)
+        self.setWindowTitle(title)
+        self._width_px = width_px
+        inside = QWidget(self)
+        self.rows = QGridLayout(inside)
+        self.rows.setContentsMargins(20, 18, 20, 4)
+        self.rows.setHorizontalSpacing(16)
+        self.rows.setVerticalSpacing(8)
+        self.rows.setColumnStretch(1, 1)
+        self._inside, self._area = inside, scroll_area(inside, self)
+        self.said, self.trouble = muted_label(self), warning_label(self)
+        self.buttons = QDialogButtonBox(self)
+        role = QDialogButtonBox.ButtonRole
+        if tests:
+            self.test = self.buttons.addButton(tests, role.ActionRole)
+        self.keep = self.buttons.addButton(keeps, role.AcceptRole)
+        set_look(self.keep, "kind", "primary")
+        self.buttons.addButton(QCoreApplication.translate("Asking", "Cancel"), role.RejectRole)
+        self.buttons.accepted.connect(self.kept)
+        self.buttons.rejected.connect(self.reject)
+        self.below = vbox(self.said, self.trouble, self.buttons, margins=(20, 8, 20, 18), gap=12)
+        vbox((self._area, 1), self.below, into=self, gap=0)
+
+    def kept(self) -> None:
+        """Keeps what was entered."""
+        self.accept()
+
+    def add_field(self, name: str, field: QWidget, *beside: QWidget) -> list[QWidget]:
+        """Adds a row at the end; returns what is in it."""
+        label, row = text_label(self, name, buddy=field), self.rows.rowCount()
+        self.rows.addWidget(label, row, 0)
+        if beside:
+            self.rows.addLayout(hbox((field, 1), *beside), row, 1)
+        else:
+            self.rows.addWidget(field, row, 1)
+        return [label, field, *beside]
+
+    def add_across(self, widget: QWidget) -> None:
+        """Adds a row of what needs no name."""
+        self.rows.addWidget(widget, self.rows.rowCount(), 0, 1, 2)
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange and self.layout() is not None:
+            self.fit()
+
+    def showEvent(self, event: QShowEvent) -> None:
+        super().showEvent(event)
+        self.fit()
+
+    def fit(self) -> None:
+        """After its words have changed."""
+        width = scaled(self._width_px)
+        self._area.setMinimumWidth(self._inside.minimumSizeHint().width())
+        high = self._inside.heightForWidth(width) if self._inside.hasHeightForWidth() else 0
+        below = max(self.below.totalHeightForWidth(width), self.below.totalSizeHint().height())
+        wanted = max(high, self._inside.sizeHint().height()) + below + scaled(24)
+        over = self.parentWidget()
+        room = over.window().height() - scaled(20) if over is not None else wanted
+        self.resize(width, min(wanted, max(scaled(360), room)))

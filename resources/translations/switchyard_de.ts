@@ -6535,12 +6535,12 @@ negativ</translation>
             <translation>Zurück</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>Name</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>Name des Prompts</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Name</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7435,6 +7435,14 @@ negativ</translation>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>Speichern</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Testen</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>Server hinzufügen</translation>
         </message>
@@ -7451,16 +7459,16 @@ negativ</translation>
             <translation>wie sein Host</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>Schlüssel</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>keine</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>wie gespeichert</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>Schlüssel</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7519,16 +7527,12 @@ negativ</translation>
             <translation>Zertifikat vertrauen…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>Testen</translation>
+            <source>Per million tokens read</source>
+            <translation>Pro Million gelesene Token</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>Speichern</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Abbrechen</translation>
+            <source>Per million tokens written</source>
+            <translation>Pro Million geschriebene Token</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7537,14 +7541,6 @@ negativ</translation>
         <message>
             <source>Chosen in each chat</source>
             <translation>In jedem Chat gewählt</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>Pro Million gelesene Token</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>Pro Million geschriebene Token</translation>
         </message>
         <message>
             <source>Less</source>
@@ -9337,12 +9333,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>Zugriff auf {0}</translation>
+            <source>Save and download</source>
+            <translation>Speichern und herunterladen</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>Die Entwickler verlangen zuerst Ihre Zustimmung zu ihren Bedingungen</translation>
+            <source>Access to {0}</source>
+            <translation>Zugriff auf {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9361,16 +9357,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Zugriffstoken</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>Die Entwickler verlangen zuerst Ihre Zustimmung zu ihren Bedingungen</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>Es kommt in den Schlüsselbund des Systems oder gilt, wo es keinen gibt, nur bis zum Beenden, und wird nur an {0} gesendet.</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>Speichern und herunterladen</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Abbrechen</translation>
         </message>
     </context>
     <context>
@@ -9386,6 +9378,14 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>Behalten</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Testen</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>Server mit Werkzeugen hinzufügen</translation>
@@ -9417,18 +9417,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>or JSON</source>
             <translation>oder JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>Testen</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>Behalten</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Abbrechen</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>
@@ -9481,16 +9469,16 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0} wurde entfernt oder ist aus.</translation>
         </message>
         <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>Die Werkzeuge reagierten nicht und wurden angehalten.</translation>
-        </message>
-        <message>
             <source>The process with the tools ended.</source>
             <translation>Der Prozess mit den Werkzeugen wurde beendet.</translation>
         </message>
         <message>
             <source>The process with the tools could not be started.</source>
             <translation>Der Prozess mit den Werkzeugen konnte nicht gestartet werden.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Die Werkzeuge reagierten nicht und wurden angehalten.</translation>
         </message>
         <message>
             <source>not allowed</source>

@@ -6535,12 +6535,12 @@ negativo</translation>
             <translation>Atrás</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>Nombre</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>Nombre del prompt</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Nombre</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7435,6 +7435,14 @@ negativo</translation>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>Guardar</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Probar</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>Añadir un servidor</translation>
         </message>
@@ -7451,16 +7459,16 @@ negativo</translation>
             <translation>igual que su host</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>Clave</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>ninguno</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>tal como está guardada</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>Clave</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7519,16 +7527,12 @@ negativo</translation>
             <translation>Confiar en su certificado…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>Probar</translation>
+            <source>Per million tokens read</source>
+            <translation>Por millón de tokens leídos</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>Guardar</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Cancelar</translation>
+            <source>Per million tokens written</source>
+            <translation>Por millón de tokens escritos</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7537,14 +7541,6 @@ negativo</translation>
         <message>
             <source>Chosen in each chat</source>
             <translation>Se elige en cada chat</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>Por millón de tokens leídos</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>Por millón de tokens escritos</translation>
         </message>
         <message>
             <source>Less</source>
@@ -9337,12 +9333,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>Acceso a {0}</translation>
+            <source>Save and download</source>
+            <translation>Guardar y descargar</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>Sus autores piden aceptar antes sus condiciones</translation>
+            <source>Access to {0}</source>
+            <translation>Acceso a {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9361,16 +9357,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Token de acceso</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>Sus autores piden aceptar antes sus condiciones</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>Se guarda en el llavero del sistema o, si no lo hay, solo durante esta ejecución, y se envía únicamente a {0}.</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>Guardar y descargar</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Cancelar</translation>
         </message>
     </context>
     <context>
@@ -9386,6 +9378,14 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>Guardar</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Probar</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>Añadir un servidor de herramientas</translation>
@@ -9417,18 +9417,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>or JSON</source>
             <translation>o JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>Probar</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>Guardar</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Cancelar</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>
@@ -9481,16 +9469,16 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>{0} se quitó o está desactivado.</translation>
         </message>
         <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>Las herramientas no respondían y se detuvieron.</translation>
-        </message>
-        <message>
             <source>The process with the tools ended.</source>
             <translation>El proceso de las herramientas terminó.</translation>
         </message>
         <message>
             <source>The process with the tools could not be started.</source>
             <translation>No se pudo iniciar el proceso de las herramientas.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Las herramientas no respondían y se detuvieron.</translation>
         </message>
         <message>
             <source>not allowed</source>

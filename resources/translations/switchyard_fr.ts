@@ -6535,12 +6535,12 @@ négatif</translation>
             <translation>Retour</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>Nom</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>Nom du prompt</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Nom</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7435,6 +7435,14 @@ négatif</translation>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>Enregistrer</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Tester</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>Ajouter un serveur</translation>
         </message>
@@ -7451,16 +7459,16 @@ négatif</translation>
             <translation>comme son hôte</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>Clé</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>aucun</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>telle qu’elle est enregistrée</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>Clé</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7519,16 +7527,12 @@ négatif</translation>
             <translation>Faire confiance au certificat…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>Tester</translation>
+            <source>Per million tokens read</source>
+            <translation>Par million de tokens lus</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>Enregistrer</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Annuler</translation>
+            <source>Per million tokens written</source>
+            <translation>Par million de tokens écrits</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7537,14 +7541,6 @@ négatif</translation>
         <message>
             <source>Chosen in each chat</source>
             <translation>Choisi dans chaque discussion</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>Par million de tokens lus</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>Par million de tokens écrits</translation>
         </message>
         <message>
             <source>Less</source>
@@ -9337,12 +9333,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>Accès à {0}</translation>
+            <source>Save and download</source>
+            <translation>Enregistrer et télécharger</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>Ses auteurs demandent d’abord d’accepter leurs conditions</translation>
+            <source>Access to {0}</source>
+            <translation>Accès à {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9361,16 +9357,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Jeton d’accès</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>Ses auteurs demandent d’abord d’accepter leurs conditions</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>Il est gardé dans le trousseau du système, ou jusqu’à la fermeture seulement s’il n’y en a pas, et envoyé uniquement à {0}.</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>Enregistrer et télécharger</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Annuler</translation>
         </message>
     </context>
     <context>
@@ -9386,6 +9378,14 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>Conserver</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Tester</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>Ajouter un serveur d’outils</translation>
@@ -9417,18 +9417,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>or JSON</source>
             <translation>ou JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>Tester</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>Conserver</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Annuler</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>
@@ -9481,16 +9469,16 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>{0} a été supprimé ou est désactivé.</translation>
         </message>
         <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>Les outils ne répondaient plus et ont été arrêtés.</translation>
-        </message>
-        <message>
             <source>The process with the tools ended.</source>
             <translation>Le processus des outils s’est terminé.</translation>
         </message>
         <message>
             <source>The process with the tools could not be started.</source>
             <translation>Le processus des outils n’a pas pu démarrer.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Les outils ne répondaient plus et ont été arrêtés.</translation>
         </message>
         <message>
             <source>not allowed</source>

@@ -6500,12 +6500,12 @@ negative</source>
             <translation>戻る</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>名前</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>プロンプトの名前</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>名前</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7399,6 +7399,14 @@ negative</source>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>保存</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>テスト</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>サーバーを追加</translation>
         </message>
@@ -7415,16 +7423,16 @@ negative</source>
             <translation>ホストと同じ</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>キー</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>なし</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>保存済みのまま</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>キー</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7483,16 +7491,12 @@ negative</source>
             <translation>証明書を信頼する…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>テスト</translation>
+            <source>Per million tokens read</source>
+            <translation>読み取り100万トークンあたり</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>保存</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>キャンセル</translation>
+            <source>Per million tokens written</source>
+            <translation>生成100万トークンあたり</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7501,14 +7505,6 @@ negative</source>
         <message>
             <source>Chosen in each chat</source>
             <translation>チャットごとに選択</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>読み取り100万トークンあたり</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>生成100万トークンあたり</translation>
         </message>
         <message>
             <source>Less</source>
@@ -9300,12 +9296,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>{0}へのアクセス</translation>
+            <source>Save and download</source>
+            <translation>保存してダウンロード</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>開発元が先に利用条件への同意を求めています</translation>
+            <source>Access to {0}</source>
+            <translation>{0}へのアクセス</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9324,16 +9320,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>アクセストークン</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>開発元が先に利用条件への同意を求めています</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>システムのキーリングに保存し（ない場合は今回の実行中のみ）、{0}にだけ送信します。</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>保存してダウンロード</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>キャンセル</translation>
         </message>
     </context>
     <context>
@@ -9349,6 +9341,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>保存</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>テスト</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>ツールのサーバーを追加</translation>
@@ -9380,18 +9380,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>or JSON</source>
             <translation>または JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>テスト</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>保存</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>キャンセル</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>
@@ -9443,16 +9431,16 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} は削除されたか、オフになっています。</translation>
         </message>
         <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>ツールが応答しないため、停止しました。</translation>
-        </message>
-        <message>
             <source>The process with the tools ended.</source>
             <translation>ツールのプロセスが終了しました。</translation>
         </message>
         <message>
             <source>The process with the tools could not be started.</source>
             <translation>ツールのプロセスを起動できませんでした。</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>ツールが応答しないため、停止しました。</translation>
         </message>
         <message>
             <source>not allowed</source>

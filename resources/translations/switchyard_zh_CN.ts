@@ -6500,12 +6500,12 @@ negative</source>
             <translation>返回</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>名称</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>提示词的名称</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>名称</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7399,6 +7399,14 @@ negative</source>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>保存</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>测试</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>添加服务器</translation>
         </message>
@@ -7415,16 +7423,16 @@ negative</source>
             <translation>与主机名相同</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>密钥</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>无</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>保持已存的</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>密钥</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7483,16 +7491,12 @@ negative</source>
             <translation>信任其证书…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>测试</translation>
+            <source>Per million tokens read</source>
+            <translation>每百万读取 token</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>保存</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>取消</translation>
+            <source>Per million tokens written</source>
+            <translation>每百万生成 token</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7501,14 +7505,6 @@ negative</source>
         <message>
             <source>Chosen in each chat</source>
             <translation>在各对话中选择</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>每百万读取 token</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>每百万生成 token</translation>
         </message>
         <message>
             <source>Less</source>
@@ -9300,12 +9296,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>访问 {0}</translation>
+            <source>Save and download</source>
+            <translation>保存并下载</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>其作者要求先接受条款</translation>
+            <source>Access to {0}</source>
+            <translation>访问 {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9324,16 +9320,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>访问令牌</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>其作者要求先接受条款</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>令牌保存在系统密钥环中（没有密钥环时仅限本次运行），并且只发送到 {0}。</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>保存并下载</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>取消</translation>
         </message>
     </context>
     <context>
@@ -9349,6 +9341,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>保留</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>测试</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>添加工具服务器</translation>
@@ -9380,18 +9380,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>or JSON</source>
             <translation>或 JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>测试</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>保留</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>取消</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>
@@ -9443,16 +9431,16 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} 已被移除或已关闭。</translation>
         </message>
         <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>工具没有响应，已停止。</translation>
-        </message>
-        <message>
             <source>The process with the tools ended.</source>
             <translation>工具进程已结束。</translation>
         </message>
         <message>
             <source>The process with the tools could not be started.</source>
             <translation>无法启动工具进程。</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>工具没有响应，已停止。</translation>
         </message>
         <message>
             <source>not allowed</source>

@@ -5,35 +5,19 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Qt
+from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
-    QDialog,
-    QDialogButtonBox,
-    QGridLayout,
-    QHBoxLayout,
-    QLayoutItem,
-    QLineEdit,
     QMessageBox,
     QWidget,
 )
 
 from app.services.endpoints import Endpoints
-from app.theme import scaled, set_look
+from app.theme import scaled
 from app.views.settings.server_words import found_text
 from app.widgets.asking import ask, ask_path
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.quantities import number
-from app.widgets.scaffold import (
-    hbox,
-    line_edit,
-    muted_label,
-    push_button,
-    scroll_area,
-    set_message,
-    text_label,
-    vbox,
-    warning_label,
-)
+from app.widgets.scaffold import FormDialog, line_edit, push_button, set_message
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, Found, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
@@ -41,26 +25,26 @@ from engine.remote.failures import RemoteError, Trouble
 if TYPE_CHECKING:
     from engine.remote.capabilities import About
 
-WIDTH_PX = 560
+translate = QCoreApplication.translate
+
 _MOST = 10**7
-_ALWAYS_SHOWN = 3
-"""Address, name and key are all that most servers need; the others are folded away."""
 
 
-class ServerDialog(QDialog):
+class ServerDialog(FormDialog):
     """Keeps what it was given once a test has gone well; `endpoint` is the one to change, None for a new one."""
 
     def __init__(self, endpoints: Endpoints, endpoint: Endpoint | None, parent: QWidget) -> None:
-        super().__init__(parent)
+        super().__init__("", translate("ServerDialog", "Save"), parent, tests=translate("ServerDialog", "Test"))
+        self.setWindowTitle(self.tr("Add a server") if endpoint is None else endpoint.name)
         self._endpoints, self._old = endpoints, endpoint
         self._found: Found | None = None
-        self._tested: Endpoint | None = None
-        self.setWindowTitle(self.tr("Add a server") if endpoint is None else endpoint.name)
-        self.address = self._line(self.tr("Address"), "http://10.0.0.5:8000/v1")
-        self.name = self._line(self.tr("Name"), self.tr("same as its host"))
-        self.key = self._line(self.tr("Key"), self.tr("none") if endpoint is None else self.tr("as it is kept"))
-        self.key.setEchoMode(QLineEdit.EchoMode.Password)
-        self.certificate = self._line(self.tr("Certificate"), self.tr("those that the system trusts"))
+        self.save = self.keep
+        self.address = line_edit(self, self.tr("Address"), hint="http://10.0.0.5:8000/v1")
+        self.name = line_edit(self, self.tr("Name"), hint=self.tr("same as its host"))
+        kept = self.tr("none") if endpoint is None else self.tr("as it is kept")
+        self.key = line_edit(self, self.tr("Key"), hint=kept, secret=True)
+        self.more = push_button(self, kind="fold", checkable=True)
+        self.certificate = line_edit(self, self.tr("Certificate"), hint=self.tr("those that the system trusts"))
         self.choose = push_button(
             self, self.tr("Choose…"), self._choose_certificate, name=self.tr("Choose a certificate's file")
         )
@@ -70,25 +54,29 @@ class ServerDialog(QDialog):
         self.tokens = self._limit(self.tr("Tokens a minute"), self.tr("no limit"))
         self.price_in = self._price(self.tr("Price of a million tokens read"))
         self.price_out = self._price(self.tr("Price of a million tokens written"))
-        self.currency = self._line(self.tr("Currency"), "€")
+        self.currency = line_edit(self, self.tr("Currency"), hint="€")
         self.currency.setFixedWidth(scaled(70))
-        self.more = push_button(self, kind="fold", checkable=True)
-        self._folded: list[QWidget] = []
-        self.said = muted_label(self)
-        self.trouble = warning_label(self)
         self.trust = push_button(self, self.tr("Trust its certificate…"), self._ask_for_certificate)
         self.trust.hide()
-        self.buttons = QDialogButtonBox(self)
-        self.test = self.buttons.addButton(self.tr("Test"), QDialogButtonBox.ButtonRole.ActionRole)
-        self.save = self.buttons.addButton(self.tr("Save"), QDialogButtonBox.ButtonRole.AcceptRole)
-        set_look(self.save, "kind", "primary")
-        self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
+        self.below.insertWidget(2, self.trust)
         self._fill(endpoint)
-        self._lay_out()
+        for field in (self.address, self.name, self.key):
+            self.add_field(field.accessibleName(), field)
+        self.rows.addWidget(self.more, self.rows.rowCount(), 0, 1, 2, Qt.AlignmentFlag.AlignLeft)
+        self._folded = [
+            *self.add_field(self.tr("Certificate"), self.certificate, self.choose),
+            *self.add_field(self.tr("Model"), self.model),
+            *self.add_field(self.tr("Requests at once"), self.at_once),
+            *self.add_field(self.tr("Requests a minute"), self.requests),
+            *self.add_field(self.tr("Tokens a minute"), self.tokens),
+            *self.add_field(self.tr("Per million tokens read"), self.price_in),
+            *self.add_field(self.tr("Per million tokens written"), self.price_out, self.currency),
+        ]
+        self.rows.setRowStretch(self.rows.rowCount(), 1)
+        set_message(self.trouble, "")
+        self._show_more(self.more.isChecked())
         self.more.toggled.connect(self._show_more)
         self.test.clicked.connect(self._test)
-        self.buttons.accepted.connect(self._save)
-        self.buttons.rejected.connect(self.reject)
         self.finished.connect(self._on_finished)
         for field in (self.address, self.key, self.certificate):
             field.textChanged.connect(self._show_state)
@@ -96,10 +84,6 @@ class ServerDialog(QDialog):
         self.address.setFocus()
 
     # --- building ---
-
-    def _line(self, name: str, placeholder: str) -> QLineEdit:
-        line = line_edit(self, name, hint=placeholder)
-        return line
 
     def _limit(self, name: str, none: str) -> SpinBox:
         box = SpinBox(self)
@@ -145,73 +129,11 @@ class ServerDialog(QDialog):
             self.model.addItem(model, model)
         self.model.setCurrentIndex(self.model.findData(chosen))
 
-    def _lay_out(self) -> None:
-        self._form = inside = QWidget(self)
-        form = QGridLayout(inside)
-        form.setContentsMargins(20, 18, 20, 4)
-        form.setHorizontalSpacing(16)
-        form.setVerticalSpacing(8)
-        form.setColumnStretch(1, 1)
-        certificate = hbox(gap=-1)
-        prices = hbox(gap=-1)
-        for layout, widgets in (
-            (certificate, (self.certificate, self.choose)),
-            (prices, (self.price_out, self.currency)),
-        ):
-            layout.setSpacing(8)
-            layout.addWidget(widgets[0], 1)
-            layout.addWidget(widgets[1])
-        fields: tuple[tuple[str, QWidget | QHBoxLayout, QWidget], ...] = (
-            (self.tr("Address"), self.address, self.address),
-            (self.tr("Name"), self.name, self.name),
-            (self.tr("Key"), self.key, self.key),
-            (self.tr("Certificate"), certificate, self.certificate),
-            (self.tr("Model"), self.model, self.model),
-            (self.tr("Requests at once"), self.at_once, self.at_once),
-            (self.tr("Requests a minute"), self.requests, self.requests),
-            (self.tr("Tokens a minute"), self.tokens, self.tokens),
-            (self.tr("Per million tokens read"), self.price_in, self.price_in),
-            (self.tr("Per million tokens written"), prices, self.price_out),
-        )
-        for at, (name, field, buddy) in enumerate(fields):
-            row = at + (at >= _ALWAYS_SHOWN)  # the fold's button stands before those that it shows
-            label = text_label(self, name, buddy=buddy)
-            form.addWidget(label, row, 0)
-            if isinstance(field, QWidget):
-                form.addWidget(field, row, 1)
-            else:
-                form.addLayout(field, row, 1)
-            if at >= _ALWAYS_SHOWN:
-                inner = [field] if isinstance(field, QWidget) else [item.widget() for item in _items(field)]
-                self._folded += [label, *inner]
-        form.addWidget(self.more, _ALWAYS_SHOWN, 0, 1, 2, Qt.AlignmentFlag.AlignLeft)
-        form.setRowStretch(len(fields) + 1, 1)
-        self._area = scroll_area(inside, self)
-        self._below = below = vbox(self.said, self.trouble, self.trust, self.buttons, margins=(20, 8, 20, 18), gap=12)
-        vbox((self._area, 1), below, into=self, gap=0)
-        set_message(self.trouble, "")
-        self._show_more(self.more.isChecked())
-
     def _show_more(self, shown: bool) -> None:
         for widget in self._folded:
             widget.setVisible(shown)
         self.more.setText(self.tr("Less") if shown else self.tr("More: certificate, model, limits and prices"))
-        self._fit()
-
-    def changeEvent(self, event: QEvent) -> None:
-        super().changeEvent(event)
-        if event.type() == QEvent.Type.StyleChange and self.layout() is not None:
-            self._fit()
-
-    def _fit(self) -> None:
-        """As high as its words need at its width, but no higher than the window: the form scrolls."""
-        width = scaled(WIDTH_PX)
-        self._area.setMinimumWidth(self._form.minimumSizeHint().width())
-        below = max(self._below.totalHeightForWidth(width), self._below.totalSizeHint().height())
-        high = self._form.sizeHint().height() + below + scaled(24)
-        over = self.parentWidget()
-        room = over.window().height() - scaled(20) if over is not None else high
-        self.resize(width, min(high, max(scaled(360), room)))
+        self.fit()
 
     # --- what was entered ---
 
@@ -286,7 +208,7 @@ class ServerDialog(QDialog):
         self.said.setText(f"{found_text(seen.found)}\n{times}")
         set_message(self.trouble, seen.problem)
         self._lead_to(self.save)
-        self._fit()
+        self.fit()
 
     def _on_failed(self, error: Exception) -> None:
         self.test.setEnabled(True)
@@ -298,7 +220,7 @@ class ServerDialog(QDialog):
         self.said.setText("")
         set_message(self.trouble, error.message)
         self.trust.setVisible(isinstance(error, RemoteError) and error.kind is Trouble.CERTIFICATE)
-        self._fit()
+        self.fit()
 
     def _lead_to(self, widget: QWidget) -> None:
         """Where to go on after a test: while it ran Cancel had the focus, and Enter would lose all that was entered."""
@@ -335,7 +257,7 @@ class ServerDialog(QDialog):
         self.trust.setEnabled(True)
         self._on_failed(error)
 
-    def _save(self) -> None:
+    def kept(self) -> None:
         try:
             endpoint = replace(self._entered(), found=self._found or Found())
         except EngineError as error:
@@ -350,7 +272,7 @@ class ServerDialog(QDialog):
         if not isinstance(error, EngineError):
             raise error
         set_message(self.trouble, error.message)
-        self._fit()
+        self.fit()
 
     def _choose_certificate(self) -> None:
         kinds = self.tr("Certificates (*.pem *.crt *.cer)")
@@ -362,7 +284,3 @@ class ServerDialog(QDialog):
         self._endpoints.stop_testing()
         self.key.clear()
         self.deleteLater()
-
-
-def _items(layout: QHBoxLayout) -> list[QLayoutItem]:
-    return [item for at in range(layout.count()) if (item := layout.itemAt(at)) is not None]

@@ -10,10 +10,6 @@ from functools import partial
 from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
     QCheckBox,
-    QDialog,
-    QDialogButtonBox,
-    QFormLayout,
-    QLineEdit,
     QWidget,
 )
 
@@ -21,11 +17,12 @@ from app.engine_words import said
 from app.services.tools.built_in import BUILT_IN
 from app.services.tools.servers import ServerError, ToolServer, server_of, servers_of
 from app.services.tools.service import Outcome, Tools
-from app.theme import scaled, set_look
+from app.theme import scaled
 from app.views.settings.card import SettingsCard
 from app.widgets.flow_layout import Flow
 from app.widgets.scaffold import (
     TOP,
+    FormDialog,
     WrappedLabel,
     hbox,
     line_edit,
@@ -33,13 +30,11 @@ from app.widgets.scaffold import (
     push_button,
     set_message,
     vbox,
-    warning_label,
 )
 from app.widgets.text_box import TextBox
 
 translate = QCoreApplication.translate
 
-WIDTH_PX = 560
 _MOST_NAMES = 12
 
 
@@ -148,43 +143,29 @@ def _parts(command: str) -> list[str]:
     return shlex.split(command)
 
 
-class ToolServerDialog(QDialog):
+class ToolServerDialog(FormDialog):
     """A server's command or address; for new ones also a block of JSON as other programs have it."""
 
     def __init__(self, tools: Tools, server: ToolServer | None, parent: QWidget) -> None:
-        super().__init__(parent)
+        words = translate("ToolServerDialog", "Keep"), translate("ToolServerDialog", "Test")
+        super().__init__("", words[0], parent, tests=words[1])
         self._tools, self._old = tools, server
         self._tested: tuple[ToolServer, ...] = ()
         self.setWindowTitle(self.tr("Add a server with tools") if server is None else server.name)
-        self.setMinimumWidth(scaled(WIDTH_PX))
-        self.name = self._line(self.tr("Name"), self.tr("for example files"))
-        self.command = self._line(self.tr("Command"), "npx -y some-server")
-        self.address = self._line(self.tr("or address"), "https://example.org/mcp")
+        self.name = line_edit(self, self.tr("Name"), hint=self.tr("for example files"))
+        self.command = line_edit(self, self.tr("Command"), hint="npx -y some-server")
+        self.address = line_edit(self, self.tr("or address"), hint="https://example.org/mcp")
         self.variables = self._box(self.tr("Variables or headers"), self.tr("NAME=value, one on each line"))
         self.pasted = self._box(
             self.tr("or JSON"), '{"mcpServers": {"files": {"command": "npx", "args": ["-y", "…"]}}}'
         )
-        form = QFormLayout()
-        form.setFieldGrowthPolicy(QFormLayout.FieldGrowthPolicy.AllNonFixedFieldsGrow)
-        form.setRowWrapPolicy(QFormLayout.RowWrapPolicy.WrapLongRows)
-        form.setVerticalSpacing(10)
         for field in (self.name, self.command, self.address, self.variables, self.pasted):
             if field is self.pasted and server is not None:
                 field.hide()
-                continue
-            form.addRow(field.accessibleName(), field)
-        self.said = muted_label(self)
-        self.trouble = warning_label(self)
-        self.test = push_button(self, self.tr("Test"), self._test)
-        self.buttons = QDialogButtonBox(self)
-        self.keep = self.buttons.addButton(self.tr("Keep"), QDialogButtonBox.ButtonRole.AcceptRole)
-        set_look(self.keep, "kind", "primary")
-        self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
-        self.buttons.addButton(self.test, QDialogButtonBox.ButtonRole.ActionRole)
-        self.buttons.accepted.connect(self._keep)
-        self.buttons.rejected.connect(self.reject)
+            else:
+                self.add_field(field.accessibleName(), field)
+        self.test.clicked.connect(self._test)
         self.finished.connect(self._end_tests)
-        vbox(form, self.said, self.trouble, self.buttons, into=self, margins=(20, 18, 20, 16), gap=12)
         set_message(self.trouble, "")
         self.said.hide()
         if server is not None:
@@ -193,10 +174,6 @@ class ToolServerDialog(QDialog):
             self.address.setText(server.url)
             pairs = server.headers if server.url else server.env
             self.variables.setPlainText("\n".join(f"{key}={value}" for key, value in pairs))
-
-    def _line(self, name: str, example: str) -> QLineEdit:
-        line = line_edit(self, name, hint=example)
-        return line
 
     def _box(self, name: str, example: str) -> TextBox:
         box = TextBox(self)
@@ -238,11 +215,12 @@ class ToolServerDialog(QDialog):
         except ServerError as error:
             self.said.hide()
             set_message(self.trouble, said(str(error)))
+            self.fit()
             return ()
         set_message(self.trouble, "")
         return found
 
-    def _keep(self) -> None:
+    def kept(self) -> None:
         if found := self._entered():
             for server in found:
                 self._tools.put(server, instead_of=self._old.name if self._old is not None else "")
@@ -275,3 +253,4 @@ class ToolServerDialog(QDialog):
 
     def _tell(self, words: str) -> None:
         set_message(self.said, words)
+        self.fit()
