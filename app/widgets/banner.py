@@ -12,7 +12,7 @@ from PySide6.QtWidgets import QBoxLayout, QFrame, QPushButton, QScrollArea, QSiz
 from app.icons import IconMark
 from app.services.background import timer
 from app.theme import ColourName
-from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, set_message, text_label, vbox
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label, vbox
 
 SHOWN_MS = 10_000
 MARGIN_PX = 24
@@ -47,7 +47,8 @@ class Toast(QWidget):
         self._do = do
         self._text.setText(text)
         self.setAccessibleName(text)
-        set_message(self.button, action)
+        self.button.setText(action)
+        self.button.setVisible(bool(action))
         self.show()
         self._timer.start()
 

@@ -12,7 +12,6 @@ from PySide6.QtCore import Qt, Signal
 from PySide6.QtGui import QShowEvent, QWheelEvent
 from PySide6.QtWidgets import QComboBox, QCompleter, QDoubleSpinBox, QLabel, QLineEdit, QSlider, QSpinBox, QWidget
 
-from app.widgets.scaffold import text_label
 from engine.common.profile_file import best_match
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ class ComboBox(_WheelPasses, QComboBox):
             self._stands = None
         labels = beside.findChildren(QLabel, options=Qt.FindChildOption.FindDirectChildrenOnly) if beside else []
         if name and self._stands is None and not any(label.buddy() is self for label in labels):
-            self._stands = text_label(beside)
+            self._stands = QLabel(beside)
             self._stands.hide()
             self._stands.setBuddy(self)
         if self._stands is not None:

@@ -36,8 +36,8 @@ class FolderChoice(QWidget):
         self._settings = settings
         self._rooms: tuple[Room, ...] = ()
         self._looking = LatestTask(self)
-        name = text_label(self, self.tr("Download to"), role="secondary", buddy=self.combo)
         self.combo = ComboBox(self, name=self.tr("Folder that downloads go into"))
+        name = text_label(self, self.tr("Download to"), role="secondary", buddy=self.combo)
         self.combo.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
         hbox(name, self.combo, into=self)
         self.combo.activated.connect(lambda _at: self._choose())

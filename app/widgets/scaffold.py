@@ -526,6 +526,46 @@ class PageHeader(QWidget):
         self.title.setVisible(title + buttons - (GAP_PX - NARROW_GAP_PX) * len(others) <= room)
 
 
+class PageBody(QScrollArea):
+    """What is below a page's header: cards in a column that scrolls; `inside` is the column's widget.
+
+    Args:
+        widest_px: of the column, at the standard size of text; it is in the middle of what is wider.
+        above, below: how what is left of the height is shared; with 0 above, the cards begin at the top.
+    """
+
+    def __init__(
+        self,
+        parent: QWidget,
+        *cards: Item,
+        widest_px: int = 0,
+        margins: Margins = (20, 16, 20, 20),
+        gap: int = 14,
+        above: int = 0,
+        below: int = 1,
+    ) -> None:
+        super().__init__(parent)
+        only_scrolls_down(self)
+        self._widest_px = widest_px
+        whole = QWidget(self)
+        self.inside = QWidget(whole)
+        over, under = ((None, above),) if above else (), ((None, below),) if below else ()
+        self.column = vbox(*over, *cards, *under, into=self.inside, margins=margins, gap=gap)
+        sides = (STRETCH,) if widest_px else ()
+        hbox(*sides, (self.inside, 1000), *sides, into=whole, gap=0)
+        self.setWidget(whole)
+        self._fit()
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange and self._widest_px:
+            self._fit()
+
+    def _fit(self) -> None:
+        if self._widest_px:
+            self.inside.setMaximumWidth(scaled(self._widest_px))
+
+
 # --- dialogs ----------------------------------------------------------------------------------------
 
 

@@ -85,6 +85,9 @@ class SettingControls(QObject):
         self._shows[setting.key] = show_quietly
         show_quietly()
 
+    def set(self, key: str, value: Any) -> None:
+        self.holder.set(key, value)
+
     def _on_changed(self, key: str) -> None:
         if key in self._shows:
             self._shows[key]()
@@ -98,7 +101,7 @@ _Names = Mapping[str, str]
 def _switch(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple[QWidget, ...]:
     box = QCheckBox(to.around)
     to.follow(box, setting, box.setChecked)
-    box.toggled.connect(lambda on: to.holder.set(setting.key, on))
+    box.toggled.connect(lambda on: to.set(setting.key, on))
     return (box,)
 
 
@@ -119,7 +122,7 @@ def _choice(setting: Setting[Any], to: SettingControls, names: _Names) -> tuple[
         box.setCurrentIndex(box.findData(value))
 
     to.follow(box, setting, show)
-    box.activated.connect(lambda _at: to.holder.set(setting.key, box.currentData()))
+    box.activated.connect(lambda _at: to.set(setting.key, box.currentData()))
     return (box,)
 
 
@@ -135,7 +138,7 @@ def _segments(setting: Setting[Any], to: SettingControls, named: _Names) -> QWid
     for value, button in buttons.items():
         button.setFocusPolicy(Qt.FocusPolicy.TabFocus)
         group.addButton(button)
-        button.toggled.connect(lambda on, chosen=value: to.holder.set(setting.key, chosen) if on else None)
+        button.toggled.connect(lambda on, chosen=value: to.set(setting.key, chosen) if on else None)
     return row
 
 
@@ -167,7 +170,7 @@ def _number(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple
             box.setValue(wanted)
 
     def take(value: float) -> None:
-        to.holder.set(setting.key, None if value < kind.least else value if kind.whole else round(value, 4))
+        to.set(setting.key, None if value < kind.least else value if kind.whole else round(value, 4))
 
     to.follow(box, setting, show)
     box.valueChanged.connect(take)
@@ -186,7 +189,7 @@ def _usual(setting: Setting[Any], kind: Number, to: SettingControls) -> QWidget:
         box.setCurrentIndex(box.findData(chosen))
 
     to.follow(box, setting, show)
-    box.activated.connect(lambda _at: to.holder.set(setting.key, box.currentData()))
+    box.activated.connect(lambda _at: to.set(setting.key, box.currentData()))
     return box
 
 
@@ -199,11 +202,11 @@ def _pixels(setting: Setting[Any], kind: Number, to: SettingControls) -> tuple[Q
     def say(value: int) -> None:
         figure.setText(translate("SettingsCard", "{0} px").format(value))
         if not slider.isSliderDown():  # a new text size would resize the slider under the pointer
-            to.holder.set(setting.key, slider.value())
+            to.set(setting.key, slider.value())
 
     to.follow(slider, setting, slider.setValue)
     slider.valueChanged.connect(say)
-    slider.sliderReleased.connect(lambda: to.holder.set(setting.key, slider.value()))
+    slider.sliderReleased.connect(lambda: to.set(setting.key, slider.value()))
     say(slider.value())
     return slider, figure
 
@@ -241,14 +244,14 @@ class Budget(Slider):
         self.setAccessibleDescription(words)
 
     def _set(self, share: int) -> None:
-        self._to.holder.set(self._setting.key, None if share == SHARES else self._total * share // SHARES)
+        self._to.set(self._setting.key, None if share == SHARES else self._total * share // SHARES)
 
 
 def _text(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple[QWidget, ...]:
     field = QLineEdit(to.around)
     field.setFixedWidth(COMBO_WIDTH_PX)
     to.follow(field, setting, field.setText)
-    field.editingFinished.connect(lambda: to.holder.set(setting.key, field.text()))
+    field.editingFinished.connect(lambda: to.set(setting.key, field.text()))
     return (field,)
 
 
@@ -265,7 +268,7 @@ def _texts(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple[
             field.setText(joined_texts(texts))
 
     to.follow(field, setting, show)
-    field.textChanged.connect(lambda line: to.holder.set(setting.key, split_texts(line)))
+    field.textChanged.connect(lambda line: to.set(setting.key, split_texts(line)))
     return (field,)
 
 

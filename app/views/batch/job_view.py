@@ -24,7 +24,7 @@ from app.views.batch.settings_card import SharedSettingsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count, percent
-from app.widgets.scaffold import WrappedLabel, add_items, hbox, scroll_area, text_label, vbox
+from app.widgets.scaffold import PageBody, WrappedLabel, add_items, hbox, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
 
@@ -178,11 +178,8 @@ class JobView(QWidget):
         self._below = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._below.setSpacing(14)
         add_items(self._below, (self.rows, 1), self._side)
-        holder = QWidget(self)
-        vbox(self.progress, (self._below, 1), into=holder, margins=(20, 18, 20, 18), gap=14)
-        scroll = scroll_area(holder, self)
-        vbox(scroll, into=self, gap=-1)
-        self._scroll = scroll
+        self._scroll = PageBody(self, self.progress, (self._below, 1), below=0)
+        vbox(self._scroll, into=self)
         self.rows.opened.connect(self._open_row)
         self.rows.moved.connect(self._move_to)
         self.rows.left.connect(self._close_row)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from PySide6.QtCore import Qt, QTimer, Signal
-from PySide6.QtWidgets import QFrame, QScrollArea, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
 from app.services.batch_forecast import BatchForecasts
@@ -25,7 +25,7 @@ from app.views.batch.plan_words import plan_text
 from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from app.widgets.page import BatchDraft
-from app.widgets.scaffold import Card, hbox, muted_label, push_button, set_message, vbox, warning_label
+from app.widgets.scaffold import Card, PageBody, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
@@ -227,9 +227,9 @@ class NewJob(QWidget):
 
     def _focus_first_field(self, field: QWidget) -> None:
         """Shows the form from its top; focuses the field to fill in, unless it is out of view."""
-        self._column.activate()  # widgets just shown have no geometry before that
+        self._scroll.column.activate()  # widgets just shown have no geometry before that
         self._scroll.verticalScrollBar().setValue(0)
-        bottom = field.mapTo(self._sheet, field.rect().bottomLeft()).y()
+        bottom = field.mapTo(self._scroll.inside, field.rect().bottomLeft()).y()
         nobody_went_on = self.window().focusWidget() is self.input.change
         if nobody_went_on and bottom <= self._scroll.viewport().height():
             field.setFocus()
@@ -413,23 +413,10 @@ class NewJob(QWidget):
             self.output,
             self.sample,
         )
-        cards = QWidget(self)
-        cards.setMaximumWidth(WIDTH_PX + 40)
-        column = vbox(into=cards, margins=(20, 18, 20, 18), gap=14)
         for card in self._cards:
-            column.addWidget(card)
             card.setVisible(card is self.input)
-        column.addStretch(1)
-        self._sheet, self._column = cards, column
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        scroll.setWidget(cards)
-        vbox((scroll, 1), self.foot, into=self, gap=0)
-        self._scroll = scroll
+        self._scroll = PageBody(self, *self._cards, widest_px=WIDTH_PX + 40)
+        vbox((self._scroll, 1), self.foot, into=self, gap=0)
         self.setTabOrder(self.sample.button, self.foot.cancel)
         self.setTabOrder(self.foot.cancel, self.foot.start)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from PySide6.QtCore import QEvent, QObject, Qt, QUrl, Signal
+from PySide6.QtCore import QEvent, QObject, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -17,7 +17,6 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import (
     QFrame,
-    QScrollArea,
     QStackedWidget,
     QWidget,
 )
@@ -38,7 +37,7 @@ from app.widgets.asking import ask, ask_path, ask_paths, before_loading
 from app.widgets.banner import Banner, Toast
 from app.widgets.page import BatchDraft, Page
 from app.widgets.quantities import count
-from app.widgets.scaffold import CENTRE, STRETCH, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import CENTRE, STRETCH, PageBody, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.text_box import dropped_model
 from engine.batch_files.opening import INPUT_SUFFIXES
@@ -50,7 +49,7 @@ ICON_PX = 36
 WIDTH_PX = 620
 
 
-class EmptyBatch(QScrollArea):
+class EmptyBatch(PageBody):
     """Scrolls if the window is too small.
 
     Signals: `file_wanted`, `folder_wanted`: to choose one.
@@ -60,55 +59,29 @@ class EmptyBatch(QScrollArea):
     folder_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setWidgetResizable(True)
-        self.setFrameShape(QFrame.Shape.NoFrame)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        content = QWidget(self)
-        self._area = QFrame(content)
+        super().__init__(parent, widest_px=WIDTH_PX + 40, margins=20, above=2, below=3)
+        self._area = QFrame(self.inside)
         self._area.setObjectName("dropArea")
-        self._area.setMaximumWidth(WIDTH_PX)
-        title = text_label(self._area, self.tr("Drop a file of prompts here"), role="title")
-        words = text_label(
-            self._area, self.tr("Every row is answered, many at a time. The result file keeps the input's columns.")
+        said = self.tr("Every row is answered, many at a time. The result file keeps the input's columns.")
+        kinds = self.tr(
+            "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html, a folder of such files, "
+            "and OpenAI batch files."
         )
-        kinds = text_label(
-            self._area,
-            self.tr(
-                "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html, a folder of such files, "
-                "and OpenAI batch files."
-            ),
-        )
-        for label in (title, words, kinds):
-            label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        for label in (words, kinds):
-            label.setWordWrap(True)
-        words.setProperty("role", "lead")
-        kinds.setProperty("role", "secondary")
         self.choose = push_button(self._area, self.tr("Choose a file…"), self.file_wanted, kind="primary")
         self.choose_folder = push_button(self._area, self.tr("Choose a folder…"), self.folder_wanted)
         vbox(
             (IconMark("batch", "muted", ICON_PX, self._area), CENTRE),
-            title,
-            words,
+            text_label(self._area, self.tr("Drop a file of prompts here"), role="title", align=CENTRE),
+            text_label(self._area, said, role="lead", wrap=True, align=CENTRE),
             10,
             hbox(STRETCH, self.choose, self.choose_folder, STRETCH, gap=12),
             10,
-            kinds,
+            text_label(self._area, kinds, role="secondary", wrap=True, align=CENTRE),
             into=self._area,
             margins=(32, 40, 32, 40),
             gap=10,
         )
-        vbox(
-            (None, 2),
-            hbox(STRETCH, (self._area, 1000), STRETCH, gap=-1),
-            (None, 3),
-            into=content,
-            margins=(20, 20, 20, 20),
-            gap=-1,
-        )
-        self.setWidget(content)
+        self.column.insertWidget(1, self._area)
 
     def set_over(self, over: bool) -> None:
         """Whether an accepted drag is over the page."""
@@ -195,7 +168,7 @@ class BatchPage(Page):
         for page in (self.empty, self.form, self.job_view):
             self.pages.addWidget(page)
         self.toast = Toast(self)
-        vbox(self.head, self.strip, self.trouble, self.handed, (self.pages, 1), self.toast, into=self, gap=0)
+        self.lay_out(self.head, self.strip, self.trouble, self.handed, body=self.pages, foot=self.toast)
         self._connect()
         for entry in jobs.entries:
             self.model.put(entry)

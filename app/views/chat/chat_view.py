@@ -790,7 +790,6 @@ class ChatView(Page):
         width = scaled(COLUMN_PX)
         self.composer.setMaximumWidth(width)
         self.batch_hint.setMaximumWidth(width)
-        self.empty.set_column_width(width)
         self.toast.set_widest(width)
         self._fit()
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from PySide6.QtCore import QRect, QSize, Qt, Signal
 from PySide6.QtGui import QPaintEvent, QResizeEvent
 from PySide6.QtWidgets import (
-    QFrame,
     QGridLayout,
     QPushButton,
-    QScrollArea,
     QSizePolicy,
     QStyle,
     QStyleOptionButton,
@@ -16,12 +14,13 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.widgets.scaffold import CENTRE, STRETCH, hbox, push_button, text_label, vbox
+from app.widgets.scaffold import CENTRE, PageBody, push_button, text_label, vbox
 
 PADDING = QSize(17, 13)
 """Padding around a card's text, border included, as in the style sheet."""
 
 SIDE_PX = 24
+WIDEST_PX = 744 + 2 * SIDE_PX
 GAP_PX = 10
 
 
@@ -61,7 +60,7 @@ class ExampleCard(QPushButton):
         painter.drawText(room, flags, text)
 
 
-class EmptyChat(QScrollArea):
+class EmptyChat(PageBody):
     """Scrolls if the window is too small.
 
     Signals: `example_chosen`, the text of an example; `model_wanted`: no model is loaded, and the user wants one.
@@ -71,53 +70,27 @@ class EmptyChat(QScrollArea):
     model_wanted = Signal()
 
     def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setWidgetResizable(True)
-        self.setFrameShape(QFrame.Shape.NoFrame)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        page = QWidget(self)
-        self._greeting = text_label(page, self.tr("Ask something to begin"))
+        super().__init__(parent, widest_px=WIDEST_PX, margins=(SIDE_PX, 12, SIDE_PX, 12), gap=6, above=2, below=3)
+        inside = self.inside
+        self._greeting = text_label(inside, self.tr("Ask something to begin"), wrap=True, align=CENTRE)
         self._greeting.setObjectName("greeting")
-        self._greeting.setWordWrap(True)
-        self._hint = text_label(page, role="secondary", wrap=True)
-        for label in (self._greeting, self._hint):
-            label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        self.choose_button = push_button(page, self.tr("Choose a model"), self.model_wanted)
+        self._hint = text_label(inside, role="secondary", wrap=True, align=CENTRE)
+        self.choose_button = push_button(inside, self.tr("Choose a model"), self.model_wanted)
         self.choose_button.hide()
-        self.examples = [ExampleCard(text, page) for text in self._texts()]
+        self.examples = [ExampleCard(text, inside) for text in self._texts()]
         for button in self.examples:
             button.clicked.connect(lambda _=False, button=button: self.example_chosen.emit(button.text()))
         self._grid = QGridLayout()
         self._grid.setSpacing(GAP_PX)
         self._columns = 0
-        self._middle = QWidget(page)
-        vbox(
-            (None, 2),
-            self._greeting,
-            6,
-            self._hint,
-            6,
-            (self.choose_button, CENTRE),
-            16,
-            self._grid,
-            (None, 3),
-            into=self._middle,
-            margins=(0, 12, 0, 12),
-            gap=-1,
-        )
-        hbox(STRETCH, (self._middle, 1000), STRETCH, into=page, margins=(SIDE_PX, 0, SIDE_PX, 0), gap=-1)
-        self.setWidget(page)
+        parts = vbox(self._greeting, 6, self._hint, 6, (self.choose_button, CENTRE), 16, self._grid, gap=-1)
+        self.column.insertLayout(1, parts)
         self._arrange()
 
     def set_hint(self, text: str, *, offer_models: bool = False) -> None:
         """The line under the greeting: what is happening, or what to expect; perhaps a button to choose a model."""
         self._hint.setText(text)
         self.choose_button.setVisible(offer_models)
-
-    def set_column_width(self, width: int) -> None:
-        self._middle.setMaximumWidth(width)
-        self._arrange()
 
     @property
     def hint(self) -> str:
@@ -129,7 +102,7 @@ class EmptyChat(QScrollArea):
 
     def _arrange(self) -> None:
         """Two cards side by side if each text fits on one line, else one."""
-        room = min(self.viewport().width() - 2 * SIDE_PX, self._middle.maximumWidth())
+        room = min(self.viewport().width(), self.inside.maximumWidth()) - 2 * SIDE_PX
         widest = max(button.sizeHint().width() for button in self.examples)
         columns = 2 if room >= 2 * widest + GAP_PX else 1
         if columns != self._columns:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from PySide6.QtCore import (
@@ -223,7 +223,7 @@ class ModelPicker(Popover):
 
     # --- building ---
 
-    def _action(self, text: str, do: object, *, kind: str = "") -> QPushButton:
+    def _action(self, text: str, do: Callable[[], object], *, kind: str = "") -> QPushButton:
         return push_button(self, text, do, kind=kind)
 
     def _lay_out(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from PySide6.QtCore import QEvent, Qt, Signal
@@ -304,7 +305,7 @@ class PromptPopover(Popover):
         column = vbox(into=part, gap=10)
         return part, column
 
-    def _action(self, text: str, do: object, *, kind: str = "") -> QPushButton:
+    def _action(self, text: str, do: Callable[[], object], *, kind: str = "") -> QPushButton:
         return push_button(self, text, do, kind=kind, compact=True)
 
 

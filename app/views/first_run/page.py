@@ -30,11 +30,11 @@ from app.widgets.recommendations import RecommendationList
 from app.widgets.scaffold import (
     STRETCH,
     Card,
+    PageBody,
     add_items,
     hbox,
     muted_label,
     push_button,
-    scroll_area,
     set_message,
     text_label,
     vbox,
@@ -140,7 +140,7 @@ WANTED_KEY = "first_model"
 """Setting: the download to load when it is here, be it in a later window."""
 SIDE_PX = 28
 GAP_PX = 16
-WIDEST_PX = 1080
+WIDEST_PX = 1136
 COLUMNS_FROM_PX = 840
 """Page width, at the standard font size, from which there are two columns."""
 
@@ -290,30 +290,13 @@ class FirstRunPage(Page):
         self._columns.setSpacing(GAP_PX)
         self._columns.addLayout(left, 5)
         self._columns.addLayout(right, 3)
-        self._middle = QWidget(self)
-        column = vbox(
-            greeting,
-            self._lead,
-            self.problem,
-            8,
-            self._columns,
-            STRETCH,
-            into=self._middle,
-            margins=(0, SIDE_PX, 0, SIDE_PX),
-            gap=6,
-        )
-        inside = QWidget(self)
-        around = QBoxLayout(QBoxLayout.Direction.LeftToRight, inside)
-        around.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
-        around.addStretch(1)
-        around.addWidget(self._middle, 1000)
-        around.addStretch(1)
-        scroll = scroll_area(inside, self)
-        vbox(scroll, into=self, gap=-1)
+        above = (greeting, self._lead, self.problem, 8)
+        body = PageBody(self, *above, self._columns, widest_px=WIDEST_PX, margins=SIDE_PX, gap=6)
+        self.lay_out(body=body)
         self._show_lead()
         self._fit()
 
-    def _way(self, text: str, do: object) -> QPushButton:
+    def _way(self, text: str, do: Callable[[], object]) -> QPushButton:
         return push_button(self, text, do, kind="quiet")
 
     def _connect(self) -> None:
@@ -363,7 +346,6 @@ class FirstRunPage(Page):
         wide = self.width() >= scaled(COLUMNS_FROM_PX)
         direction = QBoxLayout.Direction
         self._columns.setDirection(direction.LeftToRight if wide else direction.TopToBottom)
-        self._middle.setMaximumWidth(scaled(WIDEST_PX))
 
     def _show_lead(self) -> None:
         self.starter_card.setVisible(not self._part.is_needed)  # it comes with the engine, or after it

@@ -32,7 +32,7 @@ from app.widgets.fit_words import Presence
 from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import Page
 from app.widgets.quantities import file_size
-from app.widgets.scaffold import MIDDLE, STRETCH, PageHeader, add_items, push_button, scroll_area, vbox
+from app.widgets.scaffold import MIDDLE, PageBody, PageHeader, add_items, push_button
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.text_box import dropped_model
@@ -413,7 +413,5 @@ class ModelsPage(Page):
         self.header.set_middle(self.search_line, least_px=LEAST_SEARCH_PX, stretch=1)
         add_items(self.header.row, (self.folders_button, MIDDLE), (self.import_button, MIDDLE))
         self.search.head.addWidget(self.folder)
-        content = QWidget(self)
-        vbox(self.downloads, self.here, self.search, STRETCH, into=content, margins=(20, 16, 20, 18), gap=14)
-        self.scrolling = scroll_area(content, self)
-        vbox(self.header, self.trouble, (self.scrolling, 1), self.toast, into=self, gap=0)
+        self.scrolling = PageBody(self, self.downloads, self.here, self.search)
+        self.lay_out(self.header, self.trouble, body=self.scrolling, foot=self.toast)

@@ -33,7 +33,7 @@ from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import LEFT, PageHeader, add_items, hbox, push_button, scroll_area, vbox
+from app.widgets.scaffold import LEFT, PageBody, PageHeader, add_items, hbox, push_button, vbox
 from app.widgets.timeline.navigator import WHOLE, Navigator
 from app.widgets.timeline.view import TimelineView
 from engine.common.model_info import ModelInfo
@@ -324,12 +324,9 @@ class MonitorPage(Page):
         self.unfold.toggled.connect(lambda on: self._settings.set("monitor_details", on))
         self.details = QWidget(self)
         vbox((self.timeline, 3), (self.second, 3), (self.engine_cards, 2), into=self.details, gap=14)
-        self.cards = vbox(self.summary, (self.unfold, LEFT), (self.details, 1000), margins=(20, 16, 20, 20), gap=14)
-        self.cards.addStretch(1)  # has the room while they are folded
-        body = QWidget(self)
-        body.setLayout(self.cards)
-        scroll = scroll_area(body, self)
-        vbox(header, self.session_banner, self.notice, (scroll, 1), into=self, gap=0)
+        body = PageBody(self, self.summary, (self.unfold, LEFT), (self.details, 1000))
+        self.cards = body.column
+        self.lay_out(header, self.session_banner, self.notice, body=body)
 
     def _fold(self, key: str) -> None:
         """Shows the lanes and figures, or the summary alone."""

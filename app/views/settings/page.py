@@ -35,15 +35,11 @@ from app.views.settings.servers import ServersCard
 from app.views.settings.tools import ToolsCard
 from app.widgets.page import TUNE, Page
 from app.widgets.scaffold import (
-    STRETCH,
+    PageBody,
     PageHeader,
-    add_items,
-    hbox,
     line_edit,
     muted_label,
     push_button,
-    scroll_area,
-    vbox,
 )
 from app.widgets.setting_controls import setting_words
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
@@ -62,7 +58,7 @@ from engine.common.settings import (
 translate = QCoreApplication.translate
 
 SEARCH_WIDTH_PX = 240
-COLUMN_WIDTH_PX = 760
+COLUMN_WIDTH_PX = 800
 
 
 class DataCard(SettingsCard):
@@ -187,21 +183,15 @@ class SettingsPage(Page):
         if not QSystemTrayIcon.isSystemTrayAvailable():
             self.cards[TRAY_CARD].add_wide(muted_label(self, self.tr("This desktop has no tray for icons.")))
         self._show_tray()
-        cards = QWidget(self)
-        cards.setMaximumWidth(COLUMN_WIDTH_PX)
-        column = vbox(*self.cards.values(), into=cards, margins=(0, 20, 0, 20), gap=16)
-        self._nothing = muted_label(cards, self.tr("No setting has these words."))
+        self._nothing = muted_label(self, self.tr("No setting has these words."))
         self._nothing.hide()
-        add_items(column, self._nothing, STRETCH)
-        holder = QWidget(self)
-        hbox((cards, 1), (None, 0), into=holder, margins=(20, 0, 20, 0), gap=-1)
-        scroll = scroll_area(holder, self)
+        body = PageBody(self, *self.cards.values(), self._nothing, widest_px=COLUMN_WIDTH_PX)
         self.search = line_edit(self, self.tr("Find a setting"), clears=True, hints=True)
         self.search.setMaximumWidth(SEARCH_WIDTH_PX)
         self.search.textChanged.connect(self.show_found)
         header = PageHeader(self.tr("Settings"), self)
         header.set_middle(self.search, least_px=SEARCH_WIDTH_PX, stretch=1)
-        vbox(header, (scroll, 1), into=self, gap=0)
+        self.lay_out(header, body=body)
 
     def show_found(self, wanted: str) -> None:
         shown = [(card, card.show_found(wanted)) for card in self.cards.values()]

@@ -248,7 +248,7 @@ class TuneCards(QWidget):
         self._all = (self.machine, self.numbers, self.plan, self.work, self.what_if, self.race)
         self._grid = QGridLayout()
         self._grid.setSpacing(14)
-        vbox(self.run, self._grid, STRETCH, into=self, margins=(20, 16, 20, 20), gap=14)
+        vbox(self.run, self._grid, into=self, gap=14)
 
     def show_machine(self, look: MachineLook, found: Found) -> None:
         """The machine's picture, with what a run has measured so far; below it any driver problem."""

@@ -20,7 +20,7 @@ from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import MIDDLE, PageHeader, add_items, push_button, scroll_area, vbox
+from app.widgets.scaffold import MIDDLE, PageBody, PageHeader, add_items, push_button
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
@@ -151,8 +151,8 @@ class TunePage(Page):
         self.header = header = PageHeader(self.tr("Tune"), self)
         header.set_middle(self.steps)
         add_items(header.row, (self.what_if_button, MIDDLE), (self.copy_button, MIDDLE))
-        self.scrolling = scroll_area(self.cards, self)
-        vbox(header, self.changed, (self.scrolling, 1), into=self, gap=0)
+        self.scrolling = PageBody(self, self.cards)
+        self.lay_out(header, self.changed, body=self.scrolling)
 
     def _arrange(self) -> None:
         self.cards.show_step(self._step, what_if=self.what_if_button.isChecked(), wide=self.width() >= WIDE_PX)

@@ -144,8 +144,8 @@ class SizeChooser(QWidget):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        label = text_label(self, self.tr("Experts kept"), role="secondary", buddy=self.field)
         self.field = SpinBox(self, name=self.tr("Experts kept in this tier"))
+        label = text_label(self, self.tr("Experts kept"), role="secondary", buddy=self.field)
         self.field.setKeyboardTracking(False)
         self.field.setGroupSeparatorShown(True)
         self.field.lineEdit().setTextMargins(8, 0, 0, 0)  # the style sheet's padding does not apply here
