@@ -17,9 +17,17 @@ from app.models.jobs import JOB_ROLE, JobListModel
 from app.services.batch_input import count_rows, free_output, look_at, usual_suffix
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
-from app.views.batch.figures import clock_text, rate_figure
-from app.views.batch.phrases import pace_text, rows_text, sample_text, state_text, status_text
-from app.views.batch.plan_words import limit_text, plan_text
+from app.views.batch.phrases import (
+    clock_text,
+    limit_text,
+    pace_text,
+    plan_text,
+    rate_figure,
+    rows_text,
+    sample_text,
+    state_text,
+    status_text,
+)
 from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.opening import InputForm
 from engine.common.config import BatchJob

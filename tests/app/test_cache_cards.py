@@ -12,8 +12,7 @@ from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QLabel, QWidget
 from pytestqt.qtbot import QtBot
 
-from app.models.cache_figures import NO_FORECAST, forecast
-from app.models.token_figures import TokenFigures, token_figures
+from app.models.cache_figures import NO_FORECAST, TokenFigures, forecast, token_figures
 from app.services.history.history import History
 from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
 from app.views.monitor.engine_cards import MemoryCard, TokenCard

@@ -10,7 +10,7 @@ from PySide6.QtCore import QRectF
 from PySide6.QtGui import QColor, QImage, QPainter
 from PySide6.QtWidgets import QApplication
 
-from app.services.history.buckets import Floats
+from app.services.history.gauges import Floats
 from app.widgets.timeline.lanes import Lane, LaneData
 from app.widgets.timeline.plots import LaneRaster, _draw_outlines, draw_lane, over
 

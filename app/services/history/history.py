@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from app.services.history.buckets import BucketSeries, Floats, spread
-from app.services.history.gauges import GaugeHistory, gauges_of
+from app.services.history.gauges import BucketSeries, Floats, GaugeHistory, gauges_of, spread
 from engine.common.lanes import TRACKS
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import (

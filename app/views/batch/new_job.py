@@ -12,17 +12,14 @@ from PySide6.QtCore import Qt, QTimer, Signal
 from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
-from app.services.batch_forecast import BatchForecasts
 from app.services.batch_input import InputPreview, count_rows, look_at
-from app.services.batch_places import has_ray, offered_endpoints
+from app.services.batch_places import BatchForecasts, has_ray, offered_endpoints
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
-from app.views.batch.answer_card import AnswerCard
+from app.views.batch.answer_card import AnswerCard, SampleCard
 from app.views.batch.input_card import InputCard, OutputCard
-from app.views.batch.phrases import sample_text, sampled_text
+from app.views.batch.phrases import plan_text, sample_text, sampled_text
 from app.views.batch.places_card import PlacesCard
-from app.views.batch.plan_words import plan_text
-from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
 from app.widgets.page import BatchDraft
 from app.widgets.scaffold import Card, PageBody, hbox, muted_label, push_button, set_message, vbox, warning_label

@@ -11,8 +11,8 @@ from PySide6.QtWidgets import QDialog, QWidget
 from app.services.background import timer
 from app.services.chat_files import ChatFiles, ImportReport, file_name
 from app.services.chat_store import ChatStore, Conversation, Message
+from app.services.chat_store.json_format import Merged
 from app.services.chat_store.other_programs import LeftOut
-from app.services.chat_store.transfer import Merged
 from app.services.formulas import formulas
 from app.views.chat.presenter import ChatPresenter
 from app.widgets.asking import ask_paths, ask_where

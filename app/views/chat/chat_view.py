@@ -34,12 +34,11 @@ from app.services.thumbnails import Thumbnails
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
 from app.views.chat.attaching import Attaching
-from app.views.chat.batch_hint import BatchHint
 from app.views.chat.close_guard import UnsavedTextGuard
 from app.views.chat.composer import Composer
 from app.views.chat.context_room import ContextRoom
 from app.views.chat.conversation_panel import ConversationPanel
-from app.views.chat.empty_chat import EmptyChat
+from app.views.chat.empty_chat import BatchHint, EmptyChat
 from app.views.chat.find_bar import FindBar, FindInChat
 from app.views.chat.folders import Folders
 from app.views.chat.message_edits import MessageEdits

@@ -6,8 +6,7 @@ from PySide6.QtCore import QEvent, QSize, Qt
 from PySide6.QtGui import QResizeEvent
 from PySide6.QtWidgets import QBoxLayout, QGridLayout, QLabel, QVBoxLayout, QWidget
 
-from app.models.cache_figures import FREE, memory_places, sound
-from app.models.token_figures import TokenFigures, token_figures
+from app.models.cache_figures import FREE, TokenFigures, memory_places, sound, token_figures
 from app.services.engine_client import EngineClient
 from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub

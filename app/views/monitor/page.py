@@ -20,10 +20,16 @@ from app.services.analyser import WAITING_TOKENS, waiting_for_last
 from app.services.background import LatestTask, TaskQueue, timer
 from app.services.engine_client import EngineClient, EngineState
 from app.services.predicted_timeline import Predicted
-from app.services.session_library import OpenedSession, SessionEntry, open_session, sessions_in
+from app.services.session_library import (
+    OpenedSession,
+    SessionEntry,
+    export_tables,
+    export_trace,
+    open_session,
+    sessions_in,
+)
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
-from app.services.timeline_export import export_tables, export_trace
 from app.theme import scaled
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard

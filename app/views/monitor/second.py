@@ -21,9 +21,8 @@ from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
 from app.widgets.quantities import number
 from app.widgets.scaffold import Card, add_items, muted_label, push_button
-from app.widgets.timeline.navigator import Navigator
+from app.widgets.timeline.navigator import Navigator, duration
 from app.widgets.timeline.view import TimelineView
-from app.widgets.timeline.viewport import duration
 from engine.common.config import EngineConfig
 from engine.planner.predict import recorded_config, running_config
 from engine.telemetry.lanes import DECODE

@@ -12,7 +12,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.services.history.buckets import Floats
+from app.services.history.gauges import Floats
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
 from app.widgets.scaffold import hbox, push_button, text_label, vbox

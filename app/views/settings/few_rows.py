@@ -16,8 +16,8 @@ from app.services.background import LatestTask, TaskQueue
 from app.services.diagnosis import Diagnosis
 from app.services.settings import Settings
 from app.services.updates import Updates, UpdateStage
-from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard
+from app.views.settings.hub import AddressField
 from app.widgets.asking import ask_where_to_report
 from app.widgets.downloads_card import download_words
 from app.widgets.fields import ComboBox

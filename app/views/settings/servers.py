@@ -11,8 +11,7 @@ from PySide6.QtWidgets import QPushButton, QScrollArea, QWidget
 
 from app.services.endpoints import Endpoints
 from app.views.settings.card import SettingsCard
-from app.views.settings.server_dialog import ServerDialog
-from app.views.settings.server_words import found_text, money_text
+from app.views.settings.server_dialog import ServerDialog, found_text, money_text
 from app.widgets.asking import ask
 from app.widgets.scaffold import hbox, muted_label, push_button, set_message, text_label, vbox, warning_label
 from engine.common.errors import EngineError

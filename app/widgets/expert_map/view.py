@@ -20,8 +20,7 @@ from PySide6.QtGui import (
 from PySide6.QtWidgets import QSizePolicy, QToolTip, QWidget
 
 from app.theme import scaled, tabular, themed
-from app.widgets.expert_map.data import MapData, place_bits, place_text
-from app.widgets.expert_map.picture import cividis, draw_map
+from app.widgets.expert_map.data import MapData, cividis, draw_map, place_bits, place_text
 from app.widgets.quantities import figures, memory, number
 from engine.telemetry.messages import IN_VRAM, ON_DISK
 

@@ -8,8 +8,8 @@ from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPainterPath,
 
 from app.services.history.history import History, PhaseRun
 from app.theme import themed
-from app.widgets.timeline.colours import faded, text_on
-from app.widgets.timeline.viewport import Viewport
+from app.widgets.timeline.keys import faded, text_on
+from app.widgets.timeline.navigator import Viewport
 from engine.telemetry.analysis import token_ticks
 from engine.telemetry.lanes import (
     ATTENTION,

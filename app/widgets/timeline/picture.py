@@ -27,10 +27,10 @@ from app.theme import tabular, themed
 from app.widgets.quantities import number
 from app.widgets.scaffold import MARK_PX
 from app.widgets.timeline.blocks import bars, draw_blocks, draw_phases, fits, span_label
-from app.widgets.timeline.colours import faded, text_on
+from app.widgets.timeline.keys import faded, text_on
 from app.widgets.timeline.lanes import LaneData, lane_titles, read_lane, tracks_of
+from app.widgets.timeline.navigator import Viewport
 from app.widgets.timeline.plots import draw_lane
-from app.widgets.timeline.viewport import Viewport
 from engine.common.lanes import Lane
 from engine.telemetry.lanes import CPU_ATTENTION, ELSEWHERE, JOB, QUEUED, READING, WRITTEN_ELSEWHERE
 from engine.telemetry.records import Records

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from PySide6.QtCore import QPointF, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QImage, QPaintEngine, QPainter, QPen, QPolygonF
 
-from app.services.history.buckets import Floats
-from app.widgets.timeline.colours import FILL_ALPHA, expert_colours, faded
+from app.services.history.gauges import Floats
+from app.widgets.timeline.keys import FILL_ALPHA, expert_colours, faded
 from app.widgets.timeline.lanes import LaneData
 from engine.common.lanes import Lane
 

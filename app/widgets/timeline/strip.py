@@ -11,10 +11,9 @@ from app.services.telemetry_hub import TelemetryHub
 from app.theme import tabular, themed
 from app.widgets.chart import Chart
 from app.widgets.timeline.lanes import lane_words, lanes_of, read_lane, reading, tracks_of
-from app.widgets.timeline.navigator import BEHIND_NS
+from app.widgets.timeline.navigator import BEHIND_NS, Viewport
 from app.widgets.timeline.picture import LaneRow, LanesItem, scaled
 from app.widgets.timeline.plots import draw_lane
-from app.widgets.timeline.viewport import Viewport
 
 HEIGHT_PX = 40
 SPAN_NS = 20e9

@@ -16,10 +16,9 @@ from app.widgets.chart import Chart
 from app.widgets.scaffold import MARK_PX, HelpMark
 from app.widgets.timeline.axes import GutterLabel, LaneAxis, TimeAxis
 from app.widgets.timeline.blocks import path_through
-from app.widgets.timeline.colours import FAINT_ALPHA, faded
-from app.widgets.timeline.keys import PAN, key_pressed
+from app.widgets.timeline.keys import FAINT_ALPHA, PAN, faded, key_pressed
 from app.widgets.timeline.lanes import LaneData, lane_help, lane_words, lanes_of, read_lane, reading, tracks_of
-from app.widgets.timeline.navigator import BEHIND_NS, Navigator
+from app.widgets.timeline.navigator import BEHIND_NS, Navigator, duration
 from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
     LANE_GAP_PX,
@@ -34,7 +33,6 @@ from app.widgets.timeline.picture import (
     sizes_for,
 )
 from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
-from app.widgets.timeline.viewport import duration
 from engine.common.lanes import Lane
 
 _EMPTY_PX = 233

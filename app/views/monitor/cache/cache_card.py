@@ -13,13 +13,55 @@ from PySide6.QtWidgets import QButtonGroup, QPushButton, QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
 from app.theme import themed, use_tabular_figures
-from app.views.monitor.cache.words import policy_name
 from app.widgets.chart import Chart, hit_colour
 from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
 from app.widgets.scaffold import STRETCH, Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
+
+translate = QCoreApplication.translate
+
+
+_LONGEST = 40
+
+
+def policy_name(policy: str) -> str:
+    """`LRU`; an unknown policy is shown by its id."""
+    known = {
+        "lru": "LRU",
+        "lfu": "LFU",
+        "lfru": "LFRU",
+        "fifo": "FIFO",
+        "random": translate("Cache", "random"),
+        "static": translate("Cache", "static popularity"),
+    }
+    return known.get(policy, policy[:_LONGEST])
+
+
+def policy_tip(policy: str) -> str:
+    """Which expert a policy evicts."""
+    known = {
+        "lru": translate("Cache", "Evicts the least recently used expert."),
+        "lfu": translate("Cache", "Evicts the least frequently used expert."),
+        "lfru": translate("Cache", "Evicts an expert that is used rarely and not recently."),
+        "fifo": translate("Cache", "Evicts the oldest expert."),
+        "random": translate("Cache", "Evicts a random expert."),
+        "static": translate("Cache", "Keeps the most popular experts."),
+    }
+    return known.get(policy, "")
+
+
+def predictor_name(predictor: str) -> str:
+    """Its display name; an unknown one is shown by its id."""
+    known = {
+        "previous": translate("Cache", "previous token"),
+        "gate": translate("Cache", "next layer's gate"),
+        "correlation": translate("Cache", "correlation table"),
+        "mlp": translate("Cache", "trained network"),
+    }
+    return known.get(predictor, predictor[:_LONGEST])
+
 
 VALUES = 180
 """One per second: three minutes."""
