@@ -229,7 +229,8 @@ class SamplingPopover(Popover):
         if page is not None:
             self._arrange(2)
             self._grid.activate()
-            if self._grid.minimumSize().width() + 4 * GAP > page.width() - 2 * GAP:
+            room = page.width() - 6 * GAP - self._scroll.verticalScrollBar().sizeHint().width() - 2
+            if self._grid.minimumSize().width() > room:
                 self._arrange(1)
         super()._place()
 

@@ -154,7 +154,7 @@ def test_folded_it_is_one_bar_and_remembered(
     assert told.args == [True]
     shown = [bar for bar in footer.findChildren(MemoryGauge) if bar.isVisible()]
     assert [bar.accessibleName().split()[0] for bar in shown] == ["VRAM"]
-    assert "RAM 10.0 of 32.0 GB" in footer.toolTip()
+    assert f"RAM {used_of(10 * GIB, 32 * GIB)}" in footer.toolTip()
     assert _texts(footer)[0] == "Memory"
     assert not footer.findChild(MemoryLegend).isVisible()
     footer.fold.click()

@@ -42,9 +42,10 @@ from app.services.model_speeds import ModelSpeeds
 from app.services.settings import Settings
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
+from app.widgets.flow_layout import Flow
 from app.widgets.popover import Popover
 from app.widgets.quantities import SEPARATOR, duration, file_size
-from app.widgets.scaffold import STRETCH, add_items, hbox, line_edit, push_button, text_label, vbox
+from app.widgets.scaffold import add_items, hbox, line_edit, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
@@ -229,10 +230,10 @@ class ModelPicker(Popover):
     def _lay_out(self) -> None:
         self._loading = QWidget(self)
         vbox(self.loading_words, hbox((self.loading_bar, 1), self.cancel_button, gap=12), into=self._loading, gap=4)
-        actions = hbox(self.load_button, self.default_button, STRETCH)
+        actions = Flow(self.load_button, self.default_button, parent=self)
         line = QFrame(self)
         line.setProperty("line", "true")
-        ways = hbox(self.file_button, STRETCH, self.more_button, gap=4)
+        ways = Flow(self.file_button, self.more_button, parent=self, gap=4, ends_right=True)
         add_items(self.column, self._loading, self.filter, self.list, self.nothing, actions, line, ways)
         self.column.setContentsMargins(16, 14, 16, 10)
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QCheckBox, QFrame, QLabel, QPushButton, QWidget
+from PySide6.QtCore import QSize, Qt
+from PySide6.QtGui import QResizeEvent
+from PySide6.QtWidgets import QBoxLayout, QCheckBox, QFrame, QLabel, QPushButton, QWidget
 
 from app.services.settings import Settings
-from app.widgets.scaffold import STRETCH, hbox, muted_label, push_button, text_label, vbox
+from app.widgets.scaffold import LEFT, MIDDLE, STRETCH, add_items, hbox, muted_label, push_button, text_label, vbox
 from app.widgets.setting_controls import SettingControls, SettingValues, setting_words
 from engine.common.schema import Setting
 from engine.common.settings import kept_settings
+
+LEAST_WORDS = 16
+"""Characters that have room beside a control, or it is put below them."""
 
 
 class SettingsCard(QFrame):
@@ -114,7 +118,7 @@ class SettingsCard(QFrame):
 
 
 class Row(QWidget):
-    """A name, its explanation, and controls to the right."""
+    """A name, its explanation, and controls to the right, or below where there is no room for both."""
 
     def __init__(self, name: str, explanation: str, controls: Sequence[QWidget], parent: QWidget) -> None:
         super().__init__(parent)
@@ -123,9 +127,12 @@ class Row(QWidget):
         self.words = muted_label(self, explanation)  # has no minimum width, however long a path it shows
         self._name.setVisible(bool(name))
         self.words.setVisible(bool(explanation))
-        row = hbox((vbox(STRETCH, self._name, self.words, STRETCH, gap=2), 1), 16, into=self)
+        self._controls = hbox(*((control, MIDDLE) for control in controls))
+        self._line = QBoxLayout(QBoxLayout.Direction.LeftToRight, self)
+        self._line.setContentsMargins(0, 0, 0, 0)
+        self._line.setSpacing(24)
+        add_items(self._line, (vbox(STRETCH, self._name, self.words, STRETCH, gap=2), 1), self._controls)
         for control in controls:
-            row.addWidget(control, 0, Qt.AlignmentFlag.AlignVCenter)
             if isinstance(control, QLabel):  # it says the value of the control before it
                 continue
             does = control.text() if isinstance(control, QPushButton) else ""
@@ -135,6 +142,23 @@ class Row(QWidget):
                 control.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
         if controls:
             self._name.setBuddy(controls[0])
+
+    @property
+    def _least_words(self) -> int:
+        return LEAST_WORDS * self.fontMetrics().averageCharWidth()
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(max(self._controls.minimumSize().width(), self._least_words), super().minimumSizeHint().height())
+
+    def resizeEvent(self, event: QResizeEvent) -> None:
+        super().resizeEvent(event)
+        beside = self._controls.sizeHint().width() + self._line.spacing() + self._least_words
+        is_below = self._controls.count() > 0 and self.width() < beside
+        way = QBoxLayout.Direction.TopToBottom if is_below else QBoxLayout.Direction.LeftToRight
+        if way != self._line.direction():
+            self._line.setDirection(way)
+            self._line.setSpacing(6 if is_below else 24)
+            self._line.setAlignment(self._controls, LEFT if is_below else Qt.AlignmentFlag(0))
 
     def has(self, words: Sequence[str]) -> bool:
         said = f"{self._name.text()} {self.words.text()} {self.hidden_words}".casefold()

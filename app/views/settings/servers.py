@@ -5,15 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, Qt, QTimer
+from PySide6.QtCore import QCoreApplication, QTimer
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QPushButton, QScrollArea, QWidget
+from PySide6.QtWidgets import QScrollArea, QWidget
 
 from app.services.endpoints import Endpoints
-from app.views.settings.card import SettingsCard
+from app.views.settings.card import Row, SettingsCard
 from app.views.settings.server_dialog import ServerDialog, found_text, money_text
 from app.widgets.asking import ask
-from app.widgets.scaffold import hbox, muted_label, push_button, set_message, text_label, vbox, warning_label
+from app.widgets.scaffold import muted_label, push_button, set_message, vbox, warning_label
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, called
 
@@ -121,7 +121,7 @@ class ServersCard(SettingsCard):
         add = push_button(
             self.rows, self.tr("Add…"), lambda: self.edit(None, near), name=self.tr("Add {0}").format(near.name)
         )
-        return self._line(near.name, self.tr("Found on this network · {0}").format(near.url), add)
+        return Row(near.name, self.tr("Found on this network · {0}").format(near.url), (add,), self.rows)
 
     def _row(self, endpoint: Endpoint) -> QWidget:
         words = "\n".join(filter(None, (found_text(endpoint.found), money_text(endpoint))))
@@ -134,17 +134,7 @@ class ServersCard(SettingsCard):
             lambda: self._ask_to_remove(endpoint),
             name=self.tr("Remove {0}").format(endpoint.name),
         )
-        return self._line(called(endpoint), words, edit, remove)
-
-    def _line(self, title: str, explanation: str, *buttons: QPushButton) -> QWidget:
-        row = QWidget(self.rows)
-        name = text_label(row, title, wrap=True)
-        words = muted_label(row, explanation)
-        line = hbox((vbox(name, words, gap=2), 1), 16, into=row)
-        for button in buttons:
-            button.setAccessibleDescription(explanation)
-            line.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
-        return row
+        return Row(called(endpoint), words, (edit, remove), self.rows)
 
     def _ask_to_remove(self, endpoint: Endpoint) -> None:
         details = self.tr(

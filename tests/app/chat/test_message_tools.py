@@ -17,6 +17,7 @@ from app.views.chat.side_by_side import SideBySide
 from app.views.chat.user_message import UserMessage
 from app.widgets.page import BatchDraft
 from engine.common.config import SamplingParams
+from engine.common.schema import settings_of
 from tests.app.chat.chat_page import answered, shown, type_and_send
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
@@ -134,8 +135,7 @@ def test_every_field_is_explained_with_the_models_own(page: ChatView, qtbot: QtB
     popover = page.composer.sampling_popover
     popover.set_own(replace(popover.own, top_k=40))
     page.composer.edit_sampling()
-    fields = [field for _name, _tip, field in popover._explained.values()]
-    assert len(set(fields)) == 17
+    assert {setting.key for setting in popover._explained.values()} == {each.key for each in settings_of(SamplingParams)}
     popover.fields["top_k"].setFocus()
     popover._explain(popover.fields["top_k"])
     assert popover.explanation.text().startswith("Top-k: ")

@@ -30,9 +30,7 @@ def test_sampling_and_system_prompt_belong_to_the_chat(page: ChatView, engine: S
     assert page.composer.sampling_button.text() == "Precise"
     card.fields["temperature"].setValue(1.25)
     card.fields["stop"].setText(r"END, \n\n")
-    card.fields["stop"].textEdited.emit("")
-    card.fields["seed"].setText("7")
-    card.fields["seed"].textEdited.emit("")
+    card.fields["seed"].setValue(7)
     assert page.composer.sampling_button.text() == "Custom"
     qtbot.keyClick(card.fields["temperature"], Qt.Key.Key_Escape)
     assert card.isHidden()
