@@ -135,7 +135,8 @@ def test_every_field_is_explained_with_the_models_own(page: ChatView, qtbot: QtB
     popover = page.composer.sampling_popover
     popover.set_own(replace(popover.own, top_k=40))
     page.composer.edit_sampling()
-    assert {setting.key for setting in popover._explained.values()} == {each.key for each in settings_of(SamplingParams)}
+    explained = {setting.key for setting in popover._explained.values()}
+    assert explained == {each.key for each in settings_of(SamplingParams)}
     popover.fields["top_k"].setFocus()
     popover._explain(popover.fields["top_k"])
     assert popover.explanation.text().startswith("Top-k: ")
