@@ -28,6 +28,7 @@ from PySide6.QtWidgets import (
 
 from app.engine_words import said
 from app.theme import scaled, set_look, use_tabular_figures
+from app.widgets.flow_layout import Flow
 from engine.common.plain_text import few_marks
 
 TOP, LEFT, RIGHT = Qt.AlignmentFlag.AlignTop, Qt.AlignmentFlag.AlignLeft, Qt.AlignmentFlag.AlignRight
@@ -437,10 +438,10 @@ GAP_PX, NARROW_GAP_PX = 12, 6
 
 
 class PageHeader(QWidget):
-    """Title on the left; `row` takes further widgets on the right.
+    """Title on the left, buttons on the right.
 
-    If they do not fit, the widget of `set_middle` moves to a line of its own, and then the title, which the sidebar
-    shows too, is elided.
+    If they do not fit, the widget of `set_middle` moves to a line of its own, then the title, which the sidebar shows
+    too, is hidden, and then the buttons wrap.
     """
 
     def __init__(self, title: str, parent: QWidget | None = None) -> None:
@@ -457,6 +458,8 @@ class PageHeader(QWidget):
         self.row.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
         self.row.setSpacing(GAP_PX)
         self.row.addWidget(self.title, 1)
+        self.buttons = Flow(parent=self, gap=GAP_PX)
+        self.row.addWidget(self.buttons, 0, Qt.AlignmentFlag.AlignVCenter)
         self._below = QHBoxLayout()
         self._below.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
         line = QFrame(self)
@@ -493,37 +496,40 @@ class PageHeader(QWidget):
         # However wide the buttons are, the page may become narrower: `_fit` then moves some.
         return QSize(0, super().minimumSizeHint().height())
 
+    def add_buttons(self, *buttons: QWidget) -> None:
+        for button in buttons:
+            self.buttons.add(button)
+
     def _fit(self) -> None:
-        middle = self._middle
-        if middle is None:
-            return
-        widgets = [item.widget() for at in range(self.row.count()) if (item := self.row.itemAt(at)) is not None]
-        others = [one for one in widgets if one is not None and one not in (middle, self.title) and not one.isHidden()]
-        room = self.width() - 2 * SIDE_PX
-        title = self.title.sizeHint().width()
-        buttons = sum(one.sizeHint().width() + GAP_PX for one in others)
-        wanted = middle.sizeHint().width()
-        wanted = min(wanted, self._least_middle_px) if self._least_middle_px else wanted
-        below = not middle.isHidden() and title + GAP_PX + wanted + buttons > room
-        tight = title + buttons > room
-        if below != self._is_below:
-            self._is_below = below
-            if below:
-                self.row.removeWidget(middle)
-                self._below.addWidget(middle, 1, Qt.AlignmentFlag.AlignVCenter)
-                if not self._middle_stretch:
-                    self._below.setAlignment(middle, Qt.AlignmentFlag.AlignLeft)
-            else:
-                self._below.removeWidget(middle)
-                self.row.insertWidget(1, middle, self._middle_stretch, Qt.AlignmentFlag.AlignVCenter)
-            self.row.setStretch(0, 1 if below else 0)
-            side = NARROW_GAP_PX if below else 0
-            self._below.setContentsMargins(SIDE_PX, 0, SIDE_PX, side)
-            self.row.setContentsMargins(SIDE_PX, side, SIDE_PX, side)
-        spacing = NARROW_GAP_PX if tight else GAP_PX
+        middle, room, title = self._middle, self.width() - 2 * SIDE_PX, self.title.sizeHint().width()
+        widths = [each.sizeHint().width() for each in self.buttons.widgets if not each.isHidden()]
+        loose, close = (sum(widths) + gap * len(widths) for gap in (GAP_PX, NARROW_GAP_PX))
+        if middle is not None:
+            wanted = middle.sizeHint().width()
+            wanted = min(wanted, self._least_middle_px) if self._least_middle_px else wanted
+            below = not middle.isHidden() and title + GAP_PX + wanted + loose > room
+            if below != self._is_below:
+                self._is_below = below
+                self._place_middle(middle, below=below)
+        spacing = NARROW_GAP_PX if title + loose > room else GAP_PX
         if self.row.spacing() != spacing:  # setting it always invalidates the layout
             self.row.setSpacing(spacing)
-        self.title.setVisible(title + buttons - (GAP_PX - NARROW_GAP_PX) * len(others) <= room)
+            self.buttons.set_gap(spacing)
+        self.title.setVisible(title + close <= room)
+
+    def _place_middle(self, middle: QWidget, *, below: bool) -> None:
+        if below:
+            self.row.removeWidget(middle)
+            self._below.addWidget(middle, 1, Qt.AlignmentFlag.AlignVCenter)
+            if not self._middle_stretch:
+                self._below.setAlignment(middle, Qt.AlignmentFlag.AlignLeft)
+        else:
+            self._below.removeWidget(middle)
+            self.row.insertWidget(1, middle, self._middle_stretch, Qt.AlignmentFlag.AlignVCenter)
+        self.row.setStretch(0, 1 if below else 0)
+        side = NARROW_GAP_PX if below else 0
+        self._below.setContentsMargins(SIDE_PX, 0, SIDE_PX, side)
+        self.row.setContentsMargins(SIDE_PX, side, SIDE_PX, side)
 
 
 class PageBody(QScrollArea):

@@ -163,7 +163,7 @@ class BatchHead(PageHeader):
         self._names = ElidedLabel(self, role="secondary")
         self._more = text_label(self, role="secondary")
         self.set_middle(self._names, least_px=LEAST_NAMES_PX, stretch=1)
-        self.row.addWidget(self._more)
+        self.add_buttons(self._more)
         self.retry = self._button(self.tr("Retry failed"))
         self.pause = self._button(self.tr("Pause"))
         self.resume = self._button(self.tr("Resume"))
@@ -224,5 +224,5 @@ class BatchHead(PageHeader):
     def _button(self, text: str) -> QPushButton:
         button = push_button(self, text)
         button.hide()
-        self.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
+        self.add_buttons(button)
         return button

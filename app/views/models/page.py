@@ -32,7 +32,7 @@ from app.widgets.fit_words import Presence
 from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import Page
 from app.widgets.quantities import file_size
-from app.widgets.scaffold import MIDDLE, PageBody, PageHeader, add_items, push_button
+from app.widgets.scaffold import PageBody, PageHeader, push_button
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.text_box import dropped_model
@@ -411,7 +411,7 @@ class ModelsPage(Page):
 
     def _lay_out(self) -> None:
         self.header.set_middle(self.search_line, least_px=LEAST_SEARCH_PX, stretch=1)
-        add_items(self.header.row, (self.folders_button, MIDDLE), (self.import_button, MIDDLE))
+        self.header.add_buttons(self.folders_button, self.import_button)
         self.search.head.addWidget(self.folder)
         self.scrolling = PageBody(self, self.downloads, self.here, self.search)
         self.lay_out(self.header, self.trouble, body=self.scrolling, foot=self.toast)

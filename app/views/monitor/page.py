@@ -39,7 +39,7 @@ from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import LEFT, PageBody, PageHeader, add_items, hbox, push_button, vbox
+from app.widgets.scaffold import LEFT, PageBody, PageHeader, hbox, push_button, vbox
 from app.widgets.timeline.navigator import WHOLE, Navigator
 from app.widgets.timeline.view import TimelineView
 from engine.common.model_info import ModelInfo
@@ -324,7 +324,7 @@ class MonitorPage(Page):
     def _lay_out(self) -> None:
         header = PageHeader(self.tr("Monitor"), self)
         header.set_middle(self.ranges)
-        add_items(header.row, self.sessions, self.export)
+        header.add_buttons(self.sessions, self.export)
         self.header = header
         self.unfold = push_button(self, checkable=True)
         self.unfold.toggled.connect(lambda on: self._settings.set("monitor_details", on))

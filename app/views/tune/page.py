@@ -20,7 +20,7 @@ from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page
 from app.widgets.quantities import memory
-from app.widgets.scaffold import MIDDLE, PageBody, PageHeader, add_items, push_button
+from app.widgets.scaffold import PageBody, PageHeader, push_button
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
@@ -150,7 +150,7 @@ class TunePage(Page):
         self.changed.add_action(self.tr("Dismiss"), self.changed.hide, kind="quiet")
         self.header = header = PageHeader(self.tr("Tune"), self)
         header.set_middle(self.steps)
-        add_items(header.row, (self.what_if_button, MIDDLE), (self.copy_button, MIDDLE))
+        header.add_buttons(self.what_if_button, self.copy_button)
         self.scrolling = PageBody(self, self.cards)
         self.lay_out(header, self.changed, body=self.scrolling)
 
