@@ -866,7 +866,7 @@ def _models_too_large(stage: Stage) -> None:
 
 def _models_token(stage: Stage) -> None:
     page = _models(stage, downloads=3)
-    page.downloads.list.setCurrentIndex(page.downloads.list.rows.index(2))
+    page.downloads.list.setCurrentIndex(page.downloads.list.rows.index(2, 0))
     page.downloads.token.click()
     stage.dialog = page.findChild(TokenDialog)
 
