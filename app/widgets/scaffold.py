@@ -68,7 +68,8 @@ def add_items(box: QBoxLayout, *items: Item) -> None:
     """Adds them at the end."""
     for item in items:
         what, *how = item if isinstance(item, tuple) else (item,)
-        stretch = next((each for each in how if not isinstance(each, Qt.AlignmentFlag)), 0)  # such a flag is an int, too
+        # An alignment is an int as well.
+        stretch = next((each for each in how if not isinstance(each, Qt.AlignmentFlag)), 0)
         if isinstance(what, QWidget):
             box.addWidget(what, stretch)
         elif isinstance(what, QLayout):
