@@ -227,11 +227,12 @@ class SamplingPopover(Popover):
     def _place(self) -> None:
         page = self.parentWidget()
         if page is not None:
-            self._arrange(2)
-            self._grid.activate()
-            room = page.width() - 6 * GAP - self._scroll.verticalScrollBar().sizeHint().width() - 2
-            if self._grid.minimumSize().width() > room:
-                self._arrange(1)
+            half = -(-len(self._numbers) // 2)
+            columns = (self._numbers[:half], self._numbers[half:])
+            names = sum(max(self._labels[key].sizeHint().width() for key in column) for column in columns)
+            wanted = names + 2 * FIELD_WIDTH_PX + 3 * self._grid.horizontalSpacing() + 4 * GAP
+            room = page.width() - 2 * GAP - self._scroll.verticalScrollBar().sizeHint().width() - 2
+            self._arrange(2 if wanted <= room else 1)
         super()._place()
 
     def _show_row(self, key: str, *, shown: bool) -> None:

@@ -58,7 +58,7 @@ class EmptyBatch(PageBody):
     file_wanted = Signal()
     folder_wanted = Signal()
 
-    def __init__(self, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget) -> None:
         super().__init__(parent, widest_px=WIDTH_PX + 40, margins=20, above=2, below=3)
         self._area = QFrame(self.inside)
         self._area.setObjectName("dropArea")

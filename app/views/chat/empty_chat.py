@@ -142,7 +142,7 @@ class EmptyChat(PageBody):
     example_chosen = Signal(str)
     model_wanted = Signal()
 
-    def __init__(self, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget) -> None:
         super().__init__(parent, widest_px=WIDEST_PX, margins=(SIDE_PX, 12, SIDE_PX, 12), gap=6, above=2, below=3)
         inside = self.inside
         self._greeting = text_label(inside, self.tr("Ask something to begin"), wrap=True, align=CENTRE)

@@ -19,6 +19,7 @@ from app.widgets.setting_controls import SettingControls, SettingValues, setting
 from engine.common.schema import Setting
 from engine.common.settings import kept_settings
 
+BESIDE_PX, BELOW_PX = 24, 6
 LEAST_WORDS = 16
 """Characters that have room beside a control, or it is put below them."""
 
@@ -130,7 +131,7 @@ class Row(QWidget):
         self._controls = hbox(*((control, MIDDLE) for control in controls))
         self._line = QBoxLayout(QBoxLayout.Direction.LeftToRight, self)
         self._line.setContentsMargins(0, 0, 0, 0)
-        self._line.setSpacing(24)
+        self._line.setSpacing(BESIDE_PX)
         add_items(self._line, (vbox(STRETCH, self._name, self.words, STRETCH, gap=2), 1), self._controls)
         for control in controls:
             if isinstance(control, QLabel):  # it says the value of the control before it
@@ -152,12 +153,12 @@ class Row(QWidget):
 
     def resizeEvent(self, event: QResizeEvent) -> None:
         super().resizeEvent(event)
-        beside = self._controls.sizeHint().width() + self._line.spacing() + self._least_words
+        beside = self._controls.sizeHint().width() + BESIDE_PX + self._least_words
         is_below = self._controls.count() > 0 and self.width() < beside
         way = QBoxLayout.Direction.TopToBottom if is_below else QBoxLayout.Direction.LeftToRight
         if way != self._line.direction():
             self._line.setDirection(way)
-            self._line.setSpacing(6 if is_below else 24)
+            self._line.setSpacing(BELOW_PX if is_below else BESIDE_PX)
             self._line.setAlignment(self._controls, LEFT if is_below else Qt.AlignmentFlag(0))
 
     def has(self, words: Sequence[str]) -> bool:
