@@ -283,6 +283,26 @@ negativ</translation>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>Zeile {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} Token</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>Die Zeile: {0}.</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>(eine leere Antwort)</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>Dateien mit Prompts</translation>
+        </message>
+        <message>
             <source>tomorrow {0}</source>
             <translation>morgen {0}</translation>
         </message>
@@ -295,8 +315,80 @@ negativ</translation>
             <translation>d. MMM yyyy</translation>
         </message>
         <message>
-            <source>Files of prompts</source>
-            <translation>Dateien mit Prompts</translation>
+            <source>One row</source>
+            <translation>Eine Zeile</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} bis {1} Token/s</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>fertig zwischen {0} und {1}</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>fertig etwa {0}</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>An den Probezeilen gemessen, ±{0}.</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>fertig bis {0}, selbst wenn jede Antwort alle {1} Token braucht</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>Vorhergesagt, ±{0}; eine Probe der ersten Zeilen ist genauer.</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>Eine Zeile nach der anderen: {0} Token/s.</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>Zeilen werden einzeln beantwortet</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>{0} Zeilen teilen sich jedes Laden der Gewichte einer Schicht</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>Gemessen: {2} Token/s, langsamer als die vorhergesagten {0} bis {1}: Vielleicht sind andere Programme beschäftigt, oder Zeilen sind länger als die ersten. Die Restzeit beruht auf der Messung.</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>Gemessen: {2} Token/s, schneller als die vorhergesagten {0} bis {1}. Die Restzeit beruht auf der Messung.</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>Erwartet: {0} bis {1} Token/s.</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>Begrenzt durch die Rechenleistung der CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>Begrenzt durch das Lesen der Gewichte aus dem RAM.</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>Begrenzt durch die Attention auf der CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>Begrenzt durch das Lesen von Experten vom Datenträger.</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>Begrenzt durch die Verbindung zur Grafikkarte.</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>Begrenzt durch die Rechenleistung der GPU.</translation>
         </message>
         <message>
             <source>running</source>
@@ -367,14 +459,6 @@ negativ</translation>
         <message>
             <source>done by {0} at the latest</source>
             <translation>fertig spätestens {0}</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>fertig etwa {0}</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>fertig zwischen {0} und {1}</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -564,90 +648,6 @@ negativ</translation>
                 <numerusform>{0} Zeile dauerte {1} s, bei {2} Token/s.</numerusform>
                 <numerusform>{0} Zeilen dauerten {1} s, bei {2} Token/s.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>Eine Zeile</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} bis {1} Token/s</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>An den Probezeilen gemessen, ±{0}.</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>fertig bis {0}, selbst wenn jede Antwort alle {1} Token braucht</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>Vorhergesagt, ±{0}; eine Probe der ersten Zeilen ist genauer.</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>Eine Zeile nach der anderen: {0} Token/s.</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>Zeilen werden einzeln beantwortet</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>{0} Zeilen teilen sich jedes Laden der Gewichte einer Schicht</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>Gemessen: {2} Token/s, langsamer als die vorhergesagten {0} bis {1}: Vielleicht sind andere Programme beschäftigt, oder Zeilen sind länger als die ersten. Die Restzeit beruht auf der Messung.</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>Gemessen: {2} Token/s, schneller als die vorhergesagten {0} bis {1}. Die Restzeit beruht auf der Messung.</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>Erwartet: {0} bis {1} Token/s.</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>Begrenzt durch die Rechenleistung der CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>Begrenzt durch das Lesen der Gewichte aus dem RAM.</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>Begrenzt durch die Attention auf der CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>Begrenzt durch das Lesen von Experten vom Datenträger.</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>Begrenzt durch die Verbindung zur Grafikkarte.</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>Begrenzt durch die Rechenleistung der GPU.</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>Zeile {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} Token</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>Die Zeile: {0}.</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>(eine leere Antwort)</translation>
         </message>
     </context>
     <context>
@@ -2847,10 +2847,6 @@ negativ</translation>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>Ziehen Sie eine Datei mit Prompts hierher</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>Jede Zeile wird beantwortet, viele auf einmal. Die Ergebnisdatei behält die Spalten der Eingabe.</translation>
         </message>
@@ -2865,6 +2861,10 @@ negativ</translation>
         <message>
             <source>Choose a folder…</source>
             <translation>Ordner wählen…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>Ziehen Sie eine Datei mit Prompts hierher</translation>
         </message>
     </context>
     <context>
@@ -4031,12 +4031,12 @@ negativ</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>Herunterladen nach</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>Ordner für Downloads</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>Herunterladen nach</translation>
         </message>
         <message>
             <source>Library</source>
@@ -8559,12 +8559,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>Behaltene Experten</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>In dieser Stufe behaltene Experten</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>Behaltene Experten</translation>
         </message>
         <message>
             <source>Resize</source>

@@ -283,6 +283,26 @@ negativo</translation>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>Fila {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} tokens</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>La fila: {0}.</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>(respuesta vacía)</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>Archivos de prompts</translation>
+        </message>
+        <message>
             <source>tomorrow {0}</source>
             <translation>mañana {0}</translation>
         </message>
@@ -295,8 +315,80 @@ negativo</translation>
             <translation>d MMM yyyy</translation>
         </message>
         <message>
-            <source>Files of prompts</source>
-            <translation>Archivos de prompts</translation>
+            <source>One row</source>
+            <translation>Una fila</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} a {1} tokens/s</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>listo entre {0} y {1}</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>listo hacia {0}</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>Medido con las filas de prueba, ±{0}.</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>listo a las {0} aunque cada respuesta use sus {1} tokens</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>Previsto, ±{0}; una prueba de las primeras filas es más exacta.</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>Una fila cada vez: {0} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>Las filas se responden de una en una</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>{0} filas comparten cada carga de los pesos de una capa</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>Medido: {2} tokens/s, más lento que los {0} a {1} previstos: quizá haya otros programas ocupados o filas más largas que las primeras. El tiempo restante se basa en la velocidad medida.</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>Medido: {2} tokens/s, más rápido que los {0} a {1} previstos. El tiempo restante se basa en la velocidad medida.</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>Esperado: {0} a {1} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>Limitado por el cálculo de la CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>Limitado por la lectura de pesos de la RAM.</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>Limitado por la atención en la CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>Limitado por la lectura de expertos del disco.</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>Limitado por el enlace con la tarjeta.</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>Limitado por el cálculo de la GPU.</translation>
         </message>
         <message>
             <source>running</source>
@@ -367,14 +459,6 @@ negativo</translation>
         <message>
             <source>done by {0} at the latest</source>
             <translation>listo a más tardar {0}</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>listo hacia {0}</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>listo entre {0} y {1}</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -564,90 +648,6 @@ negativo</translation>
                 <numerusform>{0} fila tardó {1} s, a {2} tokens/s.</numerusform>
                 <numerusform>{0} filas tardaron {1} s, a {2} tokens/s.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>Una fila</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} a {1} tokens/s</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>Medido con las filas de prueba, ±{0}.</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>listo a las {0} aunque cada respuesta use sus {1} tokens</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>Previsto, ±{0}; una prueba de las primeras filas es más exacta.</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>Una fila cada vez: {0} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>Las filas se responden de una en una</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>{0} filas comparten cada carga de los pesos de una capa</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>Medido: {2} tokens/s, más lento que los {0} a {1} previstos: quizá haya otros programas ocupados o filas más largas que las primeras. El tiempo restante se basa en la velocidad medida.</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>Medido: {2} tokens/s, más rápido que los {0} a {1} previstos. El tiempo restante se basa en la velocidad medida.</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>Esperado: {0} a {1} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>Limitado por el cálculo de la CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>Limitado por la lectura de pesos de la RAM.</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>Limitado por la atención en la CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>Limitado por la lectura de expertos del disco.</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>Limitado por el enlace con la tarjeta.</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>Limitado por el cálculo de la GPU.</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>Fila {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} tokens</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>La fila: {0}.</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>(respuesta vacía)</translation>
         </message>
     </context>
     <context>
@@ -2847,10 +2847,6 @@ negativo</translation>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>Suelte aquí un archivo de prompts</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>Se responde cada fila, muchas a la vez. El archivo de resultado conserva las columnas de la entrada.</translation>
         </message>
@@ -2865,6 +2861,10 @@ negativo</translation>
         <message>
             <source>Choose a folder…</source>
             <translation>Elegir una carpeta…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>Suelte aquí un archivo de prompts</translation>
         </message>
     </context>
     <context>
@@ -4031,12 +4031,12 @@ negativo</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>Descargar en</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>Carpeta de las descargas</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>Descargar en</translation>
         </message>
         <message>
             <source>Library</source>
@@ -8559,12 +8559,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>Expertos guardados</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>Expertos guardados en este nivel</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>Expertos guardados</translation>
         </message>
         <message>
             <source>Resize</source>

@@ -283,6 +283,26 @@ négatif</translation>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>Ligne {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} tokens</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>La ligne : {0}.</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>(réponse vide)</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>Fichiers de prompts</translation>
+        </message>
+        <message>
             <source>tomorrow {0}</source>
             <translation>demain {0}</translation>
         </message>
@@ -295,8 +315,80 @@ négatif</translation>
             <translation>d MMM yyyy</translation>
         </message>
         <message>
-            <source>Files of prompts</source>
-            <translation>Fichiers de prompts</translation>
+            <source>One row</source>
+            <translation>Une ligne</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} à {1} tokens/s</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>fini entre {0} et {1}</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>fini vers {0}</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>Mesuré sur les lignes d’essai, ±{0}.</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>fini à {0}, même si chaque réponse prend tous ses {1} tokens</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>Prévu, ±{0} ; un essai des premières lignes est plus précis.</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>Une ligne à la fois : {0} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>Les lignes sont traitées une par une</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>{0} lignes se partagent chaque chargement des poids d’une couche</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>Mesuré : {2} tokens/s, plus lent que les {0} à {1} prévus : d’autres programmes sont peut-être actifs, ou les lignes plus longues que les premières. Le temps restant s’appuie sur le débit mesuré.</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>Mesuré : {2} tokens/s, plus rapide que les {0} à {1} prévus. Le temps restant s’appuie sur le débit mesuré.</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>Attendu : {0} à {1} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>Limité par le calcul du processeur.</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>Limité par la lecture des poids en RAM.</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>Limité par l’attention sur le processeur.</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>Limité par la lecture des experts sur le disque.</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>Limité par la liaison avec la carte.</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>Limité par le calcul du GPU.</translation>
         </message>
         <message>
             <source>running</source>
@@ -367,14 +459,6 @@ négatif</translation>
         <message>
             <source>done by {0} at the latest</source>
             <translation>fini au plus tard {0}</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>fini vers {0}</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>fini entre {0} et {1}</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -564,90 +648,6 @@ négatif</translation>
                 <numerusform>{0} ligne a pris {1} s, à {2} tokens/s.</numerusform>
                 <numerusform>{0} lignes ont pris {1} s, à {2} tokens/s.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>Une ligne</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} à {1} tokens/s</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>Mesuré sur les lignes d’essai, ±{0}.</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>fini à {0}, même si chaque réponse prend tous ses {1} tokens</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>Prévu, ±{0} ; un essai des premières lignes est plus précis.</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>Une ligne à la fois : {0} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>Les lignes sont traitées une par une</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>{0} lignes se partagent chaque chargement des poids d’une couche</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>Mesuré : {2} tokens/s, plus lent que les {0} à {1} prévus : d’autres programmes sont peut-être actifs, ou les lignes plus longues que les premières. Le temps restant s’appuie sur le débit mesuré.</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>Mesuré : {2} tokens/s, plus rapide que les {0} à {1} prévus. Le temps restant s’appuie sur le débit mesuré.</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>Attendu : {0} à {1} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>Limité par le calcul du processeur.</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>Limité par la lecture des poids en RAM.</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>Limité par l’attention sur le processeur.</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>Limité par la lecture des experts sur le disque.</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>Limité par la liaison avec la carte.</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>Limité par le calcul du GPU.</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>Ligne {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} tokens</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>La ligne : {0}.</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>(réponse vide)</translation>
         </message>
     </context>
     <context>
@@ -2847,10 +2847,6 @@ négatif</translation>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>Déposez ici un fichier de prompts</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>Chaque ligne reçoit une réponse, beaucoup à la fois. Le fichier de résultat garde les colonnes d’origine.</translation>
         </message>
@@ -2865,6 +2861,10 @@ négatif</translation>
         <message>
             <source>Choose a folder…</source>
             <translation>Choisir un dossier…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>Déposez ici un fichier de prompts</translation>
         </message>
     </context>
     <context>
@@ -4031,12 +4031,12 @@ négatif</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>Télécharger vers</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>Dossier des téléchargements</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>Télécharger vers</translation>
         </message>
         <message>
             <source>Library</source>
@@ -8559,12 +8559,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>Experts gardés</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>Experts gardés à ce niveau</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>Experts gardés</translation>
         </message>
         <message>
             <source>Resize</source>

@@ -282,6 +282,26 @@ negative</source>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>行 {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} トークン</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>この行: {0}。</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>（空の回答）</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>プロンプトのファイル</translation>
+        </message>
+        <message>
             <source>tomorrow {0}</source>
             <translation>明日 {0}</translation>
         </message>
@@ -294,8 +314,80 @@ negative</source>
             <translation>yyyy年M月d日</translation>
         </message>
         <message>
-            <source>Files of prompts</source>
-            <translation>プロンプトのファイル</translation>
+            <source>One row</source>
+            <translation>1行</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0}～{1} トークン/秒</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>{0}～{1}に完了</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>{0}頃に完了</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>試した行での実測、±{0}。</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>すべての回答が{1}トークンを使い切っても{0}までに完了</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>予測、±{0}。最初の数行を試すとより正確になります。</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>1行ずつ: {0} トークン/秒。</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>行を1つずつ回答します</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>レイヤーの重みを1回読むごとに{0}行で共有します</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より遅くなっています。ほかのプログラムが動いているか、行が最初のものより長いのかもしれません。残り時間は実測に基づきます。</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より速くなっています。残り時間は実測に基づきます。</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>見込み: {0}～{1} トークン/秒。</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>CPUの演算性能が上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>RAMからの重みの読み出しが上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>CPUでのアテンションが上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>ディスクからのエキスパートの読み出しが上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>グラフィックスカードとの接続が上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>GPUの演算性能が上限です。</translation>
         </message>
         <message>
             <source>running</source>
@@ -364,14 +456,6 @@ negative</source>
         <message>
             <source>done by {0} at the latest</source>
             <translation>遅くとも{0}に完了</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>{0}頃に完了</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>{0}～{1}に完了</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -558,90 +642,6 @@ negative</source>
             <translation>
                 <numerusform>{0}行に{1}秒、{2} トークン/秒。</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>1行</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0}～{1} トークン/秒</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>試した行での実測、±{0}。</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>すべての回答が{1}トークンを使い切っても{0}までに完了</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>予測、±{0}。最初の数行を試すとより正確になります。</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>1行ずつ: {0} トークン/秒。</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>行を1つずつ回答します</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>レイヤーの重みを1回読むごとに{0}行で共有します</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より遅くなっています。ほかのプログラムが動いているか、行が最初のものより長いのかもしれません。残り時間は実測に基づきます。</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より速くなっています。残り時間は実測に基づきます。</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>見込み: {0}～{1} トークン/秒。</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>CPUの演算性能が上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>RAMからの重みの読み出しが上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>CPUでのアテンションが上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>ディスクからのエキスパートの読み出しが上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>グラフィックスカードとの接続が上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>GPUの演算性能が上限です。</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>行 {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} トークン</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>この行: {0}。</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>（空の回答）</translation>
         </message>
     </context>
     <context>
@@ -2827,10 +2827,6 @@ negative</source>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>プロンプトのファイルをここにドロップ</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>すべての行に、まとめて回答します。結果ファイルには入力の列が残ります。</translation>
         </message>
@@ -2845,6 +2841,10 @@ negative</source>
         <message>
             <source>Choose a folder…</source>
             <translation>フォルダーを選択…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>プロンプトのファイルをここにドロップ</translation>
         </message>
     </context>
     <context>
@@ -4006,12 +4006,12 @@ negative</source>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>ダウンロード先</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>ダウンロード先のフォルダー</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>ダウンロード先</translation>
         </message>
         <message>
             <source>Library</source>
@@ -8523,12 +8523,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>保持するエキスパート</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>この階層に保持するエキスパート</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>保持するエキスパート</translation>
         </message>
         <message>
             <source>Resize</source>

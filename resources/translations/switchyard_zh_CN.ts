@@ -282,6 +282,26 @@ negative</source>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>第 {0} 行</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} 个 token</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>该行：{0}。</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>（空回答）</translation>
+        </message>
+        <message>
+            <source>Files of prompts</source>
+            <translation>提示词文件</translation>
+        </message>
+        <message>
             <source>tomorrow {0}</source>
             <translation>明天 {0}</translation>
         </message>
@@ -294,8 +314,80 @@ negative</source>
             <translation>yyyy年M月d日</translation>
         </message>
         <message>
-            <source>Files of prompts</source>
-            <translation>提示词文件</translation>
+            <source>One row</source>
+            <translation>一行</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} 至 {1} token/秒</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>{0} 至 {1} 之间完成</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>约 {0} 完成</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>根据试运行的行实测，±{0}。</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>即使每个回答都用满 {1} 个 token，也会在 {0} 前完成</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>预测值，±{0}；先试最初几行会更准确。</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>逐行处理：{0} token/秒。</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>逐行回答</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>每加载一层权重，由 {0} 行共用</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>实测 {2} token/秒，慢于预测的 {0} 至 {1}：可能其他程序正忙，或各行比最初几行更长。剩余时间按实测速度计算。</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>实测 {2} token/秒，快于预测的 {0} 至 {1}。剩余时间按实测速度计算。</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>预计：{0} 至 {1} token/秒。</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>受限于 CPU 算力。</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>受限于从内存读取权重。</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>受限于 CPU 上的注意力计算。</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>受限于从磁盘读取专家。</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>受限于与显卡的连接。</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>受限于 GPU 算力。</translation>
         </message>
         <message>
             <source>running</source>
@@ -364,14 +456,6 @@ negative</source>
         <message>
             <source>done by {0} at the latest</source>
             <translation>最迟 {0} 完成</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>约 {0} 完成</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>{0} 至 {1} 之间完成</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -558,90 +642,6 @@ negative</source>
             <translation>
                 <numerusform>{0} 行用时 {1} 秒，{2} token/秒。</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>一行</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} 至 {1} token/秒</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>根据试运行的行实测，±{0}。</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>即使每个回答都用满 {1} 个 token，也会在 {0} 前完成</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>预测值，±{0}；先试最初几行会更准确。</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>逐行处理：{0} token/秒。</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>逐行回答</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>每加载一层权重，由 {0} 行共用</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>实测 {2} token/秒，慢于预测的 {0} 至 {1}：可能其他程序正忙，或各行比最初几行更长。剩余时间按实测速度计算。</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>实测 {2} token/秒，快于预测的 {0} 至 {1}。剩余时间按实测速度计算。</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>预计：{0} 至 {1} token/秒。</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>受限于 CPU 算力。</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>受限于从内存读取权重。</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>受限于 CPU 上的注意力计算。</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>受限于从磁盘读取专家。</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>受限于与显卡的连接。</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>受限于 GPU 算力。</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>第 {0} 行</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} 个 token</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>该行：{0}。</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>（空回答）</translation>
         </message>
     </context>
     <context>
@@ -2827,10 +2827,6 @@ negative</source>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>将提示词文件拖放到这里</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>每一行都会得到回答，并且多行同时进行。结果文件保留输入的各列。</translation>
         </message>
@@ -2845,6 +2841,10 @@ negative</source>
         <message>
             <source>Choose a folder…</source>
             <translation>选择文件夹…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>将提示词文件拖放到这里</translation>
         </message>
     </context>
     <context>
@@ -4006,12 +4006,12 @@ negative</source>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>下载到</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>下载所用的文件夹</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>下载到</translation>
         </message>
         <message>
             <source>Library</source>
@@ -8523,12 +8523,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>保留的专家</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>这一级保留的专家</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>保留的专家</translation>
         </message>
         <message>
             <source>Resize</source>
