@@ -12,6 +12,7 @@ from app.services.background import LatestTask
 from app.services.downloads import FOLDER_KEY
 from app.services.settings import Settings
 from app.widgets.fields import ComboBox
+from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, file_size
 from app.widgets.scaffold import hbox, text_label
 from engine.common.paths import models_dir
@@ -39,7 +40,7 @@ class FolderChoice(QWidget):
         self.combo = ComboBox(self, name=self.tr("Folder that downloads go into"))
         name = text_label(self, self.tr("Download to"), role="secondary", buddy=self.combo)
         self.combo.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
-        hbox(name, self.combo, into=self)
+        hbox(Flow(name, self.combo, parent=self), into=self)
         self.combo.activated.connect(lambda _at: self._choose())
         self.hide()
 

@@ -112,7 +112,8 @@ def _choice(setting: Setting[Any], to: SettingControls, names: _Names) -> tuple[
     if len(named) <= 3 and sum(len(kind.names.get(value, value)) for value in named) <= _SEGMENTS_CHARACTERS:
         return (_segments(setting, to, named),)
     box = ComboBox(to.around)
-    box.setFixedWidth(COMBO_WIDTH_PX)
+    box.setMinimumWidth(COMBO_WIDTH_PX)
+    box.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
     for value, name in named.items():
         box.addItem(name, value)
 
@@ -179,7 +180,8 @@ def _number(setting: Setting[Any], to: SettingControls, _names: _Names) -> tuple
 
 def _usual(setting: Setting[Any], kind: Number, to: SettingControls) -> QWidget:
     box = ComboBox(to.around)
-    box.setFixedWidth(COMBO_WIDTH_PX)
+    box.setMinimumWidth(COMBO_WIDTH_PX)
+    box.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
 
     def show(chosen: int) -> None:
         box.clear()

@@ -192,7 +192,7 @@ class ProgressCard(QFrame):
         self.setProperty("card", "true")
         self._percent = text_label(self)
         self._percent.setObjectName("percent")
-        self._rows = text_label(self, role="lead")
+        self._rows = ElidedLabel(self, role="lead")
         self._rate = text_label(self)
         self._rate.setStyleSheet("font-weight: 600;")
         self._end = text_label(self, role="lead")
@@ -241,7 +241,7 @@ class ProgressCard(QFrame):
     def show_job(self, job: JobEntry) -> None:
         share = job.share
         self._percent.setText(percent(share) if share is not None else state_text(job).capitalize())
-        self._rows.setText(rows_text(job))
+        self._rows.set_full_text(rows_text(job))
         rate, end = pace_text(job)
         self._rate.setText(rate)
         self._end.setText(end)
@@ -257,7 +257,7 @@ class ProgressCard(QFrame):
         set_look(self._status, "tone", "warning" if warns else "")
         self._status.setText(status)
         self.setAccessibleName(self.tr("Job progress"))
-        self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.text()}. {rate} {end}. {status}")
+        self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.full_text}. {rate} {end}. {status}")
 
 
 class JobView(QWidget):

@@ -14,6 +14,7 @@ from app.services.background import LatestTask, timer
 from app.services.batch_job import PAGE_ROWS, RESUMABLE, UNDER_WAY, JobAnswers, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
+from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
 from app.widgets.scaffold import RIGHT, Card, add_items, muted_label, push_button, text_label
 from app.widgets.text_table import TextTable
@@ -146,10 +147,12 @@ class RowsCard(Card):
         self._nothing = text_label(self, role="secondary", align=Qt.AlignmentFlag.AlignCenter, wrap=True)
         self._again = timer(self, self._read_ended_again, READ_AGAIN_MS, once=True)
         self.filters = QButtonGroup(self)
+        chips = Flow(parent=self, gap=10)
         for number in (LATEST, ALL, FAILED, CUT_OFF):
             chip = push_button(self, self._named(number), kind="chip", checkable=True)
             self.filters.addButton(chip, number)
-            self.head.addWidget(chip)
+            chips.add(chip)
+        self.head.addWidget(chips)
         self.filters.idClicked.connect(self._select)
         self.redo = push_button(
             self,

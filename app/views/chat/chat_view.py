@@ -77,6 +77,8 @@ if TYPE_CHECKING:
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
+NOTE_FROM_PX = 260
+"""Height of the page, at the standard size of text, from which it says what the starter is."""
 ANSWER_TOKENS = 1200
 """Of the context, left to an answer where documents could take all of it."""
 _BEGINNING = 3
@@ -453,6 +455,7 @@ class ChatView(Page):
         self.panel.setVisible(not narrow or over)
         self._beside.setVisible(not over)
         self.composer.box.fit()
+        self._show_hint()
         self.title_bar.offer_chats(narrow, shown=over)
 
     def _send_example(self, text: str) -> None:
@@ -783,7 +786,8 @@ class ChatView(Page):
         else:
             hint = self.tr("{0} runs on this machine; nothing you write leaves it.").format(model.name)
         self.empty.set_hint(hint, offer_models=model is None and state is EngineState.READY)
-        self.model_note.setVisible(model is not None and model.name.casefold() == STARTER)
+        is_starter = model is not None and model.name.casefold() == STARTER
+        self.model_note.setVisible(is_starter and self.height() >= scaled(NOTE_FROM_PX))
 
     def _set_widths(self) -> None:
         width = scaled(COLUMN_PX)
