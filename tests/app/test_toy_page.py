@@ -25,7 +25,9 @@ class ToyPage(Page):
         card = Card("Rows", self)
         card.explain("What a row of toys is. It squeaks.")
         field = line_edit(self, "Name of the toy", hint="a short one")
-        add_items(card.body, text_label(self, "Name", buddy=field), field, muted_label(self, "No toy is here yet. " * 20))
+        add_items(
+            card.body, text_label(self, "Name", buddy=field), field, muted_label(self, "No toy is here yet. " * 20)
+        )
         self.lay_out(header, body=PageBody(self, card, widest_px=600))
 
 
