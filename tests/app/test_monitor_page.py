@@ -17,8 +17,8 @@ from PySide6.QtWidgets import QAbstractButton
 from pytestqt.qtbot import QtBot
 
 from app.services.engine_client import EngineState
-from app.services.recorder import SessionRecording
 from app.services.session_library import SessionEntry, open_session, sessions_in
+from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import ThemeController

@@ -13,8 +13,9 @@ from pytestqt.qtbot import QtBot
 from app.services import analyser, recorder
 from app.services.analyser import Findings, Machine, Stretch
 from app.services.history.history import History
-from app.services.recorder import Recorded, SessionRecording
+from app.services.recorder import Recorded
 from app.services.session_library import open_session, sessions_in
+from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.views.monitor.page import session_words

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from engine.common import clock
+from engine.common.costs import Cost
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.devices.device import Device
@@ -22,11 +25,15 @@ from engine.runtime.batch.pipeline.device_attention import DeviceAttention, Stay
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
+from engine.runtime.batch.pipeline.paged import PlacedRows, work_of
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.pipeline.shared_attention import Cache, SharedAttention, SharedCache
 from engine.runtime.batch.pipeline.shared_experts import SharedLayerExperts
+from engine.runtime.load.timed_card import LAUNCHES
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
+
+T = TypeVar("T")
 
 KEPT_PAGES = "Keeping keys and values on the card"
 """What gives way where there is no room for them."""
@@ -75,12 +82,14 @@ class DevicePipeline:
         """If set, times the parts of sweeps instead of running their schedules."""
         # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
         self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
-        self._attention = HostAttention(self.device, self._attend)
         self._device_attention: DeviceAttention | SharedAttention
         if isinstance(self.experts, SharedLayerExperts):
-            self._device_attention = SharedAttention(self._held, self.experts.give_back_of)
+            self._costs = self.experts.costs[0]
+            self._device_attention = SharedAttention(self._held, self.experts.give_back_of, self.experts.costs)
         else:
-            self._device_attention = DeviceAttention(self.device, self._held.kernels)
+            self._costs = self.experts.costs
+            self._device_attention = DeviceAttention(self.device, self._held.kernels, self._costs)
+        self._attention = HostAttention(self.device, self._attend, self._attention_work, self._costs)
 
     @property
     def keeps_pages(self) -> bool:
@@ -139,6 +148,7 @@ class DevicePipeline:
                     next(order)
                 if index == len(self._layers) - 1:
                     self._device_attention.finish()
+                    self._observe_layer(layers[0], batches[0].hidden.shape[1])
                 self._attention.forget_ended()
                 self.experts.leave(index)
                 yield
@@ -155,8 +165,29 @@ class DevicePipeline:
             dense = [each for each in self._layers[index].parameters() if each.numel()]
             nbytes, weights = sum(each.nbytes for each in dense), sum(each.numel() for each in dense)
             flops = 2.0 * weights * batch.hidden.shape[1]
-            self.device.compute_stream.submit(lambda: meter.kernel(nbytes, flops))
+            self.device.compute_stream.submit(lambda: meter.kernel(nbytes, flops, LAUNCHES))
         return LayerRun(lambda: self._layers.run(index, batch.hidden, batch.recording))
+
+    def _observe_layer(self, layer: _Layer, rows: int) -> None:
+        """One layer of each sweep says what all but attention and experts takes."""
+        took_s = 0.0
+        for begun, ended in layer.marks:
+            if isinstance(begun, float):
+                took_s += ended - begun
+            elif begun.done() and ended.done():
+                took_s += ended.ended_s - begun.ended_s
+        if layer.marks:
+            self._costs.observe(Cost.CARD_LAYER, rows, took_s)
+
+    def marked(self, layer: _Layer, number: int, step: Callable[[], T]) -> T:
+        """A step of one that is looked at."""
+        if not layer.is_first or number or not self._costs.knows(Cost.CARD_LAYER):
+            return step()
+        mark = self.device.compute_stream.record if self.device.compute_follows_caller else clock.now
+        begun = mark()
+        found = step()
+        layer.marks.append((begun, mark()))
+        return found
 
     def attend(self, call: AttentionCall, pieces: Pieces, number: int, index: int, *, behind: bool) -> AttendedAhead:
         """See `LayerWork.attend_in_ram`."""
@@ -202,6 +233,9 @@ class DevicePipeline:
     ) -> torch.Tensor:
         return self._states.attend_rows(self._kernels, module, pieces, queries, keys, values)
 
+    def _attention_work(self, module: Any, pieces: Pieces) -> tuple[float, float]:
+        return work_of(self._states.layer_of(module)[0], self._states.terms_of(module), PlacedRows(pieces))
+
     @contextlib.contextmanager
     def _interrupting(self) -> Iterator[None]:
         """Layers stop where they need attention and where they need experts."""
@@ -227,12 +261,16 @@ class _Layer:
     """See `LayerWork`: one layer's work on a device.
 
     Attributes:
+        is_first: of all layers.
         runs: micro-batches that are inside the layer.
+        marks: before and after each step of the first of them, where it is looked at.
     """
 
     def __init__(self, pipeline: DevicePipeline, index: int, batches: Sequence[Batch]) -> None:
         self._pipeline, self._index, self._batches = pipeline, index, batches
+        self.is_first = not index
         self.runs: dict[int, LayerRun] = {}
+        self.marks: list[tuple[Any, Any]] = []
         self._attended: dict[int, AttendedAhead] = {}
         self._caches: dict[int, Cache] = {}
 
@@ -241,7 +279,8 @@ class _Layer:
         return len(self._batches)
 
     def begin(self, number: int) -> None:
-        self.runs[number] = self._pipeline.begin(self._index, self._batches[number])
+        begin = partial(self._pipeline.begin, self._index, self._batches[number])
+        self.runs[number] = self._pipeline.marked(self, number, begin)
 
     def attend_in_ram(self, number: int, *, behind_weights: bool = False) -> None:
         call = self.runs[number].call
@@ -251,7 +290,7 @@ class _Layer:
 
     def take_attended(self, number: int) -> None:
         if number in self._attended:
-            self.runs[number].answer(self.attended(number))
+            self._answer(number, self.attended(number))
 
     def fetch_cache(self, number: int) -> None:
         self._caches[number] = self._pipeline.fetch_cache(self._index, self._batches[number].pieces)
@@ -259,7 +298,7 @@ class _Layer:
     def attend_on_device(self, number: int) -> None:
         run, cache = self.runs[number], self._caches.pop(number)
         if isinstance(run.call, AttentionCall):
-            run.answer(self.attended_there(run.call, cache))
+            self._answer(number, self.attended_there(run.call, cache))
 
     def bring_page(self, page: int, pages: int) -> None:
         self._pipeline.experts.bring_page(self._index, page, pages)
@@ -290,11 +329,14 @@ class _Layer:
         run = self.runs[number]
         while run.call is not None:
             if isinstance(run.call, ExpertsCall):
-                run.answer(self._pipeline.experts.compute(run.call))
+                self._answer(number, self._pipeline.experts.compute(run.call))
             else:
                 self.attend_in_ram(number)
                 self.take_attended(number)
         self._batches[number].hidden = self.runs.pop(number).result
+
+    def _answer(self, number: int, given: torch.Tensor) -> None:
+        self._pipeline.marked(self, number, partial(self.runs[number].answer, given))
 
     def abandon(self) -> None:
         """Ends all micro-batches inside the layer where they are."""
