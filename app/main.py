@@ -21,21 +21,22 @@ from PySide6.QtCore import (
     SignalInstance,
 )
 from PySide6.QtGui import QFileOpenEvent, QGuiApplication
-from PySide6.QtWidgets import QApplication, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QApplication, QWidget
 
 from app.icons import logo
 from app.languages import Languages, missing_words
-from app.services.crash_reports import CrashReports
+from app.services.background import timer
+from app.services.crash_reports import CrashReports, close_window_log, open_window_log
 from app.services.data_folder import holds_our_data, planned_change, what_is_no_file
 from app.services.engine_client import EngineClient
 from app.services.settings import Settings
 from app.services.single_instance import Claim, SingleInstance
-from app.services.window_log import close_window_log, open_window_log
 from app.startup_report import reached, report_if_asked
 from app.theme import ThemeController
 from app.views.main_window import MainWindow
 from app.widgets.charts_ready import when_ready
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, MONITOR, SETTINGS, TUNE, Page, PageEntry
+from app.widgets.scaffold import vbox
 from engine.checkpoint.mirror import begin_with_proxy
 from engine.common.files import make_private
 from engine.common.installed import version
@@ -68,8 +69,7 @@ class GarbageCollection(QObject):
     def __init__(self, parent: QObject) -> None:
         super().__init__(parent)
         gc.disable()
-        looking = QTimer(self, interval=_EVERY_MS)
-        looking.timeout.connect(collect_if_due)
+        looking = timer(self, collect_if_due, _EVERY_MS)
         looking.start()
 
 
@@ -258,7 +258,7 @@ def first_run_entry() -> PageEntry:
 
 def _first_run(services: Services) -> Page:
     from app.views.first_run import FirstRunPage
-    from app.widgets.model_dialog import ask_model
+    from app.widgets.asking import ask_model
 
     the = services
     page = FirstRunPage(the.client, the.hub, the.downloads, the.library, the.download, the.settings, the.engine_part)
@@ -295,7 +295,7 @@ def _chat(services: Services) -> Page:
 
 
 def _connect_picker(picker: ModelPicker, page: Page, services: Services) -> None:
-    from app.widgets.model_dialog import ask_model
+    from app.widgets.asking import ask_model
 
     load = _connect_loading(picker.load_wanted, picker.unload_wanted, page, services)
     picker.file_wanted.connect(lambda: ask_model(page, load))
@@ -382,8 +382,7 @@ def _strip_for(page: Page, services: Services) -> Callable[[QWidget], QWidget]:
 
     def make(parent: QWidget) -> QWidget:
         place = QWidget(parent)
-        room = QVBoxLayout(place)
-        room.setContentsMargins(0, 0, 0, 0)
+        room = vbox(into=place, gap=-1)
 
         def fill() -> None:
             from app.widgets.timeline.strip import TimelineStrip
@@ -406,7 +405,7 @@ def _report_if_asked(window: MainWindow) -> None:
 
         StreamingReport(window, Path(path))
     if path := os.environ.get(MONITOR_REPORT_VARIABLE):
-        from app.monitor_report import MonitorReport
+        from app.streaming_report import MonitorReport
 
         MonitorReport(window, Path(path), float(os.environ.get("SWITCHYARD_MONITOR_SECONDS", "60")))
 

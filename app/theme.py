@@ -137,7 +137,6 @@ _in_use = _InUse()
 
 
 def colours() -> Theme:
-    """The colours in use."""
     return _in_use.theme
 
 

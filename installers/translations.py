@@ -61,13 +61,15 @@ def _words_of_entries(checkout: Path) -> Iterator[tuple[str, str]]:
     """(context, text) of what the window shows of the entries of settings and of lanes."""
     sys.path.insert(0, str(checkout))
     try:
+        from engine.common.config import SamplingParams
+        from engine.common.kept_context import KeptContextSettings
         from engine.common.lanes import LANES, SENSOR_LANES
-        from engine.common.schema import Choice, Number
+        from engine.common.schema import Choice, Number, settings_of
         from engine.common.settings import LANGUAGES, kept_settings
     finally:
         sys.path.remove(str(checkout))
     said = ["Automatic"]
-    for setting in kept_settings().values():
+    for setting in (*kept_settings().values(), *settings_of(SamplingParams), *settings_of(KeptContextSettings)):
         if setting.name:
             said += [setting.card, setting.name, setting.help]
             if isinstance(setting.kind, Choice):

@@ -46,7 +46,6 @@ class AnsweredRowsModel(HeadedTable):
     ) -> None:
         super().__init__(headings, (Column.TOKENS,), parent)
         self._end_text, self._count_text = end_text, count_text
-        self._rows: list[BatchRow] = []
         self._beginning = ""
 
     def set_beginning(self, text: str) -> None:
@@ -71,13 +70,9 @@ class AnsweredRowsModel(HeadedTable):
         return one_line(row.prompt)
 
     def set_rows(self, rows: Iterable[BatchRow]) -> None:
-        """Replaces all rows."""
-        self.beginResetModel()
-        self._rows = list(rows)
-        self.endResetModel()
+        self.show_rows(tuple(rows))
 
     def append(self, rows: Sequence[BatchRow]) -> None:
-        """Adds rows at the end."""
         if rows:
             first = len(self._rows)
             self.beginInsertRows(QModelIndex(), first, first + len(rows) - 1)
@@ -94,9 +89,7 @@ class AnsweredRowsModel(HeadedTable):
         self.endInsertRows()
         over = len(self._rows) - MOST_LATEST
         if over > 0:
-            self.beginRemoveRows(QModelIndex(), MOST_LATEST, MOST_LATEST + over - 1)
-            del self._rows[MOST_LATEST:]
-            self.endRemoveRows()
+            self.drop_rows(MOST_LATEST, MOST_LATEST + over - 1)
 
     @property
     def last_row(self) -> int:
@@ -122,7 +115,7 @@ class InputRowsModel(HeadedTable):
         """Shows these rows; each has one text per column."""
         self.beginResetModel()
         self._headings = tuple(columns)
-        self._rows = tuple(tuple(row) for row in rows)
+        self._rows = [tuple(row) for row in rows]
         self.endResetModel()
 
 

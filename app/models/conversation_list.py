@@ -130,16 +130,13 @@ class ConversationListModel(QAbstractListModel):
         return self._folders.get(folder_id)
 
     def in_folder(self, folder_id: str) -> tuple[Conversation, ...]:
-        """The conversations that lie in it."""
         return tuple(each for each in self._conversations.values() if each.folder_id == folder_id)
 
     def set_folders(self, folders: Iterable[Folder]) -> None:
-        """Replace all folders."""
         self._folders = {folder.id: folder for folder in folders}
         self._rebuild()
 
     def put_folder(self, folder: Folder) -> None:
-        """Add a folder, or update it."""
         self._folders[folder.id] = folder
         self._rebuild()
 
@@ -201,7 +198,6 @@ class ConversationListModel(QAbstractListModel):
         return tuple(each for each in self.known if not self.is_scratch(each.id))
 
     def first(self) -> Conversation | None:
-        """The topmost conversation shown."""
         return next((entry.conversation for entry in self._entries if entry.conversation is not None), None)
 
     def row_of(self, conversation_id: str) -> int | None:
@@ -243,7 +239,6 @@ class ConversationListModel(QAbstractListModel):
         self._rebuild()
 
     def remove(self, conversation_id: str) -> None:
-        """Remove a conversation from the list."""
         self._conversations.pop(conversation_id, None)
         if self._hits is not None:
             self._hits = tuple(hit for hit in self._hits if hit.conversation.id != conversation_id)
@@ -310,7 +305,6 @@ class ConversationListModel(QAbstractListModel):
 
 
 def _key(entry: Entry) -> tuple[Group, str, str]:
-    """Whose line it is."""
     conversation, folder = entry.conversation, entry.folder
     return entry.group, conversation.id if conversation is not None else "", folder.id if folder is not None else ""
 

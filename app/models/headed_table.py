@@ -1,8 +1,8 @@
-"""What tables of whole rows have in common: counts, headings, and numbers at the right."""
+"""Tables and lists of whole rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from PySide6.QtCore import QAbstractTableModel, QModelIndex, QObject, QPersistentModelIndex, Qt
@@ -14,17 +14,61 @@ ROW_ROLE = Qt.ItemDataRole.UserRole + 1
 
 
 class HeadedTable(QAbstractTableModel):
-    """Keeps its rows in `_rows`, one after another; `data` is left to others but for `ROW_ROLE` and the alignment.
+    """Keeps its rows in `_rows`, one after another.
 
     Args:
-        headings: of the columns, in their order.
+        headings: of the columns, in their order; a list has one.
         numbers: the columns that are aligned at the right.
+        cell: the text of a row in a column.
+        describe: a row in words, for screen readers and as its tooltip.
+        key: what tells a row from all others.
     """
 
-    def __init__(self, headings: Sequence[str], numbers: Sequence[int] = (), parent: QObject | None = None) -> None:
+    def __init__(
+        self,
+        headings: Sequence[str] = ("",),
+        numbers: Sequence[int] = (),
+        parent: QObject | None = None,
+        *,
+        cell: Callable[[Any, int], str] | None = None,
+        describe: Callable[[Any], str] | None = None,
+        key: Callable[[Any], object] = id,
+    ) -> None:
         super().__init__(parent)
         self._headings, self._numbers = tuple(headings), frozenset(numbers)
-        self._rows: Sequence[Any] = ()
+        self._cell, self._describe, self._key = cell, describe, key
+        self._rows: list[Any] = []
+
+    @property
+    def rows(self) -> tuple[Any, ...]:
+        return tuple(self._rows)
+
+    def row_of(self, key: object) -> int:
+        """Where the row of this key is; -1 if it is not there."""
+        return next((at for at, row in enumerate(self._rows) if self._key(row) == key), -1)
+
+    def show_rows(self, rows: Sequence[Any]) -> None:
+        """Shows these; what is current stays so as long as there are the same in the same order."""
+        before, rows = self._rows, list(rows)
+        if list(map(self._key, rows)) != list(map(self._key, before)):
+            self.beginResetModel()
+            self._rows = rows
+            self.endResetModel()
+        elif rows != before:
+            self._rows = rows
+            self.dataChanged.emit(self.index(0, 0), self.index(len(rows) - 1, len(self._headings) - 1))
+
+    def insert_row(self, at: int, row: Any) -> None:
+        self.beginInsertRows(QModelIndex(), at, at)
+        self._rows.insert(at, row)
+        self.endInsertRows()
+
+    def drop_rows(self, first: int, last: int) -> None:
+        self.beginRemoveRows(QModelIndex(), first, last)
+        del self._rows[first : last + 1]
+        self.endRemoveRows()
+
+    # --- for views --------------------------------------------------------------------------------
 
     def rowCount(self, parent: Index = _NOWHERE) -> int:
         return 0 if parent.isValid() else len(self._rows)
@@ -42,8 +86,13 @@ class HeadedTable(QAbstractTableModel):
     def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
         if not index.isValid():
             return None
+        row = self._rows[index.row()]
         if role == ROW_ROLE:
-            return self._rows[index.row()]
+            return row
+        if role == Qt.ItemDataRole.DisplayRole and self._cell is not None:
+            return self._cell(row, index.column())
+        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole) and self._describe is not None:
+            return self._describe(row)
         return self._alignment(index.column()) if role == Qt.ItemDataRole.TextAlignmentRole else None
 
     def _alignment(self, column: int) -> Qt.AlignmentFlag:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QObject, Qt
+from PySide6.QtCore import QObject
 
-from app.models.headed_table import ROW_ROLE, HeadedTable, Index
+from app.models.headed_table import ROW_ROLE, HeadedTable
 
 if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
@@ -64,13 +64,14 @@ class LibraryTable(HeadedTable):
         describe: Callable[[ModelRow], str],
         parent: QObject | None = None,
     ) -> None:
-        super().__init__(headings, (Column.SIZE, Column.SPEED), parent)
-        self._words, self._describe = words, describe
-        self._rows: tuple[ModelRow, ...] = ()
-
-    @property
-    def rows(self) -> tuple[ModelRow, ...]:
-        return self._rows
+        super().__init__(
+            headings,
+            (Column.SIZE, Column.SPEED),
+            parent,
+            cell=lambda row, column: words(row, Column(column)),
+            describe=describe,
+            key=lambda row: row.key,
+        )
 
     def show(
         self,
@@ -98,29 +99,12 @@ class LibraryTable(HeadedTable):
             )
             for entry in entries
         )
-        rows = (*here, *elsewhere)
-        if [row.key for row in rows] != [row.key for row in self._rows]:
-            self.beginResetModel()
-            self._rows = rows
-            self.endResetModel()
-        elif rows != self._rows:
-            self._rows = rows
-            self.dataChanged.emit(self.index(0, 0), self.index(len(rows) - 1, len(Column) - 1))
+        self.show_rows((*here, *elsewhere))
 
-    def row_of(self, key: str) -> int:
+    def row_of(self, key: object) -> int:
         """The row of the model at a path, or of a server's; -1 if it is not there."""
         rows = enumerate(self._rows)
         return next((at for at, row in rows if key == row.key or (not row.remote and key in _places(row.entry))), -1)
-
-    def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if not index.isValid():
-            return None
-        row = self._rows[index.row()]
-        if role == Qt.ItemDataRole.DisplayRole:
-            return self._words(row, Column(index.column()))
-        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
-            return self._describe(row)
-        return super().data(index, role)
 
 
 def _places(entry: LibraryEntry) -> tuple[str, ...]:

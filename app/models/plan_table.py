@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from PySide6.QtCore import QAbstractTableModel, QLocale, QModelIndex, QObject, QPersistentModelIndex, Qt
+from PySide6.QtCore import QLocale, QObject, Qt
 
+from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from engine.tuning.result import Contestant, Timed, TuningResult
 
 NAME, PREDICTED, TIMED, BAR = range(4)
-_Index = QModelIndex | QPersistentModelIndex
-_NOWHERE = QModelIndex()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +39,17 @@ class PlanRow:
         return self.timed.problem if self.timed is not None else ""
 
 
-class PlanTable(QAbstractTableModel):
+class PlanTable(HeadedTable):
     """Rows in the order they are timed; fastest first once there is a result."""
 
-    ROW = Qt.ItemDataRole.UserRole + 1
-    """Role of the `PlanRow`; `MOST` gives the highest number shown, for bars."""
-    MOST = Qt.ItemDataRole.UserRole + 2
+    MOST = ROW_ROLE + 1
+    """Gives the highest number shown, for bars."""
 
     def __init__(self, parent: QObject | None = None) -> None:
-        super().__init__(parent)
-        self._rows: list[PlanRow] = []
-
-    @property
-    def rows(self) -> tuple[PlanRow, ...]:
-        return tuple(self._rows)
-
-    def row_of(self, name: str) -> int | None:
-        """A candidate's row; None if it is not in the table."""
-        return next((at for at, row in enumerate(self._rows) if row.contestant.name == name), None)
+        super().__init__(
+            (), (PREDICTED, TIMED), parent, cell=self._words, describe=self.spoken, key=lambda row: row.contestant.name
+        )
+        self._headings = (self.tr("Plan"), self.tr("Predicted"), self.tr("Timed"), self.tr("Tokens/s"))
 
     # --- progress ---------------------------------------------------------------------------------
 
@@ -72,13 +64,11 @@ class PlanTable(QAbstractTableModel):
             self._set(at, replace(row, doing=doing if mine else "", live=live if mine else 0.0))
 
     def show_timed(self, timed: Timed) -> None:
-        """Updates a candidate's timing."""
         at = self.row_of(timed.contestant.name)
-        if at is not None:
+        if at >= 0:
             self._set(at, PlanRow(timed.contestant, timed))
 
     def show_result(self, result: TuningResult) -> None:
-        """Shows the whole result."""
         self._reset(
             [PlanRow(one.contestant, one, is_winner=one.contestant.name == result.winner) for one in result.timed]
         )
@@ -107,38 +97,15 @@ class PlanTable(QAbstractTableModel):
             # All bars: the longest may have changed.
             self.dataChanged.emit(self.index(0, 0), self.index(len(self._rows) - 1, BAR))
 
-    # --- the model --------------------------------------------------------------------------------
+    # --- words ------------------------------------------------------------------------------------
 
-    def rowCount(self, parent: _Index = _NOWHERE) -> int:
-        return 0 if parent.isValid() else len(self._rows)
-
-    def columnCount(self, parent: _Index = _NOWHERE) -> int:
-        return 0 if parent.isValid() else 4
-
-    def headerData(self, section: int, orientation: Qt.Orientation, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if orientation is not Qt.Orientation.Horizontal:
-            return None
-        if role == Qt.ItemDataRole.DisplayRole:
-            return (self.tr("Plan"), self.tr("Predicted"), self.tr("Timed"), self.tr("Tokens/s"))[section]
-        if role == Qt.ItemDataRole.TextAlignmentRole:
-            return _aligned(section)
-        return None
-
-    def data(self, index: _Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
-        if not index.isValid():
-            return None
-        row, column = self._rows[index.row()], index.column()
-        if role == self.ROW:
-            return row
+    def data(self, index: Index, role: int = Qt.ItemDataRole.DisplayRole) -> Any:
         if role == self.MOST:
             return max((max(one.tokens_per_s, one.contestant.high) for one in self._rows), default=0.0)
-        if role == Qt.ItemDataRole.TextAlignmentRole:
-            return _aligned(column)
-        if role == Qt.ItemDataRole.DisplayRole:
-            return (row.contestant.name, self._predicted(row), self._timed(row), "")[column]
-        if role in (Qt.ItemDataRole.AccessibleTextRole, Qt.ItemDataRole.ToolTipRole):
-            return self.spoken(row)
-        return None
+        return super().data(index, role)
+
+    def _words(self, row: PlanRow, column: int) -> str:
+        return (row.contestant.name, self._predicted(row), self._timed(row), "")[column]
 
     def spoken(self, row: PlanRow) -> str:
         """A row in words, for screen readers."""
@@ -164,7 +131,6 @@ class PlanTable(QAbstractTableModel):
         return "\n".join(said)
 
     def marks(self, row: PlanRow) -> list[str]:
-        """A row's labels."""
         one = row.contestant
         said = []
         if row.is_winner:
@@ -185,11 +151,6 @@ class PlanTable(QAbstractTableModel):
         if row.timed is not None and not row.live:
             return _figures(row.timed.tokens_per_s)
         return _figures(row.live) + "…" if row.live else ""
-
-
-def _aligned(column: int) -> Qt.AlignmentFlag:
-    right = column in (PREDICTED, TIMED)
-    return (Qt.AlignmentFlag.AlignRight if right else Qt.AlignmentFlag.AlignLeft) | Qt.AlignmentFlag.AlignVCenter
 
 
 def _figures(value: float) -> str:

@@ -80,7 +80,6 @@ class Analyser(QObject):
         self._due_s = 0.0
 
     def close(self) -> None:
-        """Waits for a running analysis."""
         self._working.close()
 
     def note_news(self) -> None:

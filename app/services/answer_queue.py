@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, Protocol
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
+from app.services.background import timer
 from app.services.chat_store import AnswerStats, Attachment, ChatStore, Fold, Message, MessageState
 from app.services.chat_store.records import clean_text
 from app.services.engine_client import EngineClient, EngineState
@@ -99,7 +100,6 @@ class ToolOffer:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """As models see them."""
         return tuple(each.tool for each in self.offered)
 
 
@@ -124,7 +124,6 @@ class _Turn:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """What it is offered."""
         return self.offer.tools if self.offer is not None else ()
 
     @property
@@ -244,8 +243,7 @@ class AnswerQueue(QObject):
         self._calling: dict[str, _Turn] = {}
         """By the ids of answers: those that wait for tools, or to be allowed to call one."""
         self._phases: dict[str, Phase] = {}
-        self._pace = QTimer(self, interval=SHOW_MS)
-        self._pace.timeout.connect(self._emit_texts)
+        self._pace = timer(self, self._emit_texts, SHOW_MS)
         client.state_changed.connect(self._start_waiting)
         client.model_loaded.connect(self._start_waiting)
         client.loading_changed.connect(self._report_waiting)
@@ -318,7 +316,6 @@ class AnswerQueue(QObject):
 
     @property
     def is_holding(self) -> bool:
-        """Whether any does."""
         return bool(self._held)
 
     @property

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QObject, QProcess, QTimer, Signal
 from PySide6.QtNetwork import QAbstractSocket, QNetworkInterface
 
 from app.services.background import LatestTask
+from app.services.child_process import child
 from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
@@ -217,18 +218,17 @@ class ApiServer(QObject):
 
     def _start(self, wanted: Listen) -> None:
         self._lines, self._address = LineReader(), ""
-        process = QProcess(self)
-        environment = QProcessEnvironment.systemEnvironment()
-        for name, value in self._variables.items():
-            environment.insert(name, value)
-        process.setProcessEnvironment(environment)
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.readyReadStandardOutput.connect(lambda: self._read(process))
-        process.finished.connect(lambda: self._on_finished(process))
-        process.errorOccurred.connect(lambda error: self._on_error(process, error))
+        process = child(
+            self,
+            self._command,
+            self._variables,
+            ended=lambda *_: self._on_finished(process),
+            not_started=lambda: self._on_not_started(process),
+            reads=lambda: self._read(process),
+        )
         self._process, self._is_ending = process, False
         self._become(ServerState.STARTING)
-        process.start(self._command[0], self._command[1:])
+        process.start()
         self._rules = self._rules_now()
         process.write(FRONT_LINES.encode(wanted) + FRONT_LINES.encode(self._rules))
 
@@ -317,8 +317,8 @@ class ApiServer(QObject):
         forget_link(self._link)
         remove_abandoned()
 
-    def _on_error(self, process: QProcess, error: QProcess.ProcessError) -> None:
-        if error == QProcess.ProcessError.FailedToStart and process is self._process:
+    def _on_not_started(self, process: QProcess) -> None:
+        if process is self._process:
             self._process = None
             self._fail(self.tr("The server could not be started. Reinstall Switchyard."))
             process.deleteLater()

@@ -165,3 +165,10 @@ def _log_failure(function: Callable[[], Any]) -> Callable[[Exception], None]:
     name = getattr(function, "__name__", type(function).__name__)
     # Only its type: the message may contain what the user wrote.
     return lambda error: _log.warning("%s failed in the background: %s", name, type(error).__name__)
+
+
+def timer(parent: QObject, do: Callable[[], object], ms: int = 0, *, once: bool = False) -> QTimer:
+    """Calls `do` every `ms` milliseconds, or once, after each start."""
+    made = QTimer(parent, interval=ms, singleShot=once)
+    made.timeout.connect(do)
+    return made

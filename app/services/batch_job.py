@@ -2,14 +2,201 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
+from PySide6.QtCore import QCoreApplication
+
+from engine.batch_files.job_list import Ended, KnownJob, known_jobs, read_answers
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.journal import journal_path
-from engine.batch_files.messages import BatchPlanned
-from engine.common.config import HERE, BatchJob
+from engine.batch_files.messages import BatchPlanned, BatchRow
+from engine.batch_files.prepared_job import prepare
+from engine.batch_files.rows import Answer, RowRequest
+from engine.common.config import HERE, BatchJob, SamplingParams
+from engine.common.errors import EngineError
+from engine.common.files import write_private
+from engine.common.paths import jobs_dir
+
+translate = QCoreApplication.translate
+
+
+PAGE_ROWS = 200
+_MOST_CHARACTERS = 400
+
+
+class JobAnswers:
+    """Pages of one job's answers.  Slow: for background threads, one call at a time.
+
+    Prompts come from the input, which is read sequentially from page to page; they are empty if it cannot be read.
+    """
+
+    def __init__(self, entry: JobEntry) -> None:
+        self._entry = entry
+        self._lock = threading.Lock()
+        self._asked: Iterator[tuple[int, str]] = iter(())
+        self._next = -1
+
+    def page(self, after: int, *, ended: Ended = "any", limit: int = PAGE_ROWS) -> list[BatchRow]:
+        """The answers after `row`, with shortened texts."""
+        with self._lock:
+            answers = read_answers(self._entry.journal, after=after, limit=limit, ended=ended)
+            return [_row(answer, self._prompt(answer.row), _MOST_CHARACTERS) for answer in answers]
+
+    def whole(self, row: int) -> BatchRow | None:
+        """One answer with its full text; None if it does not exist (any more)."""
+        with self._lock:
+            answers = read_answers(self._entry.journal, after=row - 1, limit=1)
+            if not answers or answers[0].row != row:
+                return None
+            return _row(answers[0], self._prompt(row))
+
+    def _prompt(self, row: int) -> str:
+        if self._next < 0 or self._next > row:
+            self._asked, self._next = _prompts(self._entry), 0
+        try:
+            for index, prompt in self._asked:
+                self._next = index + 1
+                if index == row:
+                    return prompt
+        except (EngineError, OSError):
+            pass
+        self._next = row + 1
+        return ""
+
+
+def _prompts(entry: JobEntry) -> Iterator[tuple[int, str]]:
+    prepared = prepare(replace(entry.job, start="resume"))
+    for _share, asked in prepared.asked():
+        yield asked.row, asked.messages[-1].content if isinstance(asked, RowRequest) else ""
+
+
+def _row(answer: Answer, prompt: str, most: int | None = None) -> BatchRow:
+    asked, text, thought = (each[:most] for each in (prompt, answer.shown, answer.reasoning))
+    return BatchRow(answer.row, asked, text, answer.finish_reason, answer.generated_tokens, answer.problem, thought)
+
+
+def save_jobs(entries: Iterable[JobEntry]) -> None:
+    """Saves what journals do not contain.
+
+    Raises:
+        OSError: the file is unchanged.
+    """
+    content = [
+        {
+            "job": asdict(entry.job),
+            "state": entry.state.value,
+            "created_s": entry.created_s,
+            "model": entry.model,
+            "total": entry.total,
+            "reason": entry.reason,
+        }
+        for entry in entries
+    ]
+    write_private(_path(), json.dumps({"jobs": content}, ensure_ascii=False, indent=1))
+
+
+def load_jobs() -> list[JobEntry]:
+    """All jobs, newest first; slow with many journals: not for the GUI thread."""
+    noted = {entry.key: entry for entry in _noted()}
+    entries: dict[str, JobEntry] = {}
+    for known in known_jobs():
+        entry = _from_journal(known, noted.get(known.journal.name))
+        if entry is not None:
+            entries[entry.key] = entry
+    for key, entry in noted.items():
+        entries.setdefault(key, _at_rest(entry))
+    return sorted(entries.values(), key=lambda entry: -entry.created_s)
+
+
+def job_of(values: Any) -> BatchJob | None:
+    """A job from its JSON; None if it is invalid."""
+    if not isinstance(values, Mapping):
+        return None
+    try:
+        sampling = dict(values.get("sampling") or {})
+        sampling["stop"] = tuple(sampling.get("stop") or ())
+        fields = {**values, "sampling": SamplingParams(**sampling), "choices": tuple(values.get("choices") or ())}
+        fields["endpoints"] = tuple(values.get("endpoints") or ())
+        return BatchJob(**fields)
+    except (TypeError, ValueError, EngineError):
+        return None
+
+
+def _from_journal(known: KnownJob, noted: JobEntry | None) -> JobEntry | None:
+    job = job_of(known.settings.get("job"))
+    if job is None or key_of(job.output) != known.journal.name:
+        return None
+    entry = JobEntry(
+        key=known.journal.name,
+        job=replace(job, start="resume"),
+        state=JobState.PAUSED,
+        created_s=known.begun_s if noted is None else noted.created_s,
+        model=str(known.settings.get("model", "")),
+        done=known.done,
+        failed=known.failed,
+        cut_off=known.cut_off,
+        result=known.output,
+        errors=known.errors,
+        begun_model=str(known.settings.get("model", "")) if known.kept else "",
+        begun_precision=known.precision if known.kept else "",
+    )
+    if known.running:
+        return replace(entry, state=JobState.ELSEWHERE, total=noted.total if noted else None)
+    if known.finished_s is not None:
+        return replace(entry, state=JobState.FINISHED, total=known.done)
+    if noted is None:
+        return entry
+    rested = _at_rest(noted)
+    return replace(entry, state=rested.state, reason=rested.reason, total=noted.total)
+
+
+def _at_rest(entry: JobEntry) -> JobEntry:
+    """The job's state when a window opens: none starts automatically."""
+    if entry.state not in _WAS_WAITING:
+        return entry
+    if entry.state is JobState.QUEUED:
+        reason = translate("BatchJobs", "Switchyard was closed before the job started.")
+    else:
+        reason = translate("BatchJobs", "Switchyard was closed while the job ran; no answered row is lost.")
+    return replace(entry, state=JobState.PAUSED, reason=reason)
+
+
+def _noted() -> list[JobEntry]:
+    try:
+        content = json.loads(_path().read_text(encoding="utf-8"))
+        listed = content["jobs"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return []
+    return [entry for values in listed if (entry := _entry(values)) is not None] if isinstance(listed, list) else []
+
+
+def _entry(values: Any) -> JobEntry | None:
+    job = job_of(values.get("job")) if isinstance(values, Mapping) else None
+    if job is None:
+        return None
+    total = values.get("total")
+    try:
+        return JobEntry(
+            key=key_of(job.output),
+            job=job,
+            state=JobState(values.get("state")),
+            created_s=float(values.get("created_s", 0.0)),
+            model=str(values.get("model", "")),
+            total=total if isinstance(total, int) else None,
+            reason=str(values.get("reason", "")),
+        )
+    except (ValueError, TypeError):
+        return None
+
+
+def _path() -> Path:
+    return jobs_dir() / "window.json"
 
 
 class JobState(Enum):
@@ -23,6 +210,9 @@ class JobState(Enum):
     FINISHED = "finished"
     FAILED = "failed"
     ELSEWHERE = "elsewhere"
+
+
+_WAS_WAITING = frozenset({JobState.QUEUED, JobState.RUNNING, JobState.STOPPING, JobState.ELSEWHERE})
 
 
 UNDER_WAY = frozenset({JobState.RUNNING, JobState.STOPPING})
@@ -118,5 +308,4 @@ class JobEntry:
 
 
 def key_of(output: str) -> str:
-    """The key of the job with this output."""
     return journal_path(Path(output)).name

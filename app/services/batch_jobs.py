@@ -8,11 +8,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
-from app.services.background import LatestTask, TaskQueue
-from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of
-from app.services.batch_job_file import load_jobs, save_jobs
+from app.services.background import LatestTask, TaskQueue, timer
+from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState, key_of, load_jobs, save_jobs
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import BatchRun
 from engine.batch_files.journal import discard
@@ -70,8 +69,7 @@ class BatchJobs(QObject):
         self._held = self._is_listed = False
         self._bin: dict[str, JobEntry] = {}
         self._listing, self._saving, self._discarding = LatestTask(self), LatestTask(self), TaskQueue(self)
-        self._watch = QTimer(self, interval=WATCH_MS)
-        self._watch.timeout.connect(self.list_again)
+        self._watch = timer(self, self.list_again, WATCH_MS)
         client.state_changed.connect(self._on_state)
         client.model_loaded.connect(self.start_more)
 
@@ -83,7 +81,6 @@ class BatchJobs(QObject):
         return sorted(self._entries.values(), key=lambda entry: -entry.created_s)
 
     def entry(self, key: str) -> JobEntry | None:
-        """The job with this key."""
         return self._entries.get(key)
 
     @property

@@ -24,10 +24,9 @@ from PySide6.QtCore import QCoreApplication, QObject, Qt, Signal
 from app.services.background import TaskQueue
 from app.services.chat_store import ChatStore, Conversation, Folder, Message, MessageTree
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import Whole, to_json
+from app.services.chat_store.json_format import Merged, Whole, merge, to_export, to_json
 from app.services.chat_store.markdown_format import to_markdown
 from app.services.chat_store.reading import Unread, read_chats
-from app.services.chat_store.transfer import Merged, merge, to_export
 from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
 from engine.common.files import NewFile, write_whole
 

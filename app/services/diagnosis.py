@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, Signal
+from PySide6.QtCore import QObject, QProcess, Signal
 
+from app.services.child_process import child, end_child
 from engine.common.errors import EngineError
 from engine.common.installed import command_line
 
@@ -39,35 +39,17 @@ class Diagnosis(QObject):
             self.problem.emit(error.message)
             return
         command = [*(self._command or own), "doctor", "--json", "--report", str(path)]
-        process = QProcess(self)
-        environment = QProcessEnvironment.systemEnvironment()
-        for name, value in variables.items():
-            environment.insert(name, value)
-        process.setProcessEnvironment(environment)
-        process.setStandardOutputFile(QProcess.nullDevice())
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.finished.connect(self._on_ended)
-        process.errorOccurred.connect(self._on_error)
-        self._process, self._path = process, path
+        self._path = path
+        self._process = child(self, command, variables, ended=lambda *_: self._on_ended(), not_started=self._on_ended)
         path.unlink(missing_ok=True)
-        process.start(command[0], command[1:])
+        self._process.start()
 
     def close(self) -> None:
         """Stops one that is being written."""
         process = self._process
         if process is not None:
             self._process = None
-            if sys.platform == "win32":
-                process.kill()
-            else:
-                process.terminate()
-            if not process.waitForFinished(_KILL_MS):
-                process.kill()
-                process.waitForFinished(_KILL_MS)
-
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error == QProcess.ProcessError.FailedToStart:
-            self._on_ended()
+            end_child(process, _KILL_MS)
 
     def _on_ended(self) -> None:
         process, self._process = self._process, None

@@ -6,15 +6,15 @@ stops it when it closes, and shows downloads that a terminal runs as well.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QObject, QProcess, Signal
 
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, timer
+from app.services.child_process import ask_to_end, child
 from app.services.settings import Settings
 from engine.common.errors import EngineError
 from engine.common.paths import python_module
@@ -63,10 +63,8 @@ class Downloads(QObject):
         self._settings = settings
         self._is_watched = False
         self._closing = threading.Event()
-        self._timer = QTimer(self, interval=IDLE_LOOK_MS)
-        self._timer.timeout.connect(self._look)
-        self._again = QTimer(self, singleShot=True)
-        self._again.timeout.connect(self._look)
+        self._timer = timer(self, self._look, IDLE_LOOK_MS)
+        self._again = timer(self, self._look, once=True)
 
     @property
     def entries(self) -> tuple[Download, ...]:
@@ -99,7 +97,6 @@ class Downloads(QObject):
             self._look()
 
     def entry(self, key: str) -> Download | None:
-        """The download of this key."""
         return next((one for one in self._entries or () if one.key == key), None)
 
     # --- what people want -----------------------------------------------------------------------------
@@ -226,7 +223,7 @@ class Downloads(QObject):
         """Has what runs go on with the tokens as they are now."""
         if self._process is not None:
             self._starts = 0
-            self._stop(self._process)  # it has the old ones; another is started
+            ask_to_end(self._process)  # it has the old ones; another is started
 
     def close(self) -> None:
         """Stops our process; the downloads go on at the next start."""
@@ -235,7 +232,7 @@ class Downloads(QObject):
         self._again.stop()
         process = self._process
         if process is not None:
-            self._stop(process)
+            ask_to_end(process)
         for task in (self._looking, self._asking, self._tokens):
             task.close()
         if process is not None and not process.waitForFinished(TERMINATE_MS):
@@ -297,23 +294,16 @@ class Downloads(QObject):
         from engine.checkpoint.hub.token import for_child
 
         self._starts += 1
-        process = QProcess(self)
-        environment = QProcessEnvironment.systemEnvironment()
-        for name, value in (self._variables | for_child()).items():
-            environment.insert(name, value)
-        process.setProcessEnvironment(environment)
-        process.setStandardOutputFile(QProcess.nullDevice())  # its files say everything
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.finished.connect(self._on_ended)
-        process.errorOccurred.connect(self._on_error)
-        self._process = process
-        process.start(self._command[0], self._command[1:])
+        variables = self._variables | for_child()
+        self._process = child(  # its files say everything
+            self, self._command, variables, ended=self._on_ended, not_started=self._on_not_started
+        )
+        self._process.start()
 
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error == QProcess.ProcessError.FailedToStart:
-            self._forget()
-            self._timer.stop()
-            self.problem.emit(self.tr("Downloads could not be started: reinstall Switchyard."))
+    def _on_not_started(self) -> None:
+        self._forget()
+        self._timer.stop()
+        self.problem.emit(self.tr("Downloads could not be started: reinstall Switchyard."))
 
     def _on_ended(self, code: int, _status: QProcess.ExitStatus) -> None:
         self._forget()
@@ -326,14 +316,6 @@ class Downloads(QObject):
             self._again.start(START_AGAIN_MS)
         else:
             self.problem.emit(self.tr("The downloads stopped and could not be started again; try Resume."))
-
-    @staticmethod
-    def _stop(process: QProcess) -> None:
-        """Asks it to end; on Windows a program without a window hears nothing, and a kill loses nothing either."""
-        if sys.platform == "win32":
-            process.kill()
-        else:
-            process.terminate()
 
     def _forget(self) -> None:
         if self._process is not None:
@@ -349,7 +331,6 @@ def read_downloads() -> tuple[Download, ...]:
 
 
 def _listed(folder: str) -> Path | None:
-    """A folder as long as it is in the list of model folders."""
     from engine.checkpoint.model_directories import model_folders
 
     return next((each for each in model_folders() if str(each) == folder), None)

@@ -144,8 +144,6 @@ class Endpoints(QObject):
         self._doing.add(lambda: save_endpoint(seen), failed=lambda _error: None)  # then it is found out again
 
     def remove(self, endpoint: Endpoint, failed: Failed) -> None:
-        """Forgets it and its key."""
-
         def doing() -> None:
             remove_endpoint(endpoint.name)
             forget_key(endpoint)

@@ -66,7 +66,6 @@ class EnginePart(QObject):
 
     @property
     def download(self) -> Download | None:
-        """What is on its way of it."""
         return self._downloads.part
 
     @property

@@ -50,7 +50,6 @@ class Request(QObject):
 
     @property
     def id(self) -> str:
-        """The id of its events."""
         return self.command.request_id
 
     def cancel(self) -> None:

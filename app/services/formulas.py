@@ -15,15 +15,15 @@ from PySide6.QtCore import (
     QCoreApplication,
     QObject,
     QProcess,
-    QProcessEnvironment,
     QRectF,
     Qt,
-    QTimer,
     Signal,
 )
 from PySide6.QtGui import QColor, QPainter
 from PySide6.QtSvg import QSvgRenderer
 
+from app.services.background import timer
+from app.services.child_process import child
 from app.services.formula_process import COLOUR, SIZE
 from engine.common.errors import CancelCheck, RequestCancelled
 from engine.common.paths import confined_module
@@ -116,10 +116,8 @@ class Formulas(QObject):
         self._is_drawing = False
         self._cannot_start = False
         self._lost = 0
-        self._clock = QTimer(self, singleShot=True)
-        self._clock.timeout.connect(self._on_late)
-        self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
-        self._idle.timeout.connect(self.close)
+        self._clock = timer(self, self._on_lost, once=True)
+        self._idle = timer(self, self.close, IDLE_MS, once=True)
         self._errands: list[_Errand] = []
         self._sent.connect(self._on_errand, Qt.ConnectionType.QueuedConnection)
         self.drawn.connect(self._bring)
@@ -216,26 +214,22 @@ class Formulas(QObject):
         self._idle.stop()
         process, is_new = self._process, self._process is None
         if process is None:
-            process = self._process = self._start()
+            command, variables = confined_module("app.services.formula_process")
+            process = self._process = child(
+                self,
+                command,
+                variables,
+                ended=lambda *_: self._on_lost(),
+                not_started=self._on_not_started,
+                reads=self._on_answer,
+                confined=True,
+            )
+            process.start()
         formula = self._waiting[0]
         self._is_drawing = True
         self._clock.start(STARTING_MS if is_new else FORMULA_MS)
         request = json.dumps({"tex": formula.tex, "display": formula.display}).encode("ascii")
         process.write(request + b"\n")
-
-    def _start(self) -> QProcess:
-        (program, *arguments), variables = confined_module("app.services.formula_process")
-        environment = QProcessEnvironment()
-        for name, value in variables.items():
-            environment.insert(name, value)
-        process = QProcess(self)
-        process.setProcessEnvironment(environment)
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.readyReadStandardOutput.connect(self._on_answer)
-        process.finished.connect(self._on_lost)
-        process.errorOccurred.connect(self._on_error)
-        process.start(program, arguments)
-        return process
 
     def _on_answer(self) -> None:
         process = self._process
@@ -257,9 +251,6 @@ class Formulas(QObject):
             self._idle.start()
         self.drawn.emit(formula)
 
-    def _on_late(self) -> None:
-        self._on_lost()
-
     def _on_lost(self) -> None:
         """The formula that it was drawing is shown as its source; the next gets a new process."""
         was_drawing = self._is_drawing
@@ -274,13 +265,11 @@ class Formulas(QObject):
             for formula in given_up:
                 self.drawn.emit(formula)
 
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error is QProcess.ProcessError.FailedToStart:
-            self._cannot_start = True
-            while self._waiting:
-                formula = self._waiting.popleft()
-                self.drawn.emit(formula)
-            self.close()
+    def _on_not_started(self) -> None:
+        self._cannot_start = True
+        while self._waiting:
+            self.drawn.emit(self._waiting.popleft())
+        self.close()
 
     def _end_process(self) -> None:
         process, self._process = self._process, None

@@ -265,7 +265,6 @@ def _shaped(candidate: Candidate, cancelled: CancelCheck) -> Shaped:
 
 
 def judge_candidates(shaped: tuple[Shaped, ...], look: MachineLook, limits: Limits) -> FitCard:
-    """The fit card of these candidates on a machine."""
     from engine.tuning.fit import fit_card
 
     return fit_card(shaped, look, limits)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, Signal
+from PySide6.QtCore import QObject, QProcess, Signal
 
+from app.services.child_process import ask_to_end, child, end_child
 from engine.common.paths import python_module
 
 TERMINATE_MS = 3000
@@ -36,44 +36,36 @@ class Installation(QObject):
 
     @property
     def is_running(self) -> bool:
-        """Whether one runs."""
         return self._process is not None
 
     def start(self, *arguments: str) -> None:
         """No effect while one runs."""
         if self._process is not None or self._closing:
             return
-        process = QProcess(self)
-        environment = QProcessEnvironment.systemEnvironment()
-        for name, value in self._variables.items():
-            environment.insert(name, value)
-        process.setProcessEnvironment(environment)
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.readyReadStandardOutput.connect(self._read)
-        process.finished.connect(self._on_ended)
-        process.errorOccurred.connect(self._on_error)
-        self._process, self._said, self.step, self._is_stopped = process, b"", "", False
-        process.start(self._command[0], [*self._command[1:], *arguments])
+        command = [*self._command, *arguments]
+        self._process = child(
+            self,
+            command,
+            self._variables,
+            ended=lambda *_: self._on_ended(),
+            not_started=self._on_not_started,
+            reads=self._read,
+        )
+        self._said, self.step, self._is_stopped = b"", "", False
+        self._process.start()
 
     def stop(self) -> None:
         """Stops it; what it has done so far is done again the next time."""
         self._is_stopped = True
-        if self._process is None:
-            return
-        if sys.platform == "win32":  # where a program without a window hears nothing
-            self._process.kill()
-        else:
-            self._process.terminate()
+        if self._process is not None:
+            ask_to_end(self._process)
 
     def close(self) -> None:
         """Stops it and waits, for when the window closes."""
         self._closing = True
-        process = self._process
-        if process is not None:
-            self.stop()
-            if not process.waitForFinished(TERMINATE_MS):
-                process.kill()
-                process.waitForFinished(TERMINATE_MS)
+        self._is_stopped = True
+        if self._process is not None:
+            end_child(self._process, TERMINATE_MS)
 
     def _read(self) -> None:
         if self._process is not None:
@@ -94,9 +86,8 @@ class Installation(QObject):
                 return found
         return {}
 
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error == QProcess.ProcessError.FailedToStart:
-            self._forget({"error": self.tr("The installation could not be started: install Switchyard again.")})
+    def _on_not_started(self) -> None:
+        self._forget({"error": self.tr("The installation could not be started: install Switchyard again.")})
 
     def _on_ended(self) -> None:
         self._read()

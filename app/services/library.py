@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
-from app.services.background import LatestTask
+from app.services.background import LatestTask, timer
 from engine.common.errors import EngineError, RequestCancelled
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class Library(QObject):
         self._work: Work | None = None
         self._so_far = (0, 0)
         self._cancelled = threading.Event()
-        self._timer = QTimer(self, interval=PROGRESS_MS)
-        self._timer.timeout.connect(self._on_timer)
+        self._timer = timer(self, self._on_timer, PROGRESS_MS)
 
     @property
     def entries(self) -> tuple[LibraryEntry, ...]:
@@ -94,7 +93,6 @@ class Library(QObject):
         return self._work
 
     def entry(self, name: str) -> LibraryEntry | None:
-        """The model of this name, or at this path."""
         return next((one for one in self.entries if name in (one.name, str(one.path))), None)
 
     def entry_from(self, reference: str) -> LibraryEntry | None:

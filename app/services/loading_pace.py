@@ -31,7 +31,6 @@ class LoadingPace:
 
     @property
     def share(self) -> float | None:
-        """0 to 1."""
         return None if self.progress is None else min(self.progress.done / self.progress.total, 1.0)
 
     @property

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from PySide6.QtCore import QObject, QTimer, Signal
 
-from app.services.background import LatestTask
+from app.services.background import LatestTask, timer
 from app.services.engine_client import EngineClient
 from app.services.engine_part import is_needed
 from app.services.engine_request import Request
@@ -48,8 +48,7 @@ class ModelStart(QObject):
         self._is_put_off = self._gives_way = False
         self._aside = ""
         self.make_room: Callable[[Callable[[], None]], None] = lambda then: then()
-        self._unused = QTimer(self, singleShot=True)
-        self._unused.timeout.connect(self._on_unused)
+        self._unused = timer(self, self._on_unused, once=True)
         settings.changed.connect(self._on_setting)
         client.model_loaded.connect(lambda _model: self.is_used())
         client.answered.connect(lambda _event: self.is_used())
@@ -157,7 +156,6 @@ class ModelStart(QObject):
             self.begin()
 
     def close(self) -> None:
-        """Waits for a running search."""
         self._looking.close()
 
     def _on_setting(self, key: str) -> None:

@@ -56,7 +56,6 @@ class Planning(QObject):
 
     @property
     def is_busy(self) -> bool:
-        """Whether an answer is pending."""
         return self._task.is_busy
 
     def ask(self, question: PlanQuestion) -> None:

@@ -139,7 +139,7 @@ class _ThreadState:
     """The state of the recorder's thread."""
 
     def __init__(self, recorded: Callable[[Recorded], None], failed: Callable[[str], None]) -> None:
-        from app.services.history.clock import ClockAlignment
+        from app.services.history.history import ClockAlignment
         from app.services.session_recording import SessionRecording
         from engine.common.paths import sessions_dir
 

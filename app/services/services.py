@@ -10,13 +10,12 @@ from app.services.answer_queue import AnswerQueue
 from app.services.chat_store import ChatStore
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
-from app.services.hardware_change import HardwareChange
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.services.telemetry_hub import TelemetryHub
 from app.services.token_counter import TokenCounter
-from app.services.tuning_outrun import TuningOutrun
+from app.services.tuning_outrun import HardwareChange, TuningOutrun
 from app.theme import ThemeController
 
 if TYPE_CHECKING:
@@ -31,9 +30,8 @@ if TYPE_CHECKING:
     from app.services.kept import SavedPresets, SavedPrompts
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
-    from app.services.speed_test import SpeedTest
     from app.services.tools import Tools
-    from app.services.tuning import Tuning
+    from app.services.tuning import SpeedTest, Tuning
     from app.services.updates import Updates
 
 
@@ -84,7 +82,6 @@ class Services:
 
     @cached_property
     def jobs(self) -> BatchJobs:
-        """The queue of batch jobs."""
         from app.services.batch_jobs import BatchJobs
 
         jobs = BatchJobs(self.client, at_once=lambda: self.settings.jobs_at_once)
@@ -108,21 +105,18 @@ class Services:
 
     @cached_property
     def sample(self) -> BatchSample:
-        """Samples of jobs."""
         from app.services.batch_sample import BatchSample
 
         return BatchSample(self.client, self.jobs)
 
     @cached_property
     def tuning(self) -> Tuning:
-        """Tuning runs."""
         from app.services.tuning import Tuning
 
         return Tuning(self.client, self.settings)
 
     @cached_property
     def library(self) -> Library:
-        """The models on this PC."""
         from app.services.library import Library
 
         return Library()
@@ -136,7 +130,6 @@ class Services:
 
     @cached_property
     def downloads(self) -> Downloads:
-        """The queue of downloads."""
         from app.services.downloads import Downloads
 
         return Downloads(self.settings)
@@ -165,20 +158,18 @@ class Services:
     @cached_property
     def speed_test(self) -> SpeedTest:
         """Times the model as it is set."""
-        from app.services.speed_test import SpeedTest
+        from app.services.tuning import SpeedTest
 
         return SpeedTest(self.client, self.model_start)
 
     @cached_property
     def endpoints(self) -> Endpoints:
-        """Servers elsewhere."""
         from app.services.endpoints import Endpoints
 
         return Endpoints(self.settings)
 
     @cached_property
     def documents(self) -> Documents:
-        """Documents of chats."""
         from app.services.documents import Documents
 
         return Documents(self.store)

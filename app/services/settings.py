@@ -98,7 +98,6 @@ class Settings(WindowSettings, QObject):
     # --- any setting ------------------------------------------------------------------------------
 
     def value(self, setting: Setting[V]) -> V:
-        """The value of a setting."""
         found: V = value_in(self._values, setting)
         return found
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QObject, QProcess, QTimer, Signal
 
+from app.services.child_process import child, end_child
 from engine.common.errors import EngineError
 from engine.common.installed import command_line
 
@@ -51,17 +52,20 @@ class StarterDownload(QObject):
             self.ended.emit(False, error.message)
             return
         command = self._command or [*own, "models", "pull", "starter", "--json"]
-        process = QProcess(self)
-        environment = QProcessEnvironment.systemEnvironment()
-        for name, value in variables.items():
-            environment.insert(name, value)
-        process.setProcessEnvironment(environment)
-        process.readyReadStandardError.connect(self._on_progress)
-        process.finished.connect(self._on_finished)
-        process.errorOccurred.connect(self._on_error)
-        self._process, self._said, self._cancelled = process, b"", False
+        not_started = self.tr("The download could not be started: reinstall Switchyard.")
+        self._process = child(
+            self,
+            command,
+            variables,
+            ended=self._on_finished,
+            not_started=lambda: self._end(False, not_started),
+            reads=lambda: None,  # its answer, at the end
+        )
+        self._process.setStandardErrorFile("")
+        self._process.readyReadStandardError.connect(self._on_progress)
+        self._said, self._cancelled = b"", False
         self.began.emit()
-        process.start(command[0], command[1:])
+        self._process.start()
 
     def cancel(self) -> None:
         """Cancels it; fully downloaded files are kept for the next time."""
@@ -75,10 +79,7 @@ class StarterDownload(QObject):
         process = self._process
         if process is not None:
             self._cancelled = True
-            process.terminate()
-            if not process.waitForFinished(TERMINATE_MS):
-                process.kill()
-                process.waitForFinished(TERMINATE_MS)
+            end_child(process, TERMINATE_MS)
 
     def _on_progress(self) -> None:
         if self._process is not None:
@@ -86,10 +87,6 @@ class StarterDownload(QObject):
             found = _PERCENT.findall(self._said)
             if found:
                 self.progress.emit(min(100, int(found[-1])))
-
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error == QProcess.ProcessError.FailedToStart:
-            self._end(False, self.tr("The download could not be started: reinstall Switchyard."))
 
     def _on_finished(self, code: int, status: QProcess.ExitStatus) -> None:
         if self._process is None:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
-from PySide6.QtCore import QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QObject, QProcess, Signal
 
+from app.services.background import timer
+from app.services.child_process import child
 from engine.common.paths import confined_module
 
 COUNTING_S = 20
@@ -62,10 +64,8 @@ class TokenCounter(QObject):
         self._without_tokenizer = False
         self._samples: deque[_Question] = deque()
         self._is_closed = False
-        self._pause = QTimer(self, singleShot=True, interval=PAUSE_MS)
-        self._pause.timeout.connect(self._ask)
-        self._watch = QTimer(self, interval=_LOOK_MS)
-        self._watch.timeout.connect(self._look_at_memory)
+        self._pause = timer(self, self._ask, PAUSE_MS, once=True)
+        self._watch = timer(self, self._look_at_memory, _LOOK_MS)
 
     def count(self, key: str, model_path: str, texts: Sequence[str]) -> None:
         """Request the tokens of `texts`, one per turn, with the tokenizer of the checkpoint at `model_path`."""
@@ -139,17 +139,12 @@ class TokenCounter(QObject):
 
     def _running(self) -> QProcess:
         if self._process is None:
-            (program, *arguments), variables = confined_module("engine.foreign_text.child")
-            environment = QProcessEnvironment()
-            for name, value in variables.items():
-                environment.insert(name, value)
-            process = self._process = QProcess(self)
-            process.setProcessEnvironment(environment)
-            process.setStandardErrorFile(QProcess.nullDevice())
-            process.readyReadStandardOutput.connect(self._on_answer)
-            process.finished.connect(self._on_lost)
-            process.errorOccurred.connect(self._on_error)
-            process.start(program, arguments)
+            command, variables = confined_module("engine.foreign_text.child")
+            lost = self._on_lost
+            self._process = child(
+                self, command, variables, ended=lost, not_started=lost, reads=self._on_answer, confined=True
+            )
+            self._process.start()
         return self._process
 
     def _on_answer(self) -> None:
@@ -164,11 +159,7 @@ class TokenCounter(QObject):
                 self._known.update(zip(asked, counts, strict=True))
             self._ask()
 
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error is QProcess.ProcessError.FailedToStart:
-            self._on_lost()
-
-    def _on_lost(self) -> None:
+    def _on_lost(self, *_how: object) -> None:
         """Estimate by length until another model is loaded."""
         if self._process is not None:
             self._process.deleteLater()

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from PySide6.QtCore import QCoreApplication, QObject, QProcess, QProcessEnvironment, QTimer, Signal
+from PySide6.QtCore import QCoreApplication, QObject, QProcess, QTimer, Signal
 
-from app.services.background import TaskQueue
+from app.services.background import TaskQueue, timer
 from app.services.chat_store.records import Attachment
+from app.services.child_process import child
 from app.services.settings import Settings
 from engine.common.chat import Tool
 from engine.common.config import BatchJob
@@ -80,8 +81,7 @@ class Tools(QObject):
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
         self._own, self._keys = TaskQueue(self), TaskQueue(self)
-        self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
-        self._idle.timeout.connect(self.stop_servers)
+        self._idle = timer(self, self.stop_servers, IDLE_MS, once=True)
         self._looked_at: dict[str, ToolServer] = {}
         """With the tools that they listed."""
         self.problems: dict[str, str] = {}
@@ -306,8 +306,7 @@ class Tools(QObject):
         self, server: ToolServer, line: dict[str, Any], seconds: float, done: Callable[[dict[str, Any]], object]
     ) -> int:
         number = next(self._numbers)
-        clock = QTimer(self, singleShot=True, interval=int(1000 * (seconds + START_S)) + _GRACE_MS)
-        clock.timeout.connect(self._on_late)
+        clock = timer(self, self._on_late, int(1000 * (seconds + START_S)) + _GRACE_MS, once=True)
         self._asked[number] = _Asked(done, clock)
         clock.start()
         self._idle.stop()
@@ -339,17 +338,17 @@ class Tools(QObject):
             self._process.write(json.dumps(line).encode("ascii") + b"\n")
 
     def _started(self) -> QProcess:
-        (program, *arguments), variables = confined_module("engine.tools.host")
-        environment = QProcessEnvironment()
-        for name, value in variables.items():
-            environment.insert(name, value)
-        process = QProcess(self)
-        process.setProcessEnvironment(environment)
-        process.setStandardErrorFile(QProcess.nullDevice())
-        process.readyReadStandardOutput.connect(self._on_answers)
-        process.finished.connect(self._on_lost)
-        process.errorOccurred.connect(self._on_error)
-        process.start(program, arguments)
+        command, variables = confined_module("engine.tools.host")
+        process = child(
+            self,
+            command,
+            variables,
+            ended=lambda *_: self._end_process("The process with the tools ended."),
+            not_started=lambda: self._end_process("The process with the tools could not be started."),
+            reads=self._on_answers,
+            confined=True,
+        )
+        process.start()
         return process
 
     def _on_answers(self) -> None:
@@ -359,13 +358,6 @@ class Tools(QObject):
 
     def _on_late(self) -> None:
         self._end_process("The tools did not respond, and were stopped.")
-
-    def _on_lost(self) -> None:
-        self._end_process("The process with the tools ended.")
-
-    def _on_error(self, error: QProcess.ProcessError) -> None:
-        if error is QProcess.ProcessError.FailedToStart:
-            self._end_process("The process with the tools could not be started.")
 
     def _end_process(self, why: str) -> None:
         process, self._process = self._process, None
@@ -390,9 +382,9 @@ def _end_with_children(process: QProcess) -> None:
         children = []
     process.closeWriteChannel()
     process.kill()
-    for child in children:
+    for each in children:
         try:
-            child.kill()
+            each.kill()
         except psutil.Error:
             continue
     process.waitForFinished(2000)

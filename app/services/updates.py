@@ -10,9 +10,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, timer
 from app.services.installation import Installation
 from app.services.settings import Settings
 from engine.common import installed
@@ -68,8 +68,7 @@ class Updates(QObject):
         self._installation = Installation("engine.parts.updates", self, command=command)
         self._installation.step_changed.connect(self.changed)
         self._installation.ended.connect(self._on_installed)
-        self._again = QTimer(self, singleShot=True, interval=_BUSY_MS)
-        self._again.timeout.connect(self._install)
+        self._again = timer(self, self._install, _BUSY_MS, once=True)
         self.stage = UpdateStage.IDLE
         self.update: Update | None = None
         self.problem = ""
@@ -85,7 +84,6 @@ class Updates(QObject):
 
     @property
     def download(self) -> Download | None:
-        """What is on its way."""
         return self._downloads.part
 
     @property

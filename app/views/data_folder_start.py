@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from PySide6.QtCore import QCoreApplication, QEventLoop, Qt, QTimer
+from PySide6.QtCore import QCoreApplication, QEventLoop, Qt
 from PySide6.QtWidgets import QMessageBox, QProgressDialog
 
-from app.services.background import LatestTask
+from app.services.background import LatestTask, timer
 from app.services.data_folder import FolderChange, cancel_change, carry_out, use_folder
 from engine.common.errors import EngineError
 from engine.common.paths import data_dir, standard_data_dir
@@ -44,8 +44,7 @@ def carry_out_change(change: FolderChange) -> None:
         failures.append(error)
         loop.quit()
 
-    refresh = QTimer(dialog, interval=100)
-    refresh.timeout.connect(lambda: dialog.setValue(share[0]))
+    refresh = timer(dialog, lambda: dialog.setValue(share[0]), 100)
     refresh.start()
     task.ask(lambda: carry_out(change, on_progress, stopped.is_set), lambda _done: loop.quit(), on_failed)
     loop.exec()

@@ -8,26 +8,22 @@ from PySide6.QtCore import QEvent, QObject, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QCloseEvent, QDesktopServices, QGuiApplication, QKeyEvent, QWindow
 from PySide6.QtWidgets import (
     QFrame,
-    QHBoxLayout,
     QMenu,
-    QPushButton,
     QScrollArea,
     QSystemTrayIcon,
-    QVBoxLayout,
     QWidget,
 )
 
 from app.icons import logo
-from app.models.conversation_defaults import title_from
 from app.services.answer_queue import AnswerQueue, Phase, Stage, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState, new_id
-from app.services.chat_store.records import new_conversation
+from app.services.chat_store.records import new_conversation, title_from
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
 from app.theme import scaled
 from app.widgets.answer_text import AnswerView
+from app.widgets.scaffold import STRETCH, WrappedLabel, hbox, push_button, vbox
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 from engine.remote.endpoint import called, is_remote
 
 SIZE = QSize(460, 132)
@@ -73,29 +69,19 @@ class QuickPrompt(QWidget):
         self._scroll.setMinimumHeight(scaled(ANSWER_PX))
         self._scroll.setAccessibleName(self.tr("Answer"))
         holder = QWidget(self)
-        inside = QVBoxLayout(holder)
-        inside.setContentsMargins(0, 0, 8, 0)
-        inside.addWidget(self.answer)
-        inside.addStretch(1)
+        vbox(self.answer, STRETCH, into=holder, margins=(0, 0, 8, 0), gap=-1)
         self._scroll.setWidget(holder)
-        self.words = WrappedLabel("", self)
-        self.words.setProperty("role", "secondary")
-        self.ask_button = QPushButton(self)
-        self.ask_button.setProperty("kind", "primary")
-        self.ask_button.clicked.connect(self._on_button)
-        self.open_button = QPushButton(self.tr("Open in Switchyard"), self)
-        self.open_button.clicked.connect(self._open)
-        below = QHBoxLayout()
-        below.setSpacing(8)
-        below.addWidget(self.words, 1)
-        below.addWidget(self.open_button)
-        below.addWidget(self.ask_button)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(14, 14, 14, 12)
-        column.setSpacing(10)
-        for widget in (self.box, self._scroll):
-            column.addWidget(widget)
-        column.addLayout(below)
+        self.words = WrappedLabel("", self, role="secondary")
+        self.ask_button = push_button(self, do=self._on_button, kind="primary")
+        self.open_button = push_button(self, self.tr("Open in Switchyard"), self._open)
+        vbox(
+            self.box,
+            self._scroll,
+            hbox((self.words, 1), self.open_button, self.ask_button),
+            into=self,
+            margins=(14, 14, 14, 12),
+            gap=10,
+        )
         self._scroll.hide()
         self.resize(QSize(scaled(SIZE.width()), scaled(SIZE.height())))
         answers.changed.connect(self._on_answer)

@@ -1,12 +1,16 @@
-"""Confirmation dialogs."""
+"""What people are asked: whether to go on, and which file or folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from PySide6.QtCore import QCoreApplication, Qt
-from PySide6.QtWidgets import QMessageBox, QPushButton, QWidget
+from PySide6.QtCore import QCoreApplication, QDir, Qt
+from PySide6.QtWidgets import QFileDialog, QMessageBox, QPushButton, QWidget
+
+from app.widgets.text_box import SUFFIX
 
 if TYPE_CHECKING:
     from app.services.batch_jobs import BatchJobs
@@ -84,3 +88,76 @@ def before_loading(jobs: BatchJobs, parent: QWidget, load: Answer) -> None:
             translate("Asking", "Pause the jobs"),
         )
     ask(parent.window(), question, words, [(choice, "do", pause_and_load)])
+
+
+# --- files ------------------------------------------------------------------------------------------
+
+
+def ask_paths(
+    parent: QWidget,
+    title: str,
+    then: Callable[[list[Path]], object],
+    *,
+    kinds: str = "",
+    folder: bool = False,
+    start: str = "",
+) -> QFileDialog:
+    """Asks for files that are there, or for a folder.
+
+    Args:
+        kinds: filters by name, separated with `;;`.
+        start: the folder to look in first; that of the user if empty.
+    """
+    dialog = QFileDialog(parent, title, start or QDir.homePath(), kinds)
+    dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+    dialog.setFileMode(QFileDialog.FileMode.Directory if folder else QFileDialog.FileMode.ExistingFiles)
+    dialog.setOption(QFileDialog.Option.ShowDirsOnly, folder)
+    dialog.filesSelected.connect(lambda paths: then([Path(path) for path in paths]))
+    dialog.open()
+    return dialog
+
+
+def ask_path(
+    parent: QWidget,
+    title: str,
+    then: Callable[[Path], object],
+    *,
+    kinds: str = "",
+    folder: bool = False,
+    start: str = "",
+) -> QFileDialog:
+    dialog = ask_paths(parent, title, lambda paths: then(paths[0]), kinds=kinds, folder=folder, start=start)
+    dialog.setFileMode(QFileDialog.FileMode.Directory if folder else QFileDialog.FileMode.ExistingFile)
+    return dialog
+
+
+def ask_where(
+    parent: QWidget, title: str, name: str, suffixes: Mapping[str, str], then: Callable[[Path], object]
+) -> None:
+    """Asks for a file to write, called `name` unless people want another one; `suffixes`: of each filter by name."""
+    dialog = QFileDialog(parent, title, QDir.homePath(), ";;".join(suffixes))
+    dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
+    dialog.setAcceptMode(QFileDialog.AcceptMode.AcceptSave)
+    dialog.selectFile(name)
+    usual = next(iter(suffixes.values()))
+    dialog.setDefaultSuffix(usual)
+    dialog.filterSelected.connect(lambda chosen: dialog.setDefaultSuffix(suffixes.get(chosen, usual)))
+    dialog.fileSelected.connect(lambda path: then(Path(path)))
+    dialog.open()
+
+
+def ask_where_to_report(parent: QWidget, write: Callable[[Path], object]) -> None:
+    """`write` gets the file that a fault is described in, if one was chosen."""
+    name = f"switchyard-report-{time.strftime('%Y-%m-%d')}.txt"
+    ask_where(parent, translate("Report", "Save a report"), name, {translate("Report", "Text (*.txt)"): "txt"}, write)
+
+
+def ask_model(parent: QWidget, then: Callable[[Path], object]) -> QFileDialog:
+    """Asks for a model's file; any file of a checkpoint stands for the folder it lies in."""
+    kinds = translate("ModelDialog", "Models (*.gguf *.safetensors config.json)")
+    title = translate("ModelDialog", "Open a model file")
+    return ask_path(parent, title, lambda path: then(model_of(path)), kinds=kinds)
+
+
+def model_of(file: Path) -> Path:
+    return file if file.suffix.lower() == SUFFIX else file.parent

@@ -1,4 +1,4 @@
-"""A line across the page: an icon, a sentence, and buttons."""
+"""A line across the page, of an icon, a sentence and buttons, and a passing one at its foot."""
 
 from __future__ import annotations
 
@@ -7,11 +7,55 @@ from typing import Literal
 
 from PySide6.QtCore import QEvent, QObject, Qt
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QFrame, QPushButton, QScrollArea, QSizePolicy, QWidget
 
 from app.icons import IconMark
+from app.services.background import timer
 from app.theme import ColourName
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label, vbox
+
+SHOWN_MS = 10_000
+MARGIN_PX = 24
+
+
+class Toast(QWidget):
+    """Takes its own strip of the page's layout while shown, so that it covers nothing."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._do: Callable[[], object] = bool
+        self._card = card = QFrame(self)
+        card.setObjectName("toast")
+        self._text = text_label(card)
+        self._text.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
+        self._text.setWordWrap(True)
+        self.button = push_button(card, do=self._on_button, kind="quiet")
+        hbox((self._text, 1), self.button, into=card, margins=(16, 6, 6, 6), gap=12)
+        vbox(card, into=self, margins=(MARGIN_PX, 8, MARGIN_PX, 10), gap=-1)
+        self._timer = timer(self, self.hide, SHOWN_MS, once=True)
+        self.hide()
+
+    @property
+    def text(self) -> str:
+        return self._text.text()
+
+    def set_widest(self, width: int) -> None:
+        self.setMaximumWidth(width + 2 * MARGIN_PX)
+
+    def show_text(self, text: str, action: str = "", do: Callable[[], object] = bool) -> None:
+        """Show `text` for a while; the button runs `do`."""
+        self._do = do
+        self._text.setText(text)
+        self.setAccessibleName(text)
+        self.button.setText(action)
+        self.button.setVisible(bool(action))
+        self.show()
+        self._timer.start()
+
+    def _on_button(self) -> None:
+        self.hide()
+        self._do()
+
 
 Kind = Literal["info", "warning", "danger"]
 _MARKS: dict[Kind, tuple[str, ColourName]] = {
@@ -35,35 +79,24 @@ class Banner(QFrame):
         name, colour = _MARKS[kind]
         self._text = WrappedLabel("", self)
         self._mark = IconMark(name, colour, ICON_PX, self)
-        self._actions = QHBoxLayout()
-        self._actions.setSpacing(SPACING_PX)
+        self._actions = hbox(gap=SPACING_PX)
         self._body = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._body.setSpacing(SPACING_PX)
-        self._body.addWidget(self._text, 1)
-        self._body.addLayout(self._actions)
+        add_items(self._body, (self._text, 1), self._actions)
         self._body.setAlignment(self._actions, Qt.AlignmentFlag.AlignLeft)
-        self._row = QHBoxLayout(self)
-        self._row.setContentsMargins(16, 10, 16, 10)
-        self._row.setSpacing(SPACING_PX)
-        self._row.addWidget(self._mark)
-        self._row.addLayout(self._body, 1)
+        self._row = hbox(self._mark, (self._body, 1), into=self, margins=(16, 10, 16, 10), gap=SPACING_PX)
         self.hide()
 
     @property
     def text(self) -> str:
-        """The current sentence."""
         return self._text.text()
 
     def add_action(self, label: str, do: Callable[[], None], *, kind: str = "") -> QPushButton:
-        """Adds a button at the end of the line."""
-        button = QPushButton(label, self)
-        button.setProperty("kind", kind)
-        button.clicked.connect(lambda: do())
+        button = push_button(self, label, lambda: do(), kind=kind)
         self._actions.addWidget(button)
         return button
 
     def show_text(self, text: str) -> None:
-        """Shows `text`."""
         self._text.setText(text)
         self.setAccessibleName(text)
         self.show()
@@ -97,11 +130,7 @@ class BannerStack(QScrollArea):
         self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
         self._content = QWidget(self)
         self._banners = tuple(banners)
-        column = QVBoxLayout(self._content)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        for banner in banners:
-            column.addWidget(banner)
+        vbox(*banners, into=self._content, gap=0)
         self._content.installEventFilter(self)
         self.setWidget(self._content)
         self.setFixedHeight(0)

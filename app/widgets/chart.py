@@ -67,7 +67,6 @@ class Axis(pg.AxisItem):  # type: ignore[misc]
         return [self._words(value) for value in values] if self._words is not None else []
 
     def set_title(self, text: str) -> None:
-        """What it measures."""
         self._title = text
         self.setLabel(text.replace("&", "&amp;").replace("<", "&lt;"), color=themed("muted").name())
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from PySide6.QtCore import QSize, Qt
 from PySide6.QtGui import QPainter, QPaintEvent, QResizeEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QFrame, QLabel, QPushButton, QSizePolicy, QWidget
 
 from app.icons import IconMark
 from app.theme import ColourName, themed
+from app.widgets.scaffold import hbox, set_words
 from engine.common.plain_text import few_marks
 
 SIGN_PX = 14
@@ -23,7 +24,6 @@ class Dot(QWidget):
         self.setFixedSize(8, 8)
 
     def set_colour(self, colour: ColourName) -> None:
-        """Change its colour."""
         self._colour = colour
         self.update()
 
@@ -38,8 +38,9 @@ class Dot(QWidget):
 class ElidedLabel(QLabel):
     """A line that ends in an ellipsis where it does not fit."""
 
-    def __init__(self, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None, *, role: str = "", tone: str = "") -> None:
         super().__init__(parent)
+        set_words(self, role, tone)
         self._full = ""
         self._tip = ""
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
@@ -88,13 +89,8 @@ class Chip(QFrame):
         self.setProperty("chip", True)
         self._dot = Dot(self)
         self._sign = IconMark("warning", "danger", SIGN_PX, self)
-        self._label = ElidedLabel(self)
-        self._label.setProperty("role", "secondary")
-        row = QHBoxLayout(self)
-        row.setContentsMargins(12, 5, 12, 5)
-        row.setSpacing(7)
-        for widget in (self._dot, self._sign, self._label):
-            row.addWidget(widget)
+        self._label = ElidedLabel(self, role="secondary")
+        hbox(self._dot, self._sign, self._label, into=self, margins=(12, 5, 12, 5), gap=7)
         self._dot.hide()
         self._sign.hide()
         self.setSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Fixed)
@@ -105,7 +101,6 @@ class Chip(QFrame):
         return self._label.full_text
 
     def show_text(self, text: str, *, dot: ColourName | None = None, warns: bool = False, tip: str = "") -> None:
-        """Change the contents."""
         self._label.set_full_text(text)
         self._dot.setVisible(dot is not None)
         if dot is not None:
@@ -123,11 +118,8 @@ class ChipButton(QPushButton):
         self._spoken = spoken
         self.setProperty("kind", "chip")
         self._dot = Dot(self)
-        self._label = ElidedLabel(self)
-        self._label.setProperty("role", "secondary")
-        self._row = row = QHBoxLayout(self)
-        row.setContentsMargins(12, 0, 10, 0)
-        row.setSpacing(7)
+        self._label = ElidedLabel(self, role="secondary")
+        self._row = row = hbox(into=self, margins=(12, 0, 10, 0), gap=7)
         for widget in (self._dot, self._label, IconMark("chevron-down", "muted", SIGN_PX, self)):
             widget.setAttribute(Qt.WidgetAttribute.WA_TransparentForMouseEvents)
             row.addWidget(widget)
@@ -139,7 +131,6 @@ class ChipButton(QPushButton):
         return self._label.full_text
 
     def show_text(self, text: str, *, dot: ColourName, tip: str = "") -> None:
-        """Change the contents."""
         self._label.set_full_text(text)
         self._dot.set_colour(dot)
         self.setToolTip("\n".join(filter(None, (text, tip))))

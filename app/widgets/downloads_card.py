@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, QEvent, QModelIndex, QPersistentModelIndex, QRectF, QSize, Qt, Signal
+from PySide6.QtCore import (
+    QCoreApplication,
+    QEvent,
+    QMimeData,
+    QModelIndex,
+    QObject,
+    QRectF,
+    QSize,
+    Qt,
+    Signal,
+)
 from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QListView,
-    QPushButton,
     QStyle,
     QStyledItemDelegate,
     QStyleOptionViewItem,
@@ -18,27 +28,105 @@ from PySide6.QtWidgets import (
 )
 
 from app.icons import icon
-from app.models.downloads import DOWNLOAD_ROLE, DownloadList
+from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from app.theme import themed
 from app.widgets.asking import ask
-from app.widgets.card import Card, set_message, warning_label
-from app.widgets.download_words import download_text, download_words, rate_words
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import file_size, percent
+from app.widgets.quantities import SEPARATOR, duration, figures, file_size, number, percent
+from app.widgets.scaffold import Card, add_items, push_button, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_elided, small_font
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.common.errors import ErrorCode
 
+if TYPE_CHECKING:
+    from engine.checkpoint.downloads.queue import Download
+
 translate = QCoreApplication.translate
+
+
+def rate_words(bytes_per_s: float) -> str:
+    """`48.2 MB/s`."""
+    if bytes_per_s >= 1e6:
+        return f"{figures(bytes_per_s / 1e6)} MB/s"
+    return f"{number(bytes_per_s / 1e3, 0)} kB/s"
+
+
+def download_words(download: Download) -> str:
+    """State and figures of a download in one line; why it failed takes more than that."""
+    done, total = file_size(download.done_bytes), file_size(download.total_bytes)
+    amount = translate("Downloads", "{0} of {1}").format(done, total)
+    if download.problem and download.state is not DownloadState.FAILED:
+        return f"{amount}{SEPARATOR}{download.problem}"
+    if download.state is DownloadState.RUNNING:
+        parts = [amount]
+        parts.append(rate_words(download.bytes_per_s) if download.bytes_per_s else translate("Downloads", "connecting"))
+        if download.eta_s is not None:
+            parts.append(translate("Downloads", "{0} left").format(duration(download.eta_s)))
+        return SEPARATOR.join(parts)
+    words = {
+        DownloadState.WAITING: translate("Downloads", "waits for its turn"),
+        DownloadState.PAUSED: translate("Downloads", "paused"),
+        DownloadState.FAILED: translate("Downloads", "failed"),
+        DownloadState.DONE: translate("Downloads", "done"),
+    }[download.state]
+    return f"{amount if download.done_bytes else total}{SEPARATOR}{words}"
+
+
+def download_text(download: Download) -> str:
+    """A download for screen readers."""
+    share = download.done_bytes / download.total_bytes if download.total_bytes else 0.0
+    problem = download.problem if download.state is DownloadState.FAILED else ""
+    return "\n".join(filter(None, (f"{download.title}, {percent(share)}", download_words(download), problem)))
+
+
+_KIND = "application/x-switchyard-download"
+
+
+class DownloadList(HeadedTable):
+    """Downloads in the order in which they are fetched.  Rows can be dragged.
+
+    Signals:
+        moved(str, int): the user wants the download of this key at this place.
+    """
+
+    moved = Signal(str, int)
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__(
+            parent=parent, cell=lambda one, _column: str(one.title), describe=download_text, key=lambda one: one.key
+        )
+
+    def flags(self, index: Index) -> Qt.ItemFlag:
+        if not index.isValid():
+            return Qt.ItemFlag.ItemIsDropEnabled  # between two rows, not onto one
+        return super().flags(index) | Qt.ItemFlag.ItemIsDragEnabled
+
+    def supportedDropActions(self) -> Qt.DropAction:
+        return Qt.DropAction.MoveAction
+
+    def mimeTypes(self) -> list[str]:
+        return [_KIND]
+
+    def mimeData(self, indexes: Sequence[QModelIndex]) -> QMimeData:
+        data = QMimeData()
+        data.setData(_KIND, self._rows[indexes[0].row()].key.encode())
+        return data
+
+    def dropMimeData(self, data: QMimeData, _action: Qt.DropAction, row: int, _column: int, _parent: Index) -> bool:
+        key = bytes(data.data(_KIND).data()).decode()
+        at = self.row_of(key)
+        if at >= 0:
+            place = len(self._rows) if row < 0 else row
+            self.moved.emit(key, place - 1 if place > at else place)
+        return False  # whoever wants it elsewhere changes the queue, which then is shown
+
 
 MOST_ROWS = 4
 _BAR_PX = 6.0
 _PAD = 10.0
 _LIMITS = (0, 1_000_000, 2_000_000, 5_000_000, 10_000_000, 25_000_000, 50_000_000)
-
-_Index = QModelIndex | QPersistentModelIndex
 
 
 class DownloadsCard(Card):
@@ -55,16 +143,15 @@ class DownloadsCard(Card):
         super().__init__("", parent)
         self.set_heading(self.tr("Downloads"))
         self.list = DownloadsView(self)
-        self.limit = ComboBox(self)
-        self.limit.setAccessibleName(self.tr("Speed limit"))
+        self.limit = ComboBox(self, name=self.tr("Speed limit"))
         for amount in _LIMITS:
             text = self.tr("at most {0}").format(rate_words(amount)) if amount else self.tr("no speed limit")
             self.limit.addItem(text, amount)
         self.limit.activated.connect(lambda _at: self.limit_wanted.emit(self.limit.currentData()))
-        self.pause = QPushButton(self.tr("Pause"), self)
-        self.resume = QPushButton(self.tr("Resume"), self)
-        self.token = QPushButton(self.tr("Access token…"), self)
-        self.cancel = QPushButton(self.tr("Cancel"), self)
+        self.pause = push_button(self, self.tr("Pause"), lambda: self._on(self.pause_wanted))
+        self.resume = push_button(self, self.tr("Resume"), lambda: self._on(self.resume_wanted))
+        self.token = push_button(self, self.tr("Access token…"), self._on_token)
+        self.cancel = push_button(self, self.tr("Cancel"), lambda: self._on(self.cancel_wanted))
         self.up = self._arrow("chevron-up", self.tr("Earlier (Alt+Up)"))
         self.down = self._arrow("chevron-down", self.tr("Later (Alt+Down)"))
         for button in (self.pause, self.resume, self.token, self.cancel):
@@ -72,13 +159,7 @@ class DownloadsCard(Card):
         self.buttons = Flow(self.pause, self.resume, self.token, self.cancel, self.up, self.down, parent=self)
         self.head.addWidget(self.limit)
         self.trouble = warning_label(self)
-        self.body.addWidget(self.list)
-        self.body.addWidget(self.trouble)
-        self.body.addWidget(self.buttons)
-        self.pause.clicked.connect(lambda: self._on(self.pause_wanted))
-        self.resume.clicked.connect(lambda: self._on(self.resume_wanted))
-        self.cancel.clicked.connect(lambda: self._on(self.cancel_wanted))
-        self.token.clicked.connect(self._on_token)
+        add_items(self.body, self.list, self.trouble, self.buttons)
         self.up.clicked.connect(lambda: self._move(-1))
         self.down.clicked.connect(lambda: self._move(1))
         self.list.toggled.connect(self._toggle)
@@ -91,11 +172,11 @@ class DownloadsCard(Card):
     def show_downloads(self, downloads: tuple[Download, ...], limit: int) -> None:
         """Shows these; the card is hidden if there are none."""
         current = self.list.download
-        self.list.rows.show(downloads)
+        self.list.rows.show_rows(downloads)
         if downloads:
             at = self.list.rows.row_of(current.key) if current is not None else -1
             if self.list.currentIndex().row() != max(at, 0) or not self.list.currentIndex().isValid():
-                self.list.setCurrentIndex(self.list.rows.index(max(at, 0)))
+                self.list.setCurrentIndex(self.list.rows.index(max(at, 0), 0))
         self.limit.setCurrentIndex(max(0, self.limit.findData(limit)))
         rate = sum(one.bytes_per_s for one in downloads)
         self.caption.setText(rate_words(rate) if rate else "")
@@ -176,7 +257,7 @@ class DownloadsView(QListView):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
-        self.rows = DownloadList(download_text, self)
+        self.rows = DownloadList(self)
         self.setModel(self.rows)
         self.setItemDelegate(DownloadDelegate(self))
         self.setAccessibleName(self.tr("Downloads"))
@@ -197,8 +278,7 @@ class DownloadsView(QListView):
 
     @property
     def download(self) -> Download | None:
-        """The current one."""
-        download = self.currentIndex().data(DOWNLOAD_ROLE)
+        download = self.currentIndex().data(ROW_ROLE)
         return download if isinstance(download, Download) else None
 
     def keyPressEvent(self, event: QKeyEvent) -> None:
@@ -229,13 +309,13 @@ class DownloadDelegate(QStyledItemDelegate):
         super().__init__(view)
         self._view = view
 
-    def sizeHint(self, _option: QStyleOptionViewItem, _index: _Index) -> QSize:
+    def sizeHint(self, _option: QStyleOptionViewItem, _index: Index) -> QSize:
         upper, lower = self._fonts()
         lines = QFontMetricsF(upper).lineSpacing() + QFontMetricsF(lower).lineSpacing()
         return QSize(120, round(lines + _BAR_PX + 20))
 
-    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
-        download: Download = index.data(DOWNLOAD_ROLE)
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
+        download: Download = index.data(ROW_ROLE)
         area = QRectF(option.rect).adjusted(1, 1, -1, -1)
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)

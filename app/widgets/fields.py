@@ -23,9 +23,10 @@ else:
 class _WheelPasses(_Widget):
     """Stands before a field's own class."""
 
-    def __init__(self, parent: QWidget | None = None) -> None:
+    def __init__(self, parent: QWidget | None = None, *, name: str = "") -> None:
         super().__init__(parent)
         self.setFocusPolicy(Qt.FocusPolicy.StrongFocus)
+        self.setAccessibleName(name)
 
     def wheelEvent(self, event: QWheelEvent) -> None:
         event.ignore()  # so that what it lies in gets it
@@ -105,6 +106,6 @@ class DoubleSpinBox(_WheelPasses, QDoubleSpinBox):
 class Slider(_WheelPasses, QSlider):
     """A number on a horizontal line."""
 
-    def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
+    def __init__(self, parent: QWidget | None = None, *, name: str = "") -> None:
+        super().__init__(parent, name=name)
         self.setOrientation(Qt.Orientation.Horizontal)

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
-from app.theme import use_tabular_figures
-from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.fields import Slider
 from app.widgets.fit_table import FitTable
 from app.widgets.fit_words import TOO_LARGE, Presence, files_words, first_token_words, fit_bars
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import SEPARATOR, count, memory
+from app.widgets.scaffold import STRETCH, muted_label, push_button, set_message, text_label, vbox, warning_label
 from engine.checkpoint.hub.contents import candidate_named
 from engine.planner.plan_parts import Limits
 from engine.tuning.fit import FitCard, FitRow
@@ -49,7 +48,7 @@ class FitCardView(QWidget):
         self.memory = self._slider(self.tr("Memory for the expert cache"))
         self.memory.setRange(1, _SHARES)
         self.memory.setValue(_SHARES)
-        self._memory_name = QLabel(self.tr("VRAM to use"), self)
+        self._memory_name = text_label(self, self.tr("VRAM to use"))
         self._asked, self._is_named = "", False
         self.progress = muted_label(self)
         self.which = muted_label(self)
@@ -58,16 +57,13 @@ class FitCardView(QWidget):
         self.table = FitTable(self)
         self.details = muted_label(self)
         self.bars = PlanBars(self)
-        self.download = QPushButton(self.tr("Download"), self)
-        self.download.setProperty("kind", "primary")
-        self.anyway = QPushButton(self.tr("Load anyway…"), self)
+        self.download = push_button(self, self.tr("Download"), self._on_button, kind="primary")
+        self.anyway = push_button(self, self.tr("Load anyway…"), self._on_button)
         self._lay_out()
         self.context.valueChanged.connect(self._on_slider)
         self.memory.valueChanged.connect(self._on_slider)
         self.table.chosen.connect(self._show_row)
         self.table.opened.connect(self._on_button)
-        self.download.clicked.connect(self._on_button)
-        self.anyway.clicked.connect(self._on_button)
         self.clear()
 
     # --- what is shown --------------------------------------------------------------------------------
@@ -92,7 +88,7 @@ class FitCardView(QWidget):
         """What a pasted reference says of the file that is meant: a label or a name, or nothing."""
         self._asked, self._is_named = what, True
         if self.rows:  # the repository was shown already
-            self.show_card(self.table.rows.card)
+            self.show_card(self.table.card)
 
     def show_reading(self, read: int, total: int) -> None:
         """How many of the repository's files have been looked into."""
@@ -143,8 +139,7 @@ class FitCardView(QWidget):
 
     @property
     def rows(self) -> tuple[FitRow, ...]:
-        """Those of the card that is shown."""
-        return self.table.rows.card.rows
+        return self.table.card.rows
 
     # --- what is wanted -------------------------------------------------------------------------------
 
@@ -154,7 +149,6 @@ class FitCardView(QWidget):
         return self._contexts[min(self.context.value(), len(self._contexts) - 1)]
 
     def wanted(self, limits: Limits) -> Limits:
-        """Limits with the wanted context and budget."""
         limits = replace(limits, context_tokens=self.wanted_context)
         budget = self._budget
         if budget is None:
@@ -248,17 +242,13 @@ class FitCardView(QWidget):
             (self.anyway_wanted if row.verdict == TOO_LARGE else self.download_wanted).emit(row)
 
     def _slider(self, name: str) -> Slider:
-        slider = Slider(self)
-        slider.setAccessibleName(name)
+        slider = Slider(self, name=name)
         slider.setPageStep(1)
         slider.setMinimumWidth(90)
         return slider
 
     def _value(self) -> QLabel:
-        label = QLabel(self)
-        label.setProperty("role", "secondary")
-        use_tabular_figures(label)
-        return label
+        return text_label(self, role="secondary", tabular=True)
 
     def _lay_out(self) -> None:
         self._sliders = QWidget(self)
@@ -266,7 +256,7 @@ class FitCardView(QWidget):
         grid.setContentsMargins(0, 0, 0, 0)
         grid.setHorizontalSpacing(10)
         grid.setVerticalSpacing(2)
-        context_name = QLabel(self.tr("Context"), self)
+        context_name = text_label(self, self.tr("Context"))
         for row, (name, slider, value) in enumerate(
             ((context_name, self.context, self._context_text), (self._memory_name, self.memory, self._memory_text))
         ):
@@ -277,10 +267,7 @@ class FitCardView(QWidget):
             grid.addWidget(value, row, 2)
         grid.setColumnStretch(1, 1)
         grid.setColumnMinimumWidth(2, self.fontMetrics().averageCharWidth() * 15)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(8)
-        for widget in (
+        vbox(
             self.progress,
             self.trouble,
             self._sliders,
@@ -289,6 +276,6 @@ class FitCardView(QWidget):
             self.table,
             self.details,
             self.bars,
-        ):
-            column.addWidget(widget)
-        column.addStretch(1)
+            STRETCH,
+            into=self,
+        )

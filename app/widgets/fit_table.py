@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent, QModelIndex, QPersistentModelIndex, QPointF, QRectF, Qt, Signal
+from enum import IntEnum
+
+from PySide6.QtCore import (
+    QEvent,
+    QPointF,
+    QRectF,
+    Qt,
+    Signal,
+)
 from PySide6.QtGui import QFont, QFontMetricsF, QKeyEvent, QPainter, QPen, QResizeEvent
 from PySide6.QtWidgets import (
     QFrame,
@@ -14,7 +22,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
-from app.models.fit import FIT_ROLE, RECOMMENDED_ROLE, FitColumn, FitTableModel
+from app.models.headed_table import ROW_ROLE, HeadedTable, Index
 from app.theme import ColourName, themed
 from app.widgets.fit_words import (
     TOO_LARGE,
@@ -32,6 +40,14 @@ from app.widgets.small_font import draw_elided, small_font
 from app.widgets.text_table import show_whole_rows
 from engine.tuning.fit import FitCard, FitRow
 
+
+class FitColumn(IntEnum):
+    FILE = 0
+    MEMORY = 1
+    SPEED = 2
+    VERDICT = 3
+
+
 _PAD = 8.0
 _BAR_PX = 8.0
 MOST_ROWS = 7
@@ -39,8 +55,6 @@ MOST_ROWS = 7
 _LEAST_MEMORY_EM = 12
 _MOST_TOTAL = 200
 _NARROW_EM = 70
-
-_Index = QModelIndex | QPersistentModelIndex
 
 
 class FitTable(QTableView):
@@ -53,7 +67,13 @@ class FitTable(QTableView):
         super().__init__(parent)
         self._asked = ""
         headings = (self.tr("File"), self.tr("Memory"), self.tr("Speed"), self.tr("On this PC"))
-        self.rows = FitTableModel(headings, lambda row, recommended: spoken(row, recommended=recommended), self)
+        self.card = FitCard((), None, "")
+        self.rows = HeadedTable(
+            headings,
+            parent=self,
+            describe=lambda row: spoken(row, recommended=row == self.recommended),
+            key=lambda row: row.candidate.label,
+        )
         self.setProperty("table", "text")
         self.setModel(self.rows)
         self.setItemDelegate(FitDelegate(self))
@@ -71,15 +91,20 @@ class FitTable(QTableView):
 
     @property
     def row(self) -> FitRow | None:
-        """The current row."""
-        row = self.currentIndex().data(FIT_ROLE)
+        row = self.currentIndex().data(ROW_ROLE)
         return row if isinstance(row, FitRow) else None
+
+    @property
+    def recommended(self) -> FitRow | None:
+        return self.card.rows[self.card.recommended] if self.card.recommended is not None else None
 
     def show_card(self, card: FitCard, asked: str = "") -> None:
         """Shows a card; the row of the label that was asked for is current, or else the recommended one, until the
         user takes another."""
-        before, was_recommended = self.row, bool(self.currentIndex().data(RECOMMENDED_ROLE))
-        self.rows.show(card)
+        before = self.row
+        was_recommended = before is not None and before == self.recommended
+        self.card = card
+        self.rows.show_rows(card.rows)
         is_new = bool(asked) and asked != self._asked
         stays = before is not None and (not was_recommended or before.candidate.label == asked)
         self._asked = asked
@@ -133,8 +158,8 @@ class FitDelegate(QStyledItemDelegate):
         super().__init__(view)
         self._view = view
 
-    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: _Index) -> None:
-        row: FitRow = index.data(FIT_ROLE)
+    def paint(self, painter: QPainter, option: QStyleOptionViewItem, index: Index) -> None:
+        row: FitRow = index.data(ROW_ROLE)
         area = QRectF(option.rect)
         painter.save()
         painter.setRenderHint(QPainter.RenderHint.Antialiasing)
@@ -153,7 +178,7 @@ class FitDelegate(QStyledItemDelegate):
             _two_lines(painter, option.font, inner, speed_words(row.speed), range_words(row.speed))
         elif column is FitColumn.VERDICT:
             draw_verdict_mark(painter, QRectF(inner.left(), inner.center().y() - 7, 14, 14), row.verdict)
-            below = self.tr("recommended") if index.data(RECOMMENDED_ROLE) else ""
+            below = self.tr("recommended") if row == self._view.recommended else ""
             words = inner.adjusted(22, 0, _PAD, 0)
             _two_lines(painter, option.font, words, verdict_words(row.verdict), below, bold=False, colour="accent_text")
         else:

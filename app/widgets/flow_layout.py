@@ -42,6 +42,10 @@ class FlowLayout(QLayout):
             self._heights[width] = self._arrange(QRect(0, 0, width, 0), move=False)
         return self._heights[width]
 
+    def set_gap(self, gap: int) -> None:
+        self._gap = gap
+        self.invalidate()
+
     def invalidate(self) -> None:
         self._heights.clear()
         super().invalidate()
@@ -117,8 +121,17 @@ class Flow(QWidget):
             self.add(widget)
 
     def add(self, widget: QWidget) -> None:
-        """Appends a widget."""
         self._lines.addWidget(widget)
+
+    @property
+    def widgets(self) -> list[QWidget]:
+        items = (self._lines.itemAt(at) for at in range(self._lines.count()))
+        return [widget for item in items if item is not None and (widget := item.widget()) is not None]
+
+    def set_gap(self, gap: int) -> None:
+        """Pixels between the widgets."""
+        self._lines.set_gap(gap)
+        self.updateGeometry()
 
     def clear(self) -> None:
         """Deletes all its widgets."""
@@ -131,7 +144,6 @@ class Flow(QWidget):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing in it."""
         return not self._lines.count()
 
     def widest(self, room: int) -> int:

@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Qt, Signal
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
 from app.services.downloads import FOLDER_KEY
 from app.services.settings import Settings
 from app.widgets.fields import ComboBox
+from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, file_size
+from app.widgets.scaffold import hbox, text_label
 from engine.common.paths import models_dir
 
 if TYPE_CHECKING:
@@ -35,17 +37,10 @@ class FolderChoice(QWidget):
         self._settings = settings
         self._rooms: tuple[Room, ...] = ()
         self._looking = LatestTask(self)
-        name = QLabel(self.tr("Download to"), self)
-        name.setProperty("role", "secondary")
-        self.combo = ComboBox(self)
-        self.combo.setAccessibleName(self.tr("Folder that downloads go into"))
+        self.combo = ComboBox(self, name=self.tr("Folder that downloads go into"))
+        name = text_label(self, self.tr("Download to"), role="secondary", buddy=self.combo)
         self.combo.setSizeAdjustPolicy(ComboBox.SizeAdjustPolicy.AdjustToContents)
-        name.setBuddy(self.combo)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
-        row.addWidget(name)
-        row.addWidget(self.combo)
+        hbox(Flow(name, self.combo, parent=self), into=self)
         self.combo.activated.connect(lambda _at: self._choose())
         self.hide()
 
@@ -73,7 +68,6 @@ class FolderChoice(QWidget):
         self.setVisible(len(rooms) > 1)
 
     def close_down(self) -> None:
-        """Waits for a look."""
         self._looking.close()
 
     def _choose(self) -> None:

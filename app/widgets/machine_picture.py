@@ -88,7 +88,6 @@ class MachinePicture(QWidget):
         self.setAccessibleName(self.tr("Picture of this machine"))
 
     def show_machine(self, boxes: tuple[Box, ...], links: tuple[PictureLink, ...]) -> None:
-        """Draws this machine."""
         self._boxes = {box.part: box for box in boxes}
         self._links = {link.part: link for link in links}
         self.setFixedHeight(self._height())

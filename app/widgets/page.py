@@ -24,6 +24,8 @@ from PySide6.QtWidgets import (
 )
 from shiboken6 import isValid
 
+from app.widgets.scaffold import vbox
+
 if TYPE_CHECKING:
     from app.services.chat_store import Conversation
     from app.services.services import Services
@@ -155,6 +157,10 @@ class Page(QWidget):
         app = QApplication.instance()
         if isinstance(app, QApplication) and app.findChild(FocusKeeper) is None:
             FocusKeeper(app)
+
+    def lay_out(self, *parts: QWidget, body: QWidget, foot: QWidget | None = None) -> None:
+        """From the top: the header, banners and such, each as high as it is, then the body, and perhaps a foot."""
+        vbox(*parts, (body, 1), *((foot,) if foot is not None else ()), into=self, gap=0)
 
     def open_files(self, paths: list[Path]) -> None:
         """Opens files that were double-clicked; most pages have no use for any."""

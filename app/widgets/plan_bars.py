@@ -9,13 +9,14 @@ from dataclasses import replace
 import pyqtgraph as pg
 from PySide6.QtCore import QEvent, Qt
 from PySide6.QtGui import QBrush
-from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QSizePolicy, QWidget
+from PySide6.QtWidgets import QGridLayout, QLabel, QSizePolicy, QWidget
 
 from app.theme import themed, use_tabular_figures
 from app.widgets.chart import Chart
 from app.widgets.flow_layout import Flow
 from app.widgets.memory_bar import BarPart, MemoryBar, TierBar
 from app.widgets.quantities import number, translate
+from app.widgets.scaffold import hbox
 
 _GIB = 2**30
 _BAR_PX, _SWATCH_PX = 14, 9
@@ -100,11 +101,7 @@ class Legend(Flow):
         name.setProperty("role", "secondary")
         amount.setProperty("tone", "amount")
         use_tabular_figures(amount)
-        row = QHBoxLayout(entry)
-        row.setContentsMargins(0, 0, 12, 0)
-        row.setSpacing(5)
-        for widget in (swatch, name, amount):
-            row.addWidget(widget)
+        hbox(swatch, name, amount, into=entry, margins=(0, 0, 12, 0), gap=5)
         self.add(entry)
         self._entries.append((entry, swatch, name, amount))
 
@@ -123,7 +120,6 @@ class PlanBars(QWidget):
         self.setAccessibleName(self.tr("Memory by tier"))
 
     def show_tiers(self, tiers: tuple[TierBar, ...]) -> None:
-        """Draws these tiers."""
         while len(self._rows) < len(tiers):
             self._add_row()
         said = []

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from PySide6.QtCore import QEvent, QObject, QPoint, QSize, Qt
 from PySide6.QtGui import QFocusEvent, QKeyEvent, QMouseEvent
-from PySide6.QtWidgets import QApplication, QFrame, QLabel, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QApplication, QFrame, QWidget
+
+from app.widgets.scaffold import scroll_area, text_label, vbox
 
 GAP = 8
 
@@ -20,21 +22,10 @@ class Popover(QFrame):
         self.setObjectName("popover")
         self.setAccessibleName(title)
         self._content = QWidget(self)
-        self.column = QVBoxLayout(self._content)
-        self.column.setContentsMargins(16, 14, 16, 16)
-        self.column.setSpacing(10)
-        self._scroll = QScrollArea(self)
-        self._scroll.setWidgetResizable(True)
-        self._scroll.setFrameShape(QFrame.Shape.NoFrame)
-        self._scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self._scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        self._scroll.setWidget(self._content)
-        around = QVBoxLayout(self)
-        around.setContentsMargins(0, 0, 0, 0)
-        around.addWidget(self._scroll)
-        heading = QLabel(title, self._content)
-        heading.setProperty("role", "heading")
-        self.column.addWidget(heading)
+        self._scroll = scroll_area(self._content, self)
+        vbox(self._scroll, into=self, gap=-1)
+        heading = text_label(self._content, title, role="heading")
+        self.column = vbox(heading, into=self._content, margins=(16, 14, 16, 16), gap=10)
         self.hide()
 
     def open_at(self, button: QWidget) -> None:
@@ -72,7 +63,6 @@ class Popover(QFrame):
         self.move(at)
 
     def close_and_return(self) -> None:
-        """Close it, and return the focus to the button."""
         had_focus = self.isAncestorOf(QApplication.focusWidget() or self)
         self.hide()
         if had_focus and self._button is not None:

@@ -57,7 +57,6 @@ def rough(value: float) -> str:
 
 
 def number(value: float, decimals: int) -> str:
-    """A number in the user's locale."""
     return QLocale().toString(float(value), "f", decimals)
 
 
@@ -73,7 +72,6 @@ def percent(fraction: float) -> str:
 
 
 def nearest_percent(fraction: float) -> str:
-    """The same, rounded."""
     return translate("Fit", "{0}%").format(number(100 * fraction, 0))
 
 

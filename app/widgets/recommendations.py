@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from PySide6.QtCore import QCoreApplication, Qt, Signal
+from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QPainter, QPaintEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QPushButton, QSizePolicy, QWidget
 
-from app.theme import set_look, use_tabular_figures
-from app.widgets.card import muted_label
+from app.theme import set_look
 from app.widgets.fit_table import draw_verdict_mark
 from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
 from app.widgets.quantities import SEPARATOR, duration, file_size
+from app.widgets.scaffold import MIDDLE, add_items, hbox, muted_label, push_button, text_label, vbox
 from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, Recommendation
 
 translate = QCoreApplication.translate
@@ -65,13 +65,10 @@ class RecommendationList(QWidget):
         super().__init__(parent)
         self._primary = primary
         self._shown: tuple[RecommendationRow, ...] = ()
-        self._column = QVBoxLayout(self)
-        self._column.setContentsMargins(0, 0, 0, 0)
-        self._column.setSpacing(0)
         self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
         self.unchecked.setContentsMargins(0, 8, 0, 0)
         self.unchecked.hide()
-        self._column.addWidget(self.unchecked)
+        self._column = vbox(self.unchecked, into=self, gap=0)
 
     @property
     def rows(self) -> tuple[RecommendationRow, ...]:
@@ -120,39 +117,24 @@ class RecommendationRow(QWidget):
         name = muted_label(self, one.entry.name, role="heading")
         self._sentence = muted_label(self, translate("Catalogue", one.entry.strengths))  # the speed stands below
         mark = VerdictMark(one.verdict, self)
-        self._speed = QLabel(speed_words(one.speed), self)
-        self._speed.setProperty("tone", "head")
-        use_tabular_figures(self._speed)
-        self._range = QLabel(f"({range_words(one.speed)})", self)
-        self._range.setProperty("role", "secondary")
+        self._speed = text_label(self, speed_words(one.speed), tone="head", tabular=True)
+        self._range = text_label(self, f"({range_words(one.speed)})", role="secondary")
         self.figures = muted_label(self)
-        self.button = QPushButton(self.tr("Download"), self)
+        self.button = push_button(self, self.tr("Download"))
         self.button.setAccessibleDescription(f"{one.entry.name}. {one.sentence}")
-        speed = QHBoxLayout()
-        speed.setSpacing(6)
-        speed.addWidget(mark)
-        speed.addWidget(self._speed)
-        speed.addWidget(self._range, 1)
-        head = QHBoxLayout()
-        head.setSpacing(10)
-        titles = QVBoxLayout()
-        titles.setSpacing(0)
-        titles.addWidget(role)
-        titles.addWidget(name)
-        head.addLayout(titles, 1)
-        head.addWidget(self.button, 0, Qt.AlignmentFlag.AlignVCenter)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 10, 0, 0)
-        column.setSpacing(3)
-        column.addLayout(head)
-        column.addWidget(self._sentence)
-        column.addLayout(speed)
-        column.addWidget(self.figures)
+        column = vbox(
+            hbox((vbox(role, name, gap=0), 1), (self.button, MIDDLE), gap=10),
+            self._sentence,
+            hbox(mark, self._speed, (self._range, 1), gap=6),
+            self.figures,
+            into=self,
+            margins=(0, 10, 0, 0),
+            gap=3,
+        )
         if not last:
             line = QFrame(self)
             line.setProperty("line", "true")
-            column.addSpacing(8)
-            column.addWidget(line)
+            add_items(column, 8, line)
         self.setAccessibleName(f"{role_words(one.role)}: {one.entry.name}")
 
     def show_state(self, bytes_per_s: float | None, presence: Presence | None) -> None:

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from PySide6.QtCore import QCoreApplication, QEvent, QObject, Signal
-from PySide6.QtGui import QIntValidator
-from PySide6.QtWidgets import QGridLayout, QHBoxLayout, QLabel, QLineEdit, QPushButton, QWidget
+from PySide6.QtWidgets import QAbstractSpinBox, QGridLayout, QLabel, QPushButton, QWidget
 
 from app.services.kept import SavedPresets
 from app.services.sampling_presets import Preset, own_sampling, preset_of, suggests_nothing
 from app.theme import scaled
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
-from app.widgets.popover import Popover
+from app.widgets.popover import GAP, Popover
 from app.widgets.quantities import number
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label
+from app.widgets.setting_controls import SettingControls, SettingValues, setting_words
 from engine.common.config import MOST_BREAKERS, SamplingParams, Thinking
 from engine.common.model_info import ModelInfo
+from engine.common.schema import Choice, Number, Setting, settings_of
 
 translate = QCoreApplication.translate
 
-MOST_TOKENS = 1_000_000
-ROWS = 7
 WIDEST_PX = 520
-TEXT_MARGINS = (10, 0, 0, 0)
+FIELD_WIDTH_PX = 112
 
 
 class SamplingPopover(Popover):
@@ -56,15 +55,12 @@ class SamplingPopover(Popover):
         self._segments = Flow(self.own_button, *self.presets.values(), parent=self, gap=8)
         self._mine = Flow(parent=self, gap=8)
         self._mine.setMaximumWidth(scaled(WIDEST_PX))
-        self.column.addWidget(self._segments)
-        self.column.addWidget(self._mine)
+        add_items(self.column, self._segments, self._mine)
         self._mine.hide()
-        self._thinking: Thinking = "auto"
-        self._explained: dict[QObject, tuple[str, str, QWidget]] = {}
+        self._explained: dict[QObject, Setting[Any]] = {}
+        self.values = SettingValues({each.key: each.default for each in settings_of(SamplingParams)}, self)
         self._make_fields()
-        self._lay_out_fields()
-        self.explanation = WrappedLabel("", self)
-        self.explanation.setProperty("role", "secondary")
+        self.explanation = WrappedLabel("", self, role="secondary")
         self.explanation.setMinimumHeight(2 * self.explanation.fontMetrics().lineSpacing())
         self.column.addWidget(self.explanation)
         self._make_keeping()
@@ -85,19 +81,12 @@ class SamplingPopover(Popover):
         buttons = (self.save_button, self.rename_button, self.delete_button, self.default_button)
         self._keeping = Flow(*buttons, parent=self, gap=8, ends_right=True)
         self._naming = QWidget(self)
-        self.name = QLineEdit(self)
-        self.name.setPlaceholderText(self.tr("Name of the preset"))
-        self.name.setAccessibleName(self.tr("Name of the preset"))
+        self.name = line_edit(self, self.tr("Name of the preset"), hints=True)
         self.name.returnPressed.connect(self._keep)
         self.keep_button = self._small(self.tr("Save"), self._keep)
         self.name.textChanged.connect(lambda text: self.keep_button.setEnabled(bool(text.strip())))
-        naming = QHBoxLayout(self._naming)
-        naming.setContentsMargins(0, 0, 0, 0)
-        naming.setSpacing(8)
-        for widget in (self.name, self._small(self.tr("Cancel"), self._stop_naming), self.keep_button):
-            naming.addWidget(widget)
-        for part in (self._keeping, self._naming):
-            self.column.addWidget(part)
+        hbox(self.name, self._small(self.tr("Cancel"), self._stop_naming), self.keep_button, into=self._naming)
+        add_items(self.column, self._keeping, self._naming)
         self._keeping.setVisible(self._saved is not None)
         self._naming.hide()
         self._renaming = ""
@@ -168,10 +157,7 @@ class SamplingPopover(Popover):
         self.default_button.setEnabled(not is_default)
 
     def _small(self, text: str, do: Callable[[], object]) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("compact", True)
-        button.clicked.connect(lambda: do())
-        return button
+        return push_button(self, text, lambda: do(), compact=True)
 
     # --- the model's own ---
 
@@ -185,153 +171,79 @@ class SamplingPopover(Popover):
         self.thinking.clear()
         for choice in ("auto", *choices):
             self.thinking.addItem(thinking_text(choice), choice)
-        for widget in (self.thinking, self._thinking_label):
-            widget.setVisible(bool(choices))
+        self._show_row("thinking", shown=bool(choices))
         self._show_thinking()
 
     def _show_thinking(self) -> None:
         # A chat may have been told how much to think by another model: this one thinks as it would then.
-        wanted = (self._thinking, "on") if self._thinking in ("low", "medium", "high") else (self._thinking,)
+        told = self.values.values["thinking"]
+        wanted = (told, "on") if told in ("low", "medium", "high") else (told,)
         self.thinking.setCurrentIndex(max((0, *(self.thinking.findData(choice) for choice in wanted))))
 
-    def _on_thinking(self) -> None:
-        self._thinking = self.thinking.currentData()
-        self._on_edited()
-
     def _make_fields(self) -> None:
-        """In the order of the Tab key, which is that of `_lay_out_fields`."""
+        """One for each setting: numbers in columns, what needs more room across them."""
+        controls = SettingControls(self.values, self)
+        self.fields = controls.made
+        self._labels: dict[str, QLabel] = {}
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(12)
+        self._grid.setVerticalSpacing(6)
+        self._columns = 0
+        entries = settings_of(SamplingParams)
+        self._numbers = [each.key for each in entries if isinstance(each.kind, Number)]
+        self._wide = [each.key for each in entries if each.key not in (*self._numbers, "thinking")]
         self.thinking = ComboBox(self)
-        self.thinking.activated.connect(self._on_thinking)
-        self.temperature = self._decimal(0.0, 2.0, 0.1)
-        self.top_k = self._whole(0, 10_000)
-        self.top_k.setSpecialValueText(self.tr("off"))
-        self.top_p = self._decimal(0.01, 1.0, 0.05)
-        self.min_p = self._decimal(0.0, 0.99, 0.01)
-        self.repetition_penalty = self._decimal(0.5, 2.0, 0.05)
-        self.presence_penalty = self._decimal(-2.0, 2.0, 0.1)
-        self.frequency_penalty = self._decimal(-2.0, 2.0, 0.1)
-        self.dry_multiplier = self._decimal(0.0, 5.0, 0.1)
-        self.dry_base = self._decimal(1.0, 4.0, 0.05)
-        self.dry_allowed_length = self._whole(0, 100)
-        self.dry_range = self._whole(-1, MOST_TOKENS)
-        self.dry_range.setSpecialValueText(self.tr("answer"))
-        self.max_tokens = self._whole(1, MOST_TOKENS)
-        self.beams = self._whole(1, 16)
-        self.seed = QLineEdit(self)
-        self.seed.setPlaceholderText(self.tr("random"))
-        self.seed.setValidator(QIntValidator(0, 2**31 - 1, self.seed))
-        self.dry_breakers = QLineEdit(self)
-        self.dry_breakers.setPlaceholderText(self.tr("none; separate with commas"))
-        self.stop = QLineEdit(self)
-        self.stop.setPlaceholderText(self.tr("none; separate with commas"))
-        for line_edit in (self.seed, self.stop, self.dry_breakers):
-            line_edit.textEdited.connect(self._on_edited)
+        self.thinking.activated.connect(lambda _at: self.values.set("thinking", self.thinking.currentData()))
+        for setting in sorted(entries, key=lambda each: each.key != "thinking"):  # in the order of the Tab key
+            field = self.thinking if setting.key == "thinking" else controls.make(setting)[0]
+            controls.made[setting.key] = field
+            label = self._labels[setting.key] = text_label(
+                self, setting_words(setting.name), role="secondary", buddy=field
+            )
+            if isinstance(field, QAbstractSpinBox):
+                field.setKeyboardTracking(True)
+                field.setFixedWidth(FIELD_WIDTH_PX)
+            for what in (label, field):
+                self._explained[what] = setting
+                what.installEventFilter(self)
+            field.setAccessibleName(setting_words(setting.name))
+            field.setAccessibleDescription(setting_words(setting.help))
+        self.values.changed.connect(self._on_edited)
+        self._arrange(2)
+        self.column.addLayout(self._grid)
 
-    def _lay_out_fields(self) -> None:
-        grid = QGridLayout()
-        grid.setHorizontalSpacing(12)
-        grid.setVerticalSpacing(6)
-        rows = (
-            (
-                self.tr("Temperature"),
-                self.temperature,
-                self.tr("0 always takes the likeliest token; higher is more varied"),
-            ),
-            (self.tr("Top-k"), self.top_k, self.tr("Sample from the k likeliest tokens")),
-            (
-                self.tr("Top-p"),
-                self.top_p,
-                self.tr("Sample from the likeliest tokens with a total probability of p; 1 is off"),
-            ),
-            (
-                self.tr("Min-p"),
-                self.min_p,
-                self.tr("Drop tokens below this share of the likeliest one's probability; 0 is off"),
-            ),
-            (
-                self.tr("Repetition penalty"),
-                self.repetition_penalty,
-                self.tr("Above 1, tokens already used become less likely; 1 is off"),
-            ),
-            (
-                self.tr("Presence penalty"),
-                self.presence_penalty,
-                self.tr("Makes every token that the answer has already less likely, once; 0 is off"),
-            ),
-            (
-                self.tr("Frequency penalty"),
-                self.frequency_penalty,
-                self.tr("Makes tokens less likely with each time that the answer has them already; 0 is off"),
-            ),
-            (
-                self.tr("Loop guard"),
-                self.dry_multiplier,
-                self.tr("Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual"),
-            ),
-            (
-                self.tr("Guard: growth"),
-                self.dry_base,
-                self.tr("How much stronger the loop guard gets with each repeated token"),
-            ),
-            (
-                self.tr("Guard: length"),
-                self.dry_allowed_length,
-                self.tr("Repetitions shorter than this many tokens are free"),
-            ),
-            (
-                self.tr("Guard: range"),
-                self.dry_range,
-                self.tr(
-                    "How many of the last tokens, earlier messages included, are searched; by default only the answer"
-                ),
-            ),
-            (self.tr("Max tokens"), self.max_tokens, self.tr("Answers stop at this length")),
-            (
-                self.tr("Beams"),
-                self.beams,
-                self.tr("Beam search if above 1; ignores temperature, top-k, top-p and min-p"),
-            ),
-            (self.tr("Seed"), self.seed, self.tr("The same seed gives the same answer to the same chat")),
-        )
-        self._thinking_label = self._label(
-            self.tr("Thinking"),
-            self.thinking,
-            self.tr("Whether the model reasons before it answers; its thoughts count as tokens of the answer"),
-            grid,
-            0,
-            0,
-            3,
-        )
-        field: QWidget
-        for place, (name, field, tip) in enumerate(rows):
-            at_row, at_column = 1 + place % ROWS, place // ROWS * 2
-            self._label(name, field, tip, grid, at_row, at_column)
-            field.setFixedWidth(112)
-        self._label(
-            self.tr("Guard: ends at"),
-            self.dry_breakers,
-            self.tr("Repetitions are not followed across these texts; \\n is a line break"),
-            grid,
-            ROWS + 1,
-            0,
-            3,
-        )
-        self._label(
-            self.tr("Stop strings"),
-            self.stop,
-            self.tr("An answer ends before the first of these"),
-            grid,
-            ROWS + 2,
-            0,
-            3,
-        )
-        self.column.addLayout(grid)
+    def _arrange(self, columns: int) -> None:
+        """Numbers in one column or two."""
+        if columns == self._columns:
+            return
+        self._columns, rows = columns, -(-len(self._numbers) // columns)
+        places = {key: (1 + at % rows, at // rows * 2, 1) for at, key in enumerate(self._numbers)}
+        places["thinking"] = (0, 0, 2 * columns - 1)
+        places |= {key: (1 + rows + at, 0, 2 * columns - 1) for at, key in enumerate(self._wide)}
+        for key, (row, column, span) in places.items():
+            self._grid.addWidget(self._labels[key], row, column)
+            self._grid.addWidget(self.fields[key], row, column + 1, 1, span)
+
+    def _place(self) -> None:
+        page = self.parentWidget()
+        if page is not None:
+            half = -(-len(self._numbers) // 2)
+            columns = (self._numbers[:half], self._numbers[half:])
+            names = sum(max(self._labels[key].sizeHint().width() for key in column) for column in columns)
+            wanted = names + 2 * FIELD_WIDTH_PX + 3 * self._grid.horizontalSpacing() + 4 * GAP
+            room = page.width() - 2 * GAP - self._scroll.verticalScrollBar().sizeHint().width() - 2
+            self._arrange(2 if wanted <= room else 1)
+        super()._place()
+
+    def _show_row(self, key: str, *, shown: bool) -> None:
+        for widget in (self._labels[key], self.fields[key]):
+            widget.setVisible(shown)
 
     def edit(self, sampling: SamplingParams | None, button: QWidget) -> None:
         """Open with these settings; None means the model's own."""
         self.fill(sampling or self.own)
         self.open_at(button)
-        self.temperature.setFocus()
+        self.fields["temperature"].setFocus()
 
     def set_own(self, own: SamplingParams) -> None:
         """What a model's own settings are; they are shown if the former ones were."""
@@ -339,7 +251,7 @@ class SamplingPopover(Popover):
         self.own = own
         self._describe_own()
         if showed_own and is_new:  # or typing 0.35 past the model's own 0.3 would end there
-            self.fill(replace(own, thinking=self._thinking))
+            self.fill(replace(own, thinking=self.values.values["thinking"]))
 
     def _describe_own(self) -> None:
         suggests_none = suggests_nothing(self.own)
@@ -354,24 +266,20 @@ class SamplingPopover(Popover):
 
     def _explain(self, what: QObject | None) -> None:
         """In a sentence, what a field does, and what the model's makers suggest for it."""
-        if what not in self._explained:
-            words = self.own_button.toolTip()
-        else:
-            name, tip, field = self._explained[what]
-            own = self._own_of(field)
-            words = self.tr("{0}: {1}.").format(name, tip)
-            if own:
-                suggested = self.tr("Recommended: {0}.").format(own)
-                words = f"{words} {suggested}"
+        setting = self._explained.get(what) if what is not None else None
+        words = self.own_button.toolTip()
+        if setting is not None:
+            words = self.tr("{0}: {1}.").format(setting_words(setting.name), setting_words(setting.help))
+            own = self._own_of(setting)
+            words += " " + self.tr("Recommended: {0}.").format(own) if own else ""
         self.explanation.setText(words)
 
-    def _own_of(self, field: QWidget) -> str:
-        """The model's own value of a field, as it would stand there; empty where there is none."""
-        name = next((name for name, value in vars(self).items() if value is field), "")
-        value = getattr(self.own, name, None)
-        if isinstance(field, DoubleSpinBox) and isinstance(value, float):
+    def _own_of(self, setting: Setting[Any]) -> str:
+        """The model's own value of a setting, as it would stand in its field; empty where there is none."""
+        field, value = self.fields[setting.key], getattr(self.own, setting.key)
+        if isinstance(field, DoubleSpinBox):
             return field.textFromValue(value)
-        if isinstance(field, SpinBox) and isinstance(value, int):
+        if isinstance(field, SpinBox) and value is not None:
             return field.specialValueText() if value == field.minimum() and field.specialValueText() else str(value)
         return ""
 
@@ -392,67 +300,32 @@ class SamplingPopover(Popover):
 
     def without_beams(self) -> None:
         """Hide beam search where it is not available."""
-        self.beams.hide()
-        for label in self.findChildren(QLabel):
-            if label.buddy() is self.beams:
-                label.hide()
+        self._show_row("beams", shown=False)
 
     def fill(self, sampling: SamplingParams) -> None:
-        """Show these settings."""
         self._filling = True
-        self._thinking = sampling.thinking
-        self._show_thinking()
-        self.temperature.setValue(sampling.temperature)
-        self.top_k.setValue(sampling.top_k)
-        self.top_p.setValue(sampling.top_p)
-        self.min_p.setValue(sampling.min_p)
-        self.repetition_penalty.setValue(sampling.repetition_penalty)
-        self.max_tokens.setValue(sampling.max_tokens)
-        self.beams.setValue(sampling.beams)
-        self.presence_penalty.setValue(sampling.presence_penalty)
-        self.frequency_penalty.setValue(sampling.frequency_penalty)
-        self.seed.setText("" if sampling.seed is None else str(sampling.seed))
-        self.stop.setText(_joined(sampling.stop))
-        self.dry_multiplier.setValue(sampling.dry_multiplier)
-        self.dry_base.setValue(sampling.dry_base)
-        self.dry_allowed_length.setValue(sampling.dry_allowed_length)
-        self.dry_range.setValue(sampling.dry_range)
-        self.dry_breakers.setText(_joined(sampling.dry_breakers))
+        for key in self.values.values:
+            self.values.set(key, getattr(sampling, key))
         self._filling = False
+        self._show_thinking()
         self._show_preset(sampling)
 
     def sampling(self) -> SamplingParams:
-        """The settings as entered."""
-        return SamplingParams(
-            temperature=round(self.temperature.value(), 4),
-            top_k=self.top_k.value(),
-            top_p=round(self.top_p.value(), 4),
-            min_p=round(self.min_p.value(), 4),
-            repetition_penalty=round(self.repetition_penalty.value(), 4),
-            seed=int(self.seed.text()) if self.seed.text() else None,
-            stop=_split(self.stop.text()),
-            max_tokens=self.max_tokens.value(),
-            beams=self.beams.value(),
-            dry_multiplier=round(self.dry_multiplier.value(), 4),
-            dry_base=round(self.dry_base.value(), 4),
-            dry_allowed_length=self.dry_allowed_length.value(),
-            dry_range=self.dry_range.value(),
-            dry_breakers=_split(self.dry_breakers.text())[:MOST_BREAKERS],
-            presence_penalty=round(self.presence_penalty.value(), 4),
-            frequency_penalty=round(self.frequency_penalty.value(), 4),
-            thinking=self._thinking,
-        )
+        sampling = SamplingParams(**self.values.values)
+        return replace(sampling, dry_breakers=sampling.dry_breakers[:MOST_BREAKERS])
 
     def _choose_preset(self, preset: Preset) -> None:
         self._choose(preset.beside(self.own))
 
     def _choose(self, sampling: SamplingParams) -> None:
-        sampling = replace(sampling, thinking=self._thinking)
+        sampling = replace(sampling, thinking=self.values.values["thinking"])
         self.fill(sampling)
         self.changed.emit(None if sampling == self.own else sampling)
 
-    def _on_edited(self) -> None:
+    def _on_edited(self, key: str) -> None:
         if not self._filling:
+            if key == "thinking":
+                self._show_thinking()
             sampling = self.sampling()
             self._show_preset(sampling)
             self.changed.emit(None if sampling == self.own else sampling)
@@ -467,51 +340,15 @@ class SamplingPopover(Popover):
         for saved, button in self.saved_buttons.items():
             button.setChecked(saved == name)
         self._show_keeping()
-        for field in (self.dry_base, self.dry_allowed_length, self.dry_range, self.dry_breakers):
-            field.setEnabled(sampling.dry_multiplier > 0)
+        for key, field in self.fields.items():
+            if key.startswith("dry_") and key != "dry_multiplier":
+                field.setEnabled(sampling.dry_multiplier > 0)
 
     def _segment(self, text: str, choose: Callable[[], None]) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", "segment")
-        button.setCheckable(True)
-        button.clicked.connect(lambda _on: choose())
-        return button
-
-    def _label(
-        self, name: str, field: QWidget, tip: str, grid: QGridLayout, row: int, column: int, span: int = 1
-    ) -> QLabel:
-        label = QLabel(name, self)
-        label.setProperty("role", "secondary")
-        label.setBuddy(field)
-        for what in (label, field):
-            self._explained[what] = (name, tip, field)
-            what.installEventFilter(self)
-        field.setAccessibleName(name)
-        field.setAccessibleDescription(tip)
-        grid.addWidget(label, row, column)
-        grid.addWidget(field, row, column + 1, 1, span)
-        return label
-
-    def _decimal(self, least: float, most: float, step: float) -> DoubleSpinBox:
-        box = DoubleSpinBox(self)
-        box.setRange(least, most)
-        box.setSingleStep(step)
-        box.setDecimals(2)
-        box.lineEdit().setTextMargins(*TEXT_MARGINS)
-        box.valueChanged.connect(self._on_edited)
-        return box
-
-    def _whole(self, least: int, most: int) -> SpinBox:
-        box = SpinBox(self)
-        box.setRange(least, most)
-        box.setGroupSeparatorShown(True)
-        box.lineEdit().setTextMargins(*TEXT_MARGINS)
-        box.valueChanged.connect(self._on_edited)
-        return box
+        return push_button(self, text, lambda _on: choose(), kind="segment", checkable=True)
 
 
 def preset_text(preset: Preset | None) -> str:
-    """The name of a preset."""
     if preset is None:
         return translate("Chat", "Custom")
     return {
@@ -523,14 +360,9 @@ def preset_text(preset: Preset | None) -> str:
 
 def thinking_text(thinking: Thinking) -> str:
     """How much a model is to think, in words."""
-    return {
-        "auto": translate("Chat", "As the model does"),
-        "off": translate("Chat", "Off"),
-        "on": translate("Chat", "On"),
-        "low": translate("Chat", "Low"),
-        "medium": translate("Chat", "Medium"),
-        "high": translate("Chat", "High"),
-    }[thinking]
+    kind = next(each.kind for each in settings_of(SamplingParams) if each.key == "thinking")
+    assert isinstance(kind, Choice)
+    return setting_words(kind.names[thinking])
 
 
 def _drawn(sampling: SamplingParams) -> SamplingParams:
@@ -567,14 +399,3 @@ def sampling_words(sampling: SamplingParams) -> str:
 def _short(value: float) -> str:
     """With as many decimals as it has, at most two."""
     return number(value, next(decimals for decimals in range(3) if round(value, decimals) == round(value, 2)))
-
-
-def _joined(texts: Iterable[str]) -> str:
-    """Texts as one line, separated with commas; those within them get a backslash."""
-    return ", ".join(text.replace("\n", "\\n").replace(",", "\\,") for text in texts)
-
-
-def _split(line: str) -> tuple[str, ...]:
-    """The texts of `_joined`; empty ones are left out."""
-    texts = (text.strip().replace("\\,", ",").replace("\\n", "\n") for text in re.split(r"(?<!\\),", line))
-    return tuple(text for text in texts if text)

@@ -29,7 +29,6 @@ def add_shortcut(
 
 
 def native(keys: str) -> str:
-    """Keys as this platform names them."""
     return QKeySequence(keys).toString(QKeySequence.SequenceFormat.NativeText)
 
 

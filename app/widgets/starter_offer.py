@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QProgressBar, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QProgressBar, QWidget
 
 from app.services.starter_download import StarterDownload
-from app.widgets.card import muted_label, set_message
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import muted_label, push_button, set_message, vbox
 from engine.common.settings import STARTER
 
 if TYPE_CHECKING:
@@ -34,14 +34,9 @@ class StarterOffer(QWidget):
         self._bar = QProgressBar(self)
         self._bar.setTextVisible(False)
         self._bar.setAccessibleName(self.tr("Download of the starter model"))
-        self.get_button = QPushButton(self)
-        self.get_button.clicked.connect(self.begin)
-        self.cancel_button = QPushButton(self.tr("Cancel"), self)
-        self.cancel_button.clicked.connect(self._stop)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        for widget in (self.text, self._bar, Flow(self.get_button, self.cancel_button, parent=self)):
-            column.addWidget(widget)
+        self.get_button = push_button(self, do=self.begin)
+        self.cancel_button = push_button(self, self.tr("Cancel"), self._stop)
+        vbox(self.text, self._bar, Flow(self.get_button, self.cancel_button, parent=self), into=self, gap=-1)
         download.began.connect(self._show_begun)
         download.progress.connect(self._on_progress)
         download.ended.connect(self._on_ended)

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Qt, QUrl
+from PySide6.QtCore import QCoreApplication, Qt, QUrl
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QDialog, QDialogButtonBox, QLabel, QLineEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QWidget
 
-from app.theme import scaled
-from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.scaffold import FormDialog, line_edit, muted_label, push_button, set_message, text_label, warning_label
 
 if TYPE_CHECKING:
     from app.services.downloads import Downloads
     from engine.checkpoint.downloads.queue import Download
 
-WIDTH_PX = 480
+translate = QCoreApplication.translate
 
 
-class TokenDialog(QDialog):
+class TokenDialog(FormDialog):
     """Asks for a hub's access token.
 
     Args:
@@ -33,61 +32,37 @@ class TokenDialog(QDialog):
     def __init__(
         self, name: str, page: str, host: str, sentence: str, save: Callable[[str], object], parent: QWidget
     ) -> None:
-        super().__init__(parent)
-        self._save, self._page = save, page
+        super().__init__("", translate("TokenDialog", "Save and download"), parent, width_px=480)
+        self._save = save
         self.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         self.setWindowTitle(self.tr("Access to {0}").format(name))
-        heading = QLabel(self.tr("Its makers ask you to accept their terms first"), self)
-        heading.setProperty("role", "heading")
-        heading.setWordWrap(True)
-        said = warning_label(self)
-        set_message(said, sentence)
-        first = muted_label(
-            self, self.tr("1. Open the page of {0}, sign in, and accept what is asked there.").format(name), role=""
+        refused = warning_label(self)
+        set_message(refused, sentence)
+        first = self.tr("1. Open the page of {0}, sign in, and accept what is asked there.").format(name)
+        self.open_page = push_button(
+            self, self.tr("Open {0}").format(page), lambda: QDesktopServices.openUrl(QUrl(page))
         )
-        self.open_page = QPushButton(self.tr("Open {0}").format(page), self)
-        second = muted_label(
-            self, self.tr("2. Create an access token (reading is enough) in your settings there, and paste it here."),
-            role="",
-        )  # fmt: skip
-        self.field = QLineEdit(self)
-        self.field.setEchoMode(QLineEdit.EchoMode.Password)
-        self.field.setAccessibleName(self.tr("Access token"))
-        self.field.setPlaceholderText(self.tr("Access token"))
-        kept = muted_label(
-            self,
-            self.tr(
-                "It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone."
-            ).format(host),
+        second = self.tr("2. Create an access token (reading is enough) in your settings there, and paste it here.")
+        self.field = line_edit(self, self.tr("Access token"), secret=True, hints=True)
+        for widget in (
+            text_label(self, self.tr("Its makers ask you to accept their terms first"), role="heading", wrap=True),
+            refused,
+            muted_label(self, first, role=""),
+            self.open_page,
+            muted_label(self, second, role=""),
+            self.field,
+        ):
+            self.add_across(widget)
+        kept = self.tr(
+            "It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone."
         )
-        self.buttons = QDialogButtonBox(self)
-        self.save = self.buttons.addButton(self.tr("Save and download"), QDialogButtonBox.ButtonRole.AcceptRole)
-        self.save.setProperty("kind", "primary")
-        self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
+        self.said.setText(kept.format(host))
+        self.save = self.keep
         self.save.setEnabled(False)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(10)
-        for widget in (heading, said, first, self.open_page, second, self.field, kept, self.buttons):
-            column.addWidget(widget)
-        self._fit()
-        self.open_page.clicked.connect(lambda: QDesktopServices.openUrl(QUrl(self._page)))
         self.field.textChanged.connect(lambda text: self.save.setEnabled(bool(text.strip())))
-        self.buttons.accepted.connect(self._on_accepted)
-        self.buttons.rejected.connect(self.reject)
         self.field.setFocus()
 
-    def changeEvent(self, event: QEvent) -> None:
-        super().changeEvent(event)
-        if event.type() == QEvent.Type.StyleChange and self.layout() is not None:
-            self._fit()
-
-    def _fit(self) -> None:
-        """As high as its sentences need at its width."""
-        width = scaled(WIDTH_PX)
-        self.resize(width, self.heightForWidth(width))
-
-    def _on_accepted(self) -> None:
+    def kept(self) -> None:
         token = self.field.text().strip()
         self.field.clear()
         self._save(token)

@@ -301,6 +301,9 @@ CACHE_FIELDS = ("cache_slots", "cache_ways", "cache_policy", "misses", "prefetch
 
 Thinking = Literal["auto", "off", "on", "low", "medium", "high"]
 THINKINGS: tuple[Thinking, ...] = get_args(Thinking)
+_THINKING_NAMES = {
+    "auto": "As the model does", "off": "Off", "on": "On", "low": "Low", "medium": "Medium", "high": "High"
+}  # fmt: skip
 _DRAWN = "how tokens are chosen"
 
 DRY_BREAKERS = ("\n", ":", '"', "*")
@@ -341,74 +344,113 @@ class SamplingParams:
 
     temperature: float = entry(
         0.0,
-        Number(0, 10, whole=False),
+        Number(0, 10, whole=False, step=0.1),
         option="--temperature",
         words="0 always takes the most likely token",
         metavar="X",
         group=_DRAWN,
+        name="Temperature",
+        help="0 always takes the likeliest token; higher is more varied",
     )
     top_k: int = entry(
         0,
-        Number(0, allowed="0 (off) or more"),
+        Number(0, allowed="0 (off) or more", special="off"),
         option="--top-k",
         words="sample from the K most likely tokens; 0 is all",
         metavar="K",
         group=_DRAWN,
+        name="Top-k",
+        help="Sample from the k likeliest tokens",
     )
     top_p: float = entry(
         1.0,
-        Number(_LEAST, 1, f"above 0 and at most 1 (below {_LEAST} counts as 0)", whole=False),
+        Number(_LEAST, 1, f"above 0 and at most 1 (below {_LEAST} counts as 0)", whole=False, step=0.05),
         option="--top-p",
         words="sample from the most likely tokens with total probability P; 1 is all",
         metavar="P",
         group=_DRAWN,
+        name="Top-p",
+        help="Sample from the likeliest tokens with a total probability of p; 1 is off",
     )
     min_p: float = entry(
         0.0,
-        Number(0, 1, "at least 0 and below 1", below=True, whole=False),
+        Number(0, 1, "at least 0 and below 1", below=True, whole=False, step=0.01),
         option="--min-p",
         words="drop tokens less likely than P times the most likely one",
         metavar="P",
         group=_DRAWN,
+        name="Min-p",
+        help="Drop tokens below this share of the likeliest one's probability; 0 is off",
     )
     repetition_penalty: float = entry(
         1.0,
-        Number(_LEAST, 10, f"above 0 and at most 10 (below {_LEAST} counts as 0)", whole=False),
+        Number(_LEAST, 10, f"above 0 and at most 10 (below {_LEAST} counts as 0)", whole=False, step=0.05),
         option="--repetition-penalty",
         words="above 1 makes repetition less likely",
         metavar="X",
         group=_DRAWN,
+        name="Repetition penalty",
+        help="Above 1, tokens already used become less likely; 1 is off",
     )
     seed: int | None = entry(
         None,
-        Number(0, 2**63 - 1, "a whole number from 0 to 9223372036854775807"),
+        Number(0, 2**63 - 1, "a whole number from 0 to 9223372036854775807", special="random"),
         option="--seed",
         words="the same seed gives the same answer on the same machine",
         metavar="S",
         group=_DRAWN,
+        name="Seed",
+        help="The same seed gives the same answer to the same chat",
     )
     stop: tuple[str, ...] = entry(
-        (), Texts(), option="--stop", words="end an answer before S; may be repeated", metavar="S", group=_DRAWN
+        (),
+        Texts(),
+        option="--stop",
+        words="end an answer before S; may be repeated",
+        metavar="S",
+        group=_DRAWN,
+        name="Stop strings",
+        help="An answer ends before the first of these",
     )
     max_tokens: int = entry(
-        512, Number(1), option="--max-tokens", words="longest answer (default 512)", metavar="N", group=_DRAWN
+        512,
+        Number(1),
+        option="--max-tokens",
+        words="longest answer (default 512)",
+        metavar="N",
+        group=_DRAWN,
+        name="Max tokens",
+        help="Answers stop at this length",
     )
-    beams: int = entry(1, Number(1, 64), option="--beams", words="beam search with width B", metavar="B", group=_DRAWN)
+    beams: int = entry(
+        1,
+        Number(1, 64),
+        option="--beams",
+        words="beam search with width B",
+        metavar="B",
+        group=_DRAWN,
+        name="Beams",
+        help="Beam search if above 1; ignores temperature, top-k, top-p and min-p",
+    )
     dry_multiplier: float = entry(
         0.0,
-        Number(0, 100, "between 0 (off) and 100", whole=False),
+        Number(0, 100, "between 0 (off) and 100", whole=False, step=0.1),
         option="--dry-multiplier",
         words='strength of DRY ("don\'t repeat yourself"), which ends loops; 0 is off, 0.8 is usual',
         metavar="X",
         group=_DRAWN,
+        name="Loop guard",
+        help="Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual",
     )
     dry_base: float = entry(
         1.75,
-        Number(1, 10, whole=False),
+        Number(1, 10, whole=False, step=0.05),
         option="--dry-base",
         words="how fast DRY grows with each repeated token (default 1.75)",
         metavar="X",
         group=_DRAWN,
+        name="Guard: growth",
+        help="How much stronger the loop guard gets with each repeated token",
     )
     dry_allowed_length: int = entry(
         2,
@@ -417,14 +459,18 @@ class SamplingParams:
         words="repetitions shorter than N tokens are free of DRY (default 2)",
         metavar="N",
         group=_DRAWN,
+        name="Guard: length",
+        help="Repetitions shorter than this many tokens are free",
     )
     dry_range: int = entry(
         -1,
-        Number(-1, allowed="-1 (the answer), 0 (off) or more"),
+        Number(-1, allowed="-1 (the answer), 0 (off) or more", special="answer"),
         option="--dry-range",
         words="DRY searches the last N tokens; -1 is the answer itself (default), 0 is off",
         metavar="N",
         group=_DRAWN,
+        name="Guard: range",
+        help="How many of the last tokens, earlier messages included, are searched; by default only the answer",
     )
     dry_breakers: tuple[str, ...] = entry(
         DRY_BREAKERS,
@@ -434,17 +480,31 @@ class SamplingParams:
         "colon, double quote, asterisk)",
         metavar="S",
         group=_DRAWN,
+        name="Guard: ends at",
+        help="Repetitions are not followed across these texts; \\n is a line break",
     )
-    presence_penalty: float = entry(0.0, Number(-2, 2, whole=False))
-    frequency_penalty: float = entry(0.0, Number(-2, 2, whole=False))
+    presence_penalty: float = entry(
+        0.0,
+        Number(-2, 2, whole=False, step=0.1),
+        name="Presence penalty",
+        help="Makes every token that the answer has already less likely, once; 0 is off",
+    )
+    frequency_penalty: float = entry(
+        0.0,
+        Number(-2, 2, whole=False, step=0.1),
+        name="Frequency penalty",
+        help="Makes tokens less likely with each time that the answer has them already; 0 is off",
+    )
     logit_bias: tuple[tuple[int, float], ...] = ()
     thinking: Thinking = entry(
         "auto",
-        Choice(THINKINGS),
+        Choice(THINKINGS, _THINKING_NAMES),
         option="--thinking",
         words="whether, and how much, the model thinks before it answers, if its chat template can tell it "
         "(default: auto, as the model does)",
         group=_DRAWN,
+        name="Thinking",
+        help="Whether the model reasons before it answers; its thoughts count as tokens of the answer",
     )
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from pathlib import Path
 from engine.common.files import Lock, new_folder, private_folder, write_private
 from engine.common.keyring_store import ask_keyring, tell_keyring
 from engine.common.paths import cache_dir, config_dir
+from engine.common.schema import Number, Switch, entry
 
 SUFFIX = ".kept"
 PART = ".part"
@@ -50,8 +51,21 @@ class KeptContextSettings:
         disk_bytes: the most that it takes there, of all models together.
     """
 
-    on_disk: bool = True
-    disk_bytes: int = STANDARD_BYTES
+    on_disk: bool = entry(
+        True,
+        Switch(),
+        name="Keep chats' computed context on disk",
+        help="A chat then goes on at once after another one or a restart: what the model has read need not be read "
+        "again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in "
+        "the system's keyring; where there is none it is a file beside the settings, and whoever can read your "
+        "files can decrypt it. Turning this off removes what is kept.",
+    )
+    disk_bytes: int = entry(
+        STANDARD_BYTES,
+        Number(LEAST_BYTES, MOST_BYTES, common=tuple(each * 10**9 for each in (1, 2, 4, 8, 16, 32, 64)), unit="bytes"),
+        name="At most",
+        help="What was of no use for longest is removed first. 2 GB of the disk always stay free.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,7 @@ class Number:
     whole: bool = True
     step: float = 1
     common: tuple[int, ...] = ()
-    unit: Literal["", "px", "minutes"] = ""
+    unit: Literal["", "px", "minutes", "bytes"] = ""
     special: str = ""
 
     def holds(self, value: float) -> bool:

@@ -98,6 +98,8 @@ class WindowSettings:
         help="The model stays in memory, and answers and batch jobs go on. Quit from the icon’s menu or with Ctrl+Q.",
         card=TRAY_CARD,
     )
+    memory_folded = Setting(default=False, kind=Switch())
+    """Whether the sidebar shows one bar of the memory only."""
     window_geometry = Setting("", Text())
     """`QWidget.saveGeometry()` in base64; empty before the first close."""
 

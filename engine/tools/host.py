@@ -203,7 +203,6 @@ class Host:
         self._requests: dict[int, asyncio.Task[None]] = {}
 
     def take(self, asked: dict[str, Any]) -> None:
-        """Begins what was asked for."""
         number = asked.get("id")
         if "stop" in asked:
             self._stop(str(asked["stop"]))

@@ -283,6 +283,22 @@ negativ</translation>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>Zeile {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} Token</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>Die Zeile: {0}.</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>(eine leere Antwort)</translation>
+        </message>
+        <message>
             <source>Files of prompts</source>
             <translation>Dateien mit Prompts</translation>
         </message>
@@ -297,6 +313,82 @@ negativ</translation>
         <message>
             <source>d MMM yyyy</source>
             <translation>d. MMM yyyy</translation>
+        </message>
+        <message>
+            <source>One row</source>
+            <translation>Eine Zeile</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} bis {1} Token/s</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>fertig zwischen {0} und {1}</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>fertig etwa {0}</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>An den Probezeilen gemessen, ±{0}.</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>fertig bis {0}, selbst wenn jede Antwort alle {1} Token braucht</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>Vorhergesagt, ±{0}; eine Probe der ersten Zeilen ist genauer.</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>Eine Zeile nach der anderen: {0} Token/s.</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>Zeilen werden einzeln beantwortet</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>{0} Zeilen teilen sich jedes Laden der Gewichte einer Schicht</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>Gemessen: {2} Token/s, langsamer als die vorhergesagten {0} bis {1}: Vielleicht sind andere Programme beschäftigt, oder Zeilen sind länger als die ersten. Die Restzeit beruht auf der Messung.</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>Gemessen: {2} Token/s, schneller als die vorhergesagten {0} bis {1}. Die Restzeit beruht auf der Messung.</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>Erwartet: {0} bis {1} Token/s.</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>Begrenzt durch die Rechenleistung der CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>Begrenzt durch das Lesen der Gewichte aus dem RAM.</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>Begrenzt durch die Attention auf der CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>Begrenzt durch das Lesen von Experten vom Datenträger.</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>Begrenzt durch die Verbindung zur Grafikkarte.</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>Begrenzt durch die Rechenleistung der GPU.</translation>
         </message>
         <message>
             <source>running</source>
@@ -367,14 +459,6 @@ negativ</translation>
         <message>
             <source>done by {0} at the latest</source>
             <translation>fertig spätestens {0}</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>fertig etwa {0}</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>fertig zwischen {0} und {1}</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -564,90 +648,6 @@ negativ</translation>
                 <numerusform>{0} Zeile dauerte {1} s, bei {2} Token/s.</numerusform>
                 <numerusform>{0} Zeilen dauerten {1} s, bei {2} Token/s.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>Eine Zeile</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} bis {1} Token/s</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>An den Probezeilen gemessen, ±{0}.</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>fertig bis {0}, selbst wenn jede Antwort alle {1} Token braucht</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>Vorhergesagt, ±{0}; eine Probe der ersten Zeilen ist genauer.</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>Eine Zeile nach der anderen: {0} Token/s.</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>Zeilen werden einzeln beantwortet</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>{0} Zeilen teilen sich jedes Laden der Gewichte einer Schicht</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>Gemessen: {2} Token/s, langsamer als die vorhergesagten {0} bis {1}: Vielleicht sind andere Programme beschäftigt, oder Zeilen sind länger als die ersten. Die Restzeit beruht auf der Messung.</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>Gemessen: {2} Token/s, schneller als die vorhergesagten {0} bis {1}. Die Restzeit beruht auf der Messung.</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>Erwartet: {0} bis {1} Token/s.</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>Begrenzt durch die Rechenleistung der CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>Begrenzt durch das Lesen der Gewichte aus dem RAM.</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>Begrenzt durch die Attention auf der CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>Begrenzt durch das Lesen von Experten vom Datenträger.</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>Begrenzt durch die Verbindung zur Grafikkarte.</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>Begrenzt durch die Rechenleistung der GPU.</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>Zeile {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} Token</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>Die Zeile: {0}.</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>(eine leere Antwort)</translation>
         </message>
     </context>
     <context>
@@ -1191,6 +1191,58 @@ negativ</translation>
             <translation>Das Modell hat keine Zusammenfassung geschrieben: Lassen Sie die ältesten Nachrichten weg oder versuchen Sie ein anderes Modell.</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>Ordner anhängen</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>Bilder ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>Alle Dateien (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>Dateien anhängen</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>Markdown und JSON aller Chats (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown, wie angezeigt (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF, wie angezeigt (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Webseite, wie angezeigt (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON mit allen Versionen und Verzweigungen (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Switchyard-Chats</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>Exportieren</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Chats von Switchyard, ChatGPT und LM Studio (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>Chats importieren</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>Der Import wurde abgebrochen; was bis dahin importiert wurde, bleibt.</translation>
         </message>
@@ -1330,8 +1382,16 @@ negativ</translation>
             <translation>Frühere Nachrichten zusammenfassen</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>Das Modell fasst sie zusammen und liest stattdessen die Zusammenfassung.</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>Die ältesten weglassen</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>Das Modell liest nichts davon; sie bleiben erhalten.</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1350,68 +1410,8 @@ negativ</translation>
             <translation>Abbrechen</translation>
         </message>
         <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>Das Modell fasst sie zusammen und liest stattdessen die Zusammenfassung.</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>Das Modell liest nichts davon; sie bleiben erhalten.</translation>
-        </message>
-        <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>Die früheren Nachrichten wurden nicht zusammengefasst: {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>Markdown und JSON aller Chats (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown, wie angezeigt (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF, wie angezeigt (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Webseite, wie angezeigt (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON mit allen Versionen und Verzweigungen (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>Exportieren</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Switchyard-Chats</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Chats von Switchyard, ChatGPT und LM Studio (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>Chats importieren</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>Alle Dateien (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>Bilder ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>Ordner anhängen</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>Dateien anhängen</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -1863,30 +1863,6 @@ negativ</translation>
         <message>
             <source>Creative</source>
             <translation>Kreativ</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>Wie vom Modell vorgesehen</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>Aus</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>Ein</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>Niedrig</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>Mittel</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>Hoch</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -2871,10 +2847,6 @@ negativ</translation>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>Ziehen Sie eine Datei mit Prompts hierher</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>Jede Zeile wird beantwortet, viele auf einmal. Die Ergebnisdatei behält die Spalten der Eingabe.</translation>
         </message>
@@ -2889,6 +2861,10 @@ negativ</translation>
         <message>
             <source>Choose a folder…</source>
             <translation>Ordner wählen…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>Ziehen Sie eine Datei mit Prompts hierher</translation>
         </message>
     </context>
     <context>
@@ -3440,12 +3416,12 @@ negativ</translation>
             <translation>Spiegelserver und Proxy…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>Dateien der Engine</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>Dateien der Engine (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>Dateien der Engine</translation>
         </message>
     </context>
     <context>
@@ -4191,12 +4167,12 @@ negativ</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>Herunterladen nach</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>Ordner für Downloads</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>Herunterladen nach</translation>
         </message>
         <message>
             <source>Library</source>
@@ -4502,22 +4478,6 @@ negativ</translation>
         <message>
             <source>Continuing chats</source>
             <translation>Chats fortsetzen</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>Berechneten Kontext von Chats auf dem Datenträger behalten</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>Ein Chat geht dann nach einem anderen oder nach einem Neustart sofort weiter: Was das Modell gelesen hat, muss es nicht noch einmal lesen. Die Daten entstehen aus Ihren Prompts und Antworten, sind verschlüsselt und werden mit ihrem Chat gelöscht. Der Schlüssel liegt im Schlüsselbund des Systems; wo es keinen gibt, in einer Datei neben den Einstellungen, und wer Ihre Dateien lesen kann, kann sie entschlüsseln. Beim Ausschalten wird das Behaltene gelöscht.</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>Höchstens</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>Was am längsten nichts genützt hat, wird zuerst gelöscht. 2 GB des Datenträgers bleiben immer frei.</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -4890,6 +4850,10 @@ negativ</translation>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>Speicher</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4900,6 +4864,14 @@ negativ</translation>
         <message>
             <source>No GPU in use</source>
             <translation>Keine GPU in Gebrauch</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>Zeigen, was den Speicher belegt</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>Speicher zu einem Balken zusammenklappen</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -6699,12 +6671,12 @@ negativ</translation>
             <translation>Zurück</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>Name</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>Name des Prompts</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Name</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7424,158 +7396,6 @@ negativ</translation>
             <translation>Für neue Chats verwenden</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>aus</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>Antwort</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>zufällig</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>keine; mit Kommas trennen</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>Temperatur</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 nimmt immer das wahrscheinlichste Token; höher ist abwechslungsreicher</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>Aus den k wahrscheinlichsten Token wählen</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>Aus den wahrscheinlichsten Token mit der Gesamtwahrscheinlichkeit p wählen; 1 ist aus</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>Token unter diesem Anteil der Wahrscheinlichkeit des wahrscheinlichsten weglassen; 0 ist aus</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>Wiederholungsstrafe</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>Über 1 werden schon benutzte Token unwahrscheinlicher; 1 ist aus</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>Präsenzstrafe</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>Macht jedes Token, das die Antwort schon enthält, einmal unwahrscheinlicher; 0 ist aus</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>Häufigkeitsstrafe</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>Macht Token mit jedem Mal unwahrscheinlicher, das die Antwort sie schon enthält; 0 ist aus</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>Schleifenschutz</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>Beendet Schleifen (DRY): Was früheren Text wiederholen würde, wird unwahrscheinlicher; 0 ist aus, 0,8 ist üblich</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>Schutz: Zunahme</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>Um wie viel der Schleifenschutz mit jedem wiederholten Token stärker wird</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>Schutz: Länge</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>Wiederholungen unter dieser Zahl von Token sind frei</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>Schutz: Bereich</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>Wie viele der letzten Token durchsucht werden, frühere Nachrichten eingeschlossen; normalerweise nur die Antwort</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>Max. Token</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>Antworten enden bei dieser Länge</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>Beams</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>Beam-Suche, wenn größer als 1; Temperatur, Top-k, Top-p und Min-p gelten dann nicht</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>Startwert</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>Derselbe Startwert ergibt im selben Chat dieselbe Antwort</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>Nachdenken</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>Ob das Modell nachdenkt, bevor es antwortet; seine Gedanken zählen als Token der Antwort</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>Schutz: endet bei</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>Wiederholungen werden nicht über diese Texte hinweg verfolgt; \n ist ein Zeilenumbruch</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>Stopptexte</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>Eine Antwort endet vor dem ersten davon</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>Das Modell schlägt nichts vor: {0}</translation>
         </message>
@@ -7751,6 +7571,14 @@ negativ</translation>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>Speichern</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Testen</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>Server hinzufügen</translation>
         </message>
@@ -7767,16 +7595,16 @@ negativ</translation>
             <translation>wie sein Host</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>Schlüssel</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>keine</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>wie gespeichert</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>Schlüssel</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7835,16 +7663,12 @@ negativ</translation>
             <translation>Zertifikat vertrauen…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>Testen</translation>
+            <source>Per million tokens read</source>
+            <translation>Pro Million gelesene Token</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>Speichern</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Abbrechen</translation>
+            <source>Per million tokens written</source>
+            <translation>Pro Million geschriebene Token</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7853,14 +7677,6 @@ negativ</translation>
         <message>
             <source>Chosen in each chat</source>
             <translation>In jedem Chat gewählt</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>Pro Million gelesene Token</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>Pro Million geschriebene Token</translation>
         </message>
         <message>
             <source>Less</source>
@@ -7907,12 +7723,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Vertrauen</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>Das Zertifikat des Servers</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>Zertifikate (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>Das Zertifikat des Servers</translation>
         </message>
     </context>
     <context>
@@ -8474,6 +8290,186 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>Einmal täglich, beim Start. Über Sie wird nichts gesendet, und nichts wird ungefragt heruntergeladen.</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>Temperatur</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 nimmt immer das wahrscheinlichste Token; höher ist abwechslungsreicher</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>Aus den k wahrscheinlichsten Token wählen</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>aus</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>Aus den wahrscheinlichsten Token mit der Gesamtwahrscheinlichkeit p wählen; 1 ist aus</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>Token unter diesem Anteil der Wahrscheinlichkeit des wahrscheinlichsten weglassen; 0 ist aus</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>Wiederholungsstrafe</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>Über 1 werden schon benutzte Token unwahrscheinlicher; 1 ist aus</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>Startwert</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>Derselbe Startwert ergibt im selben Chat dieselbe Antwort</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>zufällig</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>Stopptexte</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>Eine Antwort endet vor dem ersten davon</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>Max. Token</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>Antworten enden bei dieser Länge</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>Beams</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>Beam-Suche, wenn größer als 1; Temperatur, Top-k, Top-p und Min-p gelten dann nicht</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>Schleifenschutz</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>Beendet Schleifen (DRY): Was früheren Text wiederholen würde, wird unwahrscheinlicher; 0 ist aus, 0,8 ist üblich</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>Schutz: Zunahme</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>Um wie viel der Schleifenschutz mit jedem wiederholten Token stärker wird</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>Schutz: Länge</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>Wiederholungen unter dieser Zahl von Token sind frei</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>Schutz: Bereich</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>Wie viele der letzten Token durchsucht werden, frühere Nachrichten eingeschlossen; normalerweise nur die Antwort</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>Antwort</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>Schutz: endet bei</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>Wiederholungen werden nicht über diese Texte hinweg verfolgt; \n ist ein Zeilenumbruch</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>Präsenzstrafe</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>Macht jedes Token, das die Antwort schon enthält, einmal unwahrscheinlicher; 0 ist aus</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>Häufigkeitsstrafe</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>Macht Token mit jedem Mal unwahrscheinlicher, das die Antwort sie schon enthält; 0 ist aus</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>Nachdenken</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>Ob das Modell nachdenkt, bevor es antwortet; seine Gedanken zählen als Token der Antwort</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>Wie vom Modell vorgesehen</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>Niedrig</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>Mittel</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>Hoch</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>Berechneten Kontext von Chats auf dem Datenträger behalten</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>Ein Chat geht dann nach einem anderen oder nach einem Neustart sofort weiter: Was das Modell gelesen hat, muss es nicht noch einmal lesen. Die Daten entstehen aus Ihren Prompts und Antworten, sind verschlüsselt und werden mit ihrem Chat gelöscht. Der Schlüssel liegt im Schlüsselbund des Systems; wo es keinen gibt, in einer Datei neben den Einstellungen, und wer Ihre Dateien lesen kann, kann sie entschlüsseln. Beim Ausschalten wird das Behaltene gelöscht.</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>Höchstens</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>Was am längsten nichts genützt hat, wird zuerst gelöscht. 2 GB des Datenträgers bleiben immer frei.</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8523,6 +8519,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>at most {0}</source>
             <translation>höchstens {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>keine; mit Kommas trennen</translation>
         </message>
     </context>
     <context>
@@ -8695,12 +8695,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>Behaltene Experten</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>In dieser Stufe behaltene Experten</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>Behaltene Experten</translation>
         </message>
         <message>
             <source>Resize</source>
@@ -9219,6 +9219,14 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0} von {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>wartet auf {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>geschrieben auf {0} ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>Obergrenze {0} GB/s</translation>
         </message>
@@ -9241,14 +9249,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} auf der CPU</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>wartet auf {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>geschrieben auf {0} ×{1}</translation>
         </message>
     </context>
     <context>
@@ -9469,12 +9469,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>Zugriff auf {0}</translation>
+            <source>Save and download</source>
+            <translation>Speichern und herunterladen</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>Die Entwickler verlangen zuerst Ihre Zustimmung zu ihren Bedingungen</translation>
+            <source>Access to {0}</source>
+            <translation>Zugriff auf {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9493,16 +9493,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Zugriffstoken</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>Die Entwickler verlangen zuerst Ihre Zustimmung zu ihren Bedingungen</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>Es kommt in den Schlüsselbund des Systems oder gilt, wo es keinen gibt, nur bis zum Beenden, und wird nur an {0} gesendet.</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>Speichern und herunterladen</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Abbrechen</translation>
         </message>
     </context>
     <context>
@@ -9518,6 +9514,14 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>Behalten</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Testen</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>Server mit Werkzeugen hinzufügen</translation>
@@ -9553,18 +9557,6 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
         <message>
             <source>or JSON</source>
             <translation>oder JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>Testen</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>Behalten</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Abbrechen</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>

@@ -283,6 +283,22 @@ negativo</translation>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>Fila {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} tokens</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>La fila: {0}.</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>(respuesta vacía)</translation>
+        </message>
+        <message>
             <source>Files of prompts</source>
             <translation>Archivos de prompts</translation>
         </message>
@@ -297,6 +313,82 @@ negativo</translation>
         <message>
             <source>d MMM yyyy</source>
             <translation>d MMM yyyy</translation>
+        </message>
+        <message>
+            <source>One row</source>
+            <translation>Una fila</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} a {1} tokens/s</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>listo entre {0} y {1}</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>listo hacia {0}</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>Medido con las filas de prueba, ±{0}.</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>listo a las {0} aunque cada respuesta use sus {1} tokens</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>Previsto, ±{0}; una prueba de las primeras filas es más exacta.</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>Una fila cada vez: {0} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>Las filas se responden de una en una</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>{0} filas comparten cada carga de los pesos de una capa</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>Medido: {2} tokens/s, más lento que los {0} a {1} previstos: quizá haya otros programas ocupados o filas más largas que las primeras. El tiempo restante se basa en la velocidad medida.</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>Medido: {2} tokens/s, más rápido que los {0} a {1} previstos. El tiempo restante se basa en la velocidad medida.</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>Esperado: {0} a {1} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>Limitado por el cálculo de la CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>Limitado por la lectura de pesos de la RAM.</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>Limitado por la atención en la CPU.</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>Limitado por la lectura de expertos del disco.</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>Limitado por el enlace con la tarjeta.</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>Limitado por el cálculo de la GPU.</translation>
         </message>
         <message>
             <source>running</source>
@@ -367,14 +459,6 @@ negativo</translation>
         <message>
             <source>done by {0} at the latest</source>
             <translation>listo a más tardar {0}</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>listo hacia {0}</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>listo entre {0} y {1}</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -564,90 +648,6 @@ negativo</translation>
                 <numerusform>{0} fila tardó {1} s, a {2} tokens/s.</numerusform>
                 <numerusform>{0} filas tardaron {1} s, a {2} tokens/s.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>Una fila</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} a {1} tokens/s</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>Medido con las filas de prueba, ±{0}.</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>listo a las {0} aunque cada respuesta use sus {1} tokens</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>Previsto, ±{0}; una prueba de las primeras filas es más exacta.</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>Una fila cada vez: {0} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>Las filas se responden de una en una</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>{0} filas comparten cada carga de los pesos de una capa</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>Medido: {2} tokens/s, más lento que los {0} a {1} previstos: quizá haya otros programas ocupados o filas más largas que las primeras. El tiempo restante se basa en la velocidad medida.</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>Medido: {2} tokens/s, más rápido que los {0} a {1} previstos. El tiempo restante se basa en la velocidad medida.</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>Esperado: {0} a {1} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>Limitado por el cálculo de la CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>Limitado por la lectura de pesos de la RAM.</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>Limitado por la atención en la CPU.</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>Limitado por la lectura de expertos del disco.</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>Limitado por el enlace con la tarjeta.</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>Limitado por el cálculo de la GPU.</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>Fila {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} tokens</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>La fila: {0}.</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>(respuesta vacía)</translation>
         </message>
     </context>
     <context>
@@ -1191,6 +1191,58 @@ negativo</translation>
             <translation>El modelo no escribió ningún resumen: omita los mensajes más antiguos o pruebe con otro modelo.</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>Adjuntar una carpeta</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>Imágenes ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>Todos los archivos (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>Adjuntar archivos</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>Markdown y JSON de todos los chats (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown, como se muestra (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF, como se muestra (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Página web, como se muestra (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON, con todas las versiones y ramas (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Chats de Switchyard</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>Exportar</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Chats de Switchyard, ChatGPT y LM Studio (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>Importar chats</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>Se canceló la importación; lo importado hasta entonces permanece.</translation>
         </message>
@@ -1330,8 +1382,16 @@ negativo</translation>
             <translation>Resumir los mensajes anteriores</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>El modelo los resume y lee el resumen en su lugar.</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>Omitir los más antiguos</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>El modelo no lee nada de ellos; se conservan.</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1350,68 +1410,8 @@ negativo</translation>
             <translation>Cancelar</translation>
         </message>
         <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>El modelo los resume y lee el resumen en su lugar.</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>El modelo no lee nada de ellos; se conservan.</translation>
-        </message>
-        <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>No se resumieron los mensajes anteriores: {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>Markdown y JSON de todos los chats (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown, como se muestra (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF, como se muestra (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Página web, como se muestra (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON, con todas las versiones y ramas (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>Exportar</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Chats de Switchyard</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Chats de Switchyard, ChatGPT y LM Studio (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>Importar chats</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>Todos los archivos (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>Imágenes ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>Adjuntar una carpeta</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>Adjuntar archivos</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -1863,30 +1863,6 @@ negativo</translation>
         <message>
             <source>Creative</source>
             <translation>Creativo</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>Como disponga el modelo</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>Desactivado</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>Activado</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>Bajo</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>Medio</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>Alto</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -2871,10 +2847,6 @@ negativo</translation>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>Suelte aquí un archivo de prompts</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>Se responde cada fila, muchas a la vez. El archivo de resultado conserva las columnas de la entrada.</translation>
         </message>
@@ -2889,6 +2861,10 @@ negativo</translation>
         <message>
             <source>Choose a folder…</source>
             <translation>Elegir una carpeta…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>Suelte aquí un archivo de prompts</translation>
         </message>
     </context>
     <context>
@@ -3440,12 +3416,12 @@ negativo</translation>
             <translation>Réplica y proxy…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>Los archivos del motor</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>Los archivos del motor (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>Los archivos del motor</translation>
         </message>
     </context>
     <context>
@@ -4191,12 +4167,12 @@ negativo</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>Descargar en</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>Carpeta de las descargas</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>Descargar en</translation>
         </message>
         <message>
             <source>Library</source>
@@ -4502,22 +4478,6 @@ negativo</translation>
         <message>
             <source>Continuing chats</source>
             <translation>Continuación de chats</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>Guardar en disco el contexto calculado de los chats</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>Así un chat continúa al instante después de otro o de un reinicio: lo que el modelo ha leído no hay que leerlo otra vez. Se compone de sus prompts y respuestas, está cifrado y se elimina con su chat. La clave está en el llavero del sistema; si no lo hay, es un archivo junto a la configuración, y quien pueda leer sus archivos podrá descifrarlo. Al desactivarlo se elimina lo guardado.</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>Como máximo</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>Lo que lleva más tiempo sin servir se elimina primero. Siempre quedan libres 2 GB del disco.</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -4890,6 +4850,10 @@ negativo</translation>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>Memoria</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4900,6 +4864,14 @@ negativo</translation>
         <message>
             <source>No GPU in use</source>
             <translation>No se usa ninguna GPU</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>Mostrar qué ocupa la memoria</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>Plegar la memoria en una barra</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -6699,12 +6671,12 @@ negativo</translation>
             <translation>Atrás</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>Nombre</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>Nombre del prompt</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Nombre</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7424,158 +7396,6 @@ negativo</translation>
             <translation>Usar en chats nuevos</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>desactivado</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>respuesta</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>aleatoria</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>ninguno; sepárelos con comas</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>Temperatura</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 toma siempre el token más probable; más alto es más variado</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>Elegir entre los k tokens más probables</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>Elegir entre los tokens más probables con una probabilidad total de p; 1 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>Descartar tokens por debajo de esta parte de la probabilidad del más probable; 0 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>Penal. repetición</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>Por encima de 1, los tokens ya usados son menos probables; 1 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>Penal. presencia</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>Hace menos probable, una vez, cada token que la respuesta ya tiene; 0 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>Penal. frecuencia</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>Hace menos probable un token por cada vez que la respuesta ya lo tiene; 0 lo desactiva</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>Antibucles</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>Acaba con los bucles (DRY): lo que repetiría texto anterior es menos probable; 0 lo desactiva, 0,8 es habitual</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>Bucles: aumento</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>Cuánto se refuerza el antibucles con cada token repetido</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>Bucles: longitud</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>Las repeticiones más cortas que este número de tokens son libres</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>Bucles: alcance</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>Cuántos de los últimos tokens se examinan, con los mensajes anteriores; de forma predeterminada, solo la respuesta</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>Tokens máx.</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>Las respuestas terminan con esta longitud</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>Haces</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>Búsqueda por haz si es mayor que 1; ignora temperatura, top-k, top-p y min-p</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>Semilla</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>La misma semilla da la misma respuesta en el mismo chat</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>Razonamiento</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>Si el modelo razona antes de responder; sus pensamientos cuentan como tokens de la respuesta</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>Bucles: acaba en</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>Las repeticiones no se siguen más allá de estos textos; \n es un salto de línea</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>Textos de parada</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>Una respuesta termina antes del primero de ellos</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>El modelo no sugiere nada: {0}</translation>
         </message>
@@ -7751,6 +7571,14 @@ negativo</translation>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>Guardar</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Probar</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>Añadir un servidor</translation>
         </message>
@@ -7767,16 +7595,16 @@ negativo</translation>
             <translation>igual que su host</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>Clave</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>ninguno</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>tal como está guardada</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>Clave</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7835,16 +7663,12 @@ negativo</translation>
             <translation>Confiar en su certificado…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>Probar</translation>
+            <source>Per million tokens read</source>
+            <translation>Por millón de tokens leídos</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>Guardar</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Cancelar</translation>
+            <source>Per million tokens written</source>
+            <translation>Por millón de tokens escritos</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7853,14 +7677,6 @@ negativo</translation>
         <message>
             <source>Chosen in each chat</source>
             <translation>Se elige en cada chat</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>Por millón de tokens leídos</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>Por millón de tokens escritos</translation>
         </message>
         <message>
             <source>Less</source>
@@ -7907,12 +7723,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Confiar</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>El certificado del servidor</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>Certificados (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>El certificado del servidor</translation>
         </message>
     </context>
     <context>
@@ -8474,6 +8290,186 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>Una vez al día, al iniciar. No se envía nada sobre usted ni se descarga nada sin preguntar.</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>Temperatura</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 toma siempre el token más probable; más alto es más variado</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>Elegir entre los k tokens más probables</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>desactivado</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>Elegir entre los tokens más probables con una probabilidad total de p; 1 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>Descartar tokens por debajo de esta parte de la probabilidad del más probable; 0 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>Penal. repetición</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>Por encima de 1, los tokens ya usados son menos probables; 1 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>Semilla</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>La misma semilla da la misma respuesta en el mismo chat</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>aleatoria</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>Textos de parada</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>Una respuesta termina antes del primero de ellos</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>Tokens máx.</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>Las respuestas terminan con esta longitud</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>Haces</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>Búsqueda por haz si es mayor que 1; ignora temperatura, top-k, top-p y min-p</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>Antibucles</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>Acaba con los bucles (DRY): lo que repetiría texto anterior es menos probable; 0 lo desactiva, 0,8 es habitual</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>Bucles: aumento</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>Cuánto se refuerza el antibucles con cada token repetido</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>Bucles: longitud</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>Las repeticiones más cortas que este número de tokens son libres</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>Bucles: alcance</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>Cuántos de los últimos tokens se examinan, con los mensajes anteriores; de forma predeterminada, solo la respuesta</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>respuesta</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>Bucles: acaba en</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>Las repeticiones no se siguen más allá de estos textos; \n es un salto de línea</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>Penal. presencia</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>Hace menos probable, una vez, cada token que la respuesta ya tiene; 0 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>Penal. frecuencia</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>Hace menos probable un token por cada vez que la respuesta ya lo tiene; 0 lo desactiva</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>Razonamiento</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>Si el modelo razona antes de responder; sus pensamientos cuentan como tokens de la respuesta</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>Como disponga el modelo</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>Bajo</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>Medio</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>Alto</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>Guardar en disco el contexto calculado de los chats</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>Así un chat continúa al instante después de otro o de un reinicio: lo que el modelo ha leído no hay que leerlo otra vez. Se compone de sus prompts y respuestas, está cifrado y se elimina con su chat. La clave está en el llavero del sistema; si no lo hay, es un archivo junto a la configuración, y quien pueda leer sus archivos podrá descifrarlo. Al desactivarlo se elimina lo guardado.</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>Como máximo</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>Lo que lleva más tiempo sin servir se elimina primero. Siempre quedan libres 2 GB del disco.</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8523,6 +8519,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>at most {0}</source>
             <translation>como mucho {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>ninguno; sepárelos con comas</translation>
         </message>
     </context>
     <context>
@@ -8695,12 +8695,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>Expertos guardados</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>Expertos guardados en este nivel</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>Expertos guardados</translation>
         </message>
         <message>
             <source>Resize</source>
@@ -9219,6 +9219,14 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>{0} de {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>esperando a {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>escrito en {0} ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>tope {0} GB/s</translation>
         </message>
@@ -9241,14 +9249,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} en la CPU</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>esperando a {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>escrito en {0} ×{1}</translation>
         </message>
     </context>
     <context>
@@ -9469,12 +9469,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>Acceso a {0}</translation>
+            <source>Save and download</source>
+            <translation>Guardar y descargar</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>Sus autores piden aceptar antes sus condiciones</translation>
+            <source>Access to {0}</source>
+            <translation>Acceso a {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9493,16 +9493,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Token de acceso</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>Sus autores piden aceptar antes sus condiciones</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>Se guarda en el llavero del sistema o, si no lo hay, solo durante esta ejecución, y se envía únicamente a {0}.</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>Guardar y descargar</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Cancelar</translation>
         </message>
     </context>
     <context>
@@ -9518,6 +9514,14 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>Guardar</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Probar</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>Añadir un servidor de herramientas</translation>
@@ -9553,18 +9557,6 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
         <message>
             <source>or JSON</source>
             <translation>o JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>Probar</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>Guardar</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Cancelar</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>

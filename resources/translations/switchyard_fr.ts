@@ -283,6 +283,22 @@ négatif</translation>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>Ligne {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} tokens</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>La ligne : {0}.</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>(réponse vide)</translation>
+        </message>
+        <message>
             <source>Files of prompts</source>
             <translation>Fichiers de prompts</translation>
         </message>
@@ -297,6 +313,82 @@ négatif</translation>
         <message>
             <source>d MMM yyyy</source>
             <translation>d MMM yyyy</translation>
+        </message>
+        <message>
+            <source>One row</source>
+            <translation>Une ligne</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} à {1} tokens/s</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>fini entre {0} et {1}</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>fini vers {0}</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>Mesuré sur les lignes d’essai, ±{0}.</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>fini à {0}, même si chaque réponse prend tous ses {1} tokens</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>Prévu, ±{0} ; un essai des premières lignes est plus précis.</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>Une ligne à la fois : {0} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>Les lignes sont traitées une par une</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>{0} lignes se partagent chaque chargement des poids d’une couche</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>Mesuré : {2} tokens/s, plus lent que les {0} à {1} prévus : d’autres programmes sont peut-être actifs, ou les lignes plus longues que les premières. Le temps restant s’appuie sur le débit mesuré.</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>Mesuré : {2} tokens/s, plus rapide que les {0} à {1} prévus. Le temps restant s’appuie sur le débit mesuré.</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>Attendu : {0} à {1} tokens/s.</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>Limité par le calcul du processeur.</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>Limité par la lecture des poids en RAM.</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>Limité par l’attention sur le processeur.</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>Limité par la lecture des experts sur le disque.</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>Limité par la liaison avec la carte.</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>Limité par le calcul du GPU.</translation>
         </message>
         <message>
             <source>running</source>
@@ -367,14 +459,6 @@ négatif</translation>
         <message>
             <source>done by {0} at the latest</source>
             <translation>fini au plus tard {0}</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>fini vers {0}</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>fini entre {0} et {1}</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -564,90 +648,6 @@ négatif</translation>
                 <numerusform>{0} ligne a pris {1} s, à {2} tokens/s.</numerusform>
                 <numerusform>{0} lignes ont pris {1} s, à {2} tokens/s.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>Une ligne</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} à {1} tokens/s</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>Mesuré sur les lignes d’essai, ±{0}.</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>fini à {0}, même si chaque réponse prend tous ses {1} tokens</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>Prévu, ±{0} ; un essai des premières lignes est plus précis.</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>Une ligne à la fois : {0} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>Les lignes sont traitées une par une</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>{0} lignes se partagent chaque chargement des poids d’une couche</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>Mesuré : {2} tokens/s, plus lent que les {0} à {1} prévus : d’autres programmes sont peut-être actifs, ou les lignes plus longues que les premières. Le temps restant s’appuie sur le débit mesuré.</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>Mesuré : {2} tokens/s, plus rapide que les {0} à {1} prévus. Le temps restant s’appuie sur le débit mesuré.</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>Attendu : {0} à {1} tokens/s.</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>Limité par le calcul du processeur.</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>Limité par la lecture des poids en RAM.</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>Limité par l’attention sur le processeur.</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>Limité par la lecture des experts sur le disque.</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>Limité par la liaison avec la carte.</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>Limité par le calcul du GPU.</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>Ligne {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} tokens</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>La ligne : {0}.</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>(réponse vide)</translation>
         </message>
     </context>
     <context>
@@ -1191,6 +1191,58 @@ négatif</translation>
             <translation>Le modèle n’a pas écrit de résumé : omettez les échanges les plus anciens, ou essayez un autre modèle.</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>Joindre un dossier</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>Images ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>Tous les fichiers (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>Joindre des fichiers</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>Markdown et JSON de toutes les discussions (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown, comme affiché (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF, comme affiché (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Page web, comme affiché (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON, avec toutes les versions et branches (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Discussions Switchyard</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>Exporter</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Discussions de Switchyard, ChatGPT et LM Studio (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>Importer des discussions</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>L’importation a été annulée ; ce qui était déjà importé reste.</translation>
         </message>
@@ -1330,8 +1382,16 @@ négatif</translation>
             <translation>Résumer les échanges précédents</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>Le modèle les résume, puis lit le résumé à leur place.</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>Omettre les plus anciens</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>Le modèle n’en lit rien ; ils sont conservés.</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1350,68 +1410,8 @@ négatif</translation>
             <translation>Annuler</translation>
         </message>
         <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>Le modèle les résume, puis lit le résumé à leur place.</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>Le modèle n’en lit rien ; ils sont conservés.</translation>
-        </message>
-        <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>Les échanges précédents n’ont pas été résumés : {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>Markdown et JSON de toutes les discussions (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown, comme affiché (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF, comme affiché (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Page web, comme affiché (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON, avec toutes les versions et branches (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>Exporter</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Discussions Switchyard</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Discussions de Switchyard, ChatGPT et LM Studio (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>Importer des discussions</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>Tous les fichiers (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>Images ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>Joindre un dossier</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>Joindre des fichiers</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -1863,30 +1863,6 @@ négatif</translation>
         <message>
             <source>Creative</source>
             <translation>Créatif</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>Comme prévu par le modèle</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>Désactivée</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>Activée</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>Faible</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>Moyenne</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>Élevée</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -2871,10 +2847,6 @@ négatif</translation>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>Déposez ici un fichier de prompts</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>Chaque ligne reçoit une réponse, beaucoup à la fois. Le fichier de résultat garde les colonnes d’origine.</translation>
         </message>
@@ -2889,6 +2861,10 @@ négatif</translation>
         <message>
             <source>Choose a folder…</source>
             <translation>Choisir un dossier…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>Déposez ici un fichier de prompts</translation>
         </message>
     </context>
     <context>
@@ -3440,12 +3416,12 @@ négatif</translation>
             <translation>Miroir et proxy…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>Les fichiers du moteur</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>Les fichiers du moteur (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>Les fichiers du moteur</translation>
         </message>
     </context>
     <context>
@@ -4191,12 +4167,12 @@ négatif</translation>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>Télécharger vers</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>Dossier des téléchargements</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>Télécharger vers</translation>
         </message>
         <message>
             <source>Library</source>
@@ -4502,22 +4478,6 @@ négatif</translation>
         <message>
             <source>Continuing chats</source>
             <translation>Reprise des discussions</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>Garder sur le disque le contexte calculé des discussions</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>Une discussion reprend alors immédiatement, après une autre ou après un redémarrage : ce que le modèle a lu n’a pas à être relu. Ces données proviennent de vos prompts et réponses ; elles sont chiffrées et supprimées avec leur discussion. La clé est dans le trousseau du système ; s’il n’y en a pas, c’est un fichier à côté des réglages, et quiconque peut lire vos fichiers peut les déchiffrer. Désactiver cette option supprime ce qui est gardé.</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>Au plus</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>Ce qui n’a pas servi depuis le plus longtemps est supprimé d’abord. 2 Go du disque restent toujours libres.</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -4890,6 +4850,10 @@ négatif</translation>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>Mémoire</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4900,6 +4864,14 @@ négatif</translation>
         <message>
             <source>No GPU in use</source>
             <translation>Aucun GPU utilisé</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>Montrer ce qui occupe la mémoire</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>Replier la mémoire en une barre</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -6699,12 +6671,12 @@ négatif</translation>
             <translation>Retour</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>Nom</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>Nom du prompt</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>Nom</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7424,158 +7396,6 @@ négatif</translation>
             <translation>Pour les nouvelles discussions</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>désactivé</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>réponse</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>aléatoire</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>aucun ; séparez par des virgules</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>Température</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 prend toujours le token le plus probable ; plus élevé, c’est plus varié</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>Tirer parmi les k tokens les plus probables</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>Tirer parmi les tokens les plus probables dont la probabilité totale est p ; 1 désactive</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>Écarter les tokens sous cette part de la probabilité du plus probable ; 0 désactive</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>Pénalité répétition</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>Au-dessus de 1, les tokens déjà utilisés deviennent moins probables ; 1 désactive</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>Pénalité présence</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>Rend une fois moins probable chaque token déjà présent dans la réponse ; 0 désactive</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>Pénalité fréquence</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>Rend un token moins probable à chaque fois qu’il est déjà dans la réponse ; 0 désactive</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>Anti-boucle</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>Met fin aux boucles (DRY) : ce qui répéterait un texte antérieur devient moins probable ; 0 désactive, 0,8 est courant</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>Boucle : hausse</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>De combien l’anti-boucle se renforce à chaque token répété</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>Boucle : longueur</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>Les répétitions plus courtes que ce nombre de tokens sont libres</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>Boucle : portée</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>Combien des derniers tokens, messages précédents compris, sont examinés ; par défaut, seulement la réponse</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>Tokens max.</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>Les réponses s’arrêtent à cette longueur</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>Faisceaux</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>Recherche en faisceau au-dessus de 1 ; ignore température, top-k, top-p et min-p</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>Graine</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>La même graine donne la même réponse dans la même discussion</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>Réflexion</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>Si le modèle raisonne avant de répondre ; ses réflexions comptent comme tokens de la réponse</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>Boucle : fin à</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>Les répétitions ne sont pas suivies au-delà de ces textes ; \n est un saut de ligne</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>Textes d’arrêt</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>Une réponse s’arrête avant le premier de ceux-ci</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>Le modèle ne suggère rien : {0}</translation>
         </message>
@@ -7751,6 +7571,14 @@ négatif</translation>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>Enregistrer</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Tester</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>Ajouter un serveur</translation>
         </message>
@@ -7767,16 +7595,16 @@ négatif</translation>
             <translation>comme son hôte</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>Clé</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>aucun</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>telle qu’elle est enregistrée</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>Clé</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7835,16 +7663,12 @@ négatif</translation>
             <translation>Faire confiance au certificat…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>Tester</translation>
+            <source>Per million tokens read</source>
+            <translation>Par million de tokens lus</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>Enregistrer</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Annuler</translation>
+            <source>Per million tokens written</source>
+            <translation>Par million de tokens écrits</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7853,14 +7677,6 @@ négatif</translation>
         <message>
             <source>Chosen in each chat</source>
             <translation>Choisi dans chaque discussion</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>Par million de tokens lus</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>Par million de tokens écrits</translation>
         </message>
         <message>
             <source>Less</source>
@@ -7907,12 +7723,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Faire confiance</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>Le certificat du serveur</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>Certificats (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>Le certificat du serveur</translation>
         </message>
     </context>
     <context>
@@ -8474,6 +8290,186 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>Une fois par jour, au démarrage. Rien à votre sujet n’est envoyé, et rien n’est téléchargé sans votre accord.</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>Température</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 prend toujours le token le plus probable ; plus élevé, c’est plus varié</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>Tirer parmi les k tokens les plus probables</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>désactivé</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>Tirer parmi les tokens les plus probables dont la probabilité totale est p ; 1 désactive</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>Écarter les tokens sous cette part de la probabilité du plus probable ; 0 désactive</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>Pénalité répétition</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>Au-dessus de 1, les tokens déjà utilisés deviennent moins probables ; 1 désactive</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>Graine</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>La même graine donne la même réponse dans la même discussion</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>aléatoire</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>Textes d’arrêt</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>Une réponse s’arrête avant le premier de ceux-ci</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>Tokens max.</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>Les réponses s’arrêtent à cette longueur</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>Faisceaux</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>Recherche en faisceau au-dessus de 1 ; ignore température, top-k, top-p et min-p</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>Anti-boucle</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>Met fin aux boucles (DRY) : ce qui répéterait un texte antérieur devient moins probable ; 0 désactive, 0,8 est courant</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>Boucle : hausse</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>De combien l’anti-boucle se renforce à chaque token répété</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>Boucle : longueur</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>Les répétitions plus courtes que ce nombre de tokens sont libres</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>Boucle : portée</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>Combien des derniers tokens, messages précédents compris, sont examinés ; par défaut, seulement la réponse</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>réponse</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>Boucle : fin à</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>Les répétitions ne sont pas suivies au-delà de ces textes ; \n est un saut de ligne</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>Pénalité présence</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>Rend une fois moins probable chaque token déjà présent dans la réponse ; 0 désactive</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>Pénalité fréquence</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>Rend un token moins probable à chaque fois qu’il est déjà dans la réponse ; 0 désactive</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>Réflexion</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>Si le modèle raisonne avant de répondre ; ses réflexions comptent comme tokens de la réponse</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>Comme prévu par le modèle</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>Faible</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>Moyenne</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>Élevée</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>Garder sur le disque le contexte calculé des discussions</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>Une discussion reprend alors immédiatement, après une autre ou après un redémarrage : ce que le modèle a lu n’a pas à être relu. Ces données proviennent de vos prompts et réponses ; elles sont chiffrées et supprimées avec leur discussion. La clé est dans le trousseau du système ; s’il n’y en a pas, c’est un fichier à côté des réglages, et quiconque peut lire vos fichiers peut les déchiffrer. Désactiver cette option supprime ce qui est gardé.</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>Au plus</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>Ce qui n’a pas servi depuis le plus longtemps est supprimé d’abord. 2 Go du disque restent toujours libres.</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8523,6 +8519,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>at most {0}</source>
             <translation>au plus {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>aucun ; séparez par des virgules</translation>
         </message>
     </context>
     <context>
@@ -8695,12 +8695,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>Experts gardés</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>Experts gardés à ce niveau</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>Experts gardés</translation>
         </message>
         <message>
             <source>Resize</source>
@@ -9219,6 +9219,14 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>{0} sur {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>attend {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>écrit sur {0} ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>plafond {0} Go/s</translation>
         </message>
@@ -9241,14 +9249,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>{0} on the CPU</source>
             <translation>{0} sur le processeur</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>attend {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>écrit sur {0} ×{1}</translation>
         </message>
     </context>
     <context>
@@ -9469,12 +9469,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>Accès à {0}</translation>
+            <source>Save and download</source>
+            <translation>Enregistrer et télécharger</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>Ses auteurs demandent d’abord d’accepter leurs conditions</translation>
+            <source>Access to {0}</source>
+            <translation>Accès à {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9493,16 +9493,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Jeton d’accès</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>Ses auteurs demandent d’abord d’accepter leurs conditions</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>Il est gardé dans le trousseau du système, ou jusqu’à la fermeture seulement s’il n’y en a pas, et envoyé uniquement à {0}.</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>Enregistrer et télécharger</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Annuler</translation>
         </message>
     </context>
     <context>
@@ -9518,6 +9514,14 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>Conserver</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>Tester</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>Ajouter un serveur d’outils</translation>
@@ -9553,18 +9557,6 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
         <message>
             <source>or JSON</source>
             <translation>ou JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>Tester</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>Conserver</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>Annuler</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>

@@ -282,6 +282,22 @@ negative</source>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>行 {0}</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} トークン</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>この行: {0}。</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>（空の回答）</translation>
+        </message>
+        <message>
             <source>Files of prompts</source>
             <translation>プロンプトのファイル</translation>
         </message>
@@ -296,6 +312,82 @@ negative</source>
         <message>
             <source>d MMM yyyy</source>
             <translation>yyyy年M月d日</translation>
+        </message>
+        <message>
+            <source>One row</source>
+            <translation>1行</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0}～{1} トークン/秒</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>{0}～{1}に完了</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>{0}頃に完了</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>試した行での実測、±{0}。</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>すべての回答が{1}トークンを使い切っても{0}までに完了</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>予測、±{0}。最初の数行を試すとより正確になります。</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>1行ずつ: {0} トークン/秒。</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>行を1つずつ回答します</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>レイヤーの重みを1回読むごとに{0}行で共有します</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より遅くなっています。ほかのプログラムが動いているか、行が最初のものより長いのかもしれません。残り時間は実測に基づきます。</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より速くなっています。残り時間は実測に基づきます。</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>見込み: {0}～{1} トークン/秒。</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>CPUの演算性能が上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>RAMからの重みの読み出しが上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>CPUでのアテンションが上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>ディスクからのエキスパートの読み出しが上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>グラフィックスカードとの接続が上限です。</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>GPUの演算性能が上限です。</translation>
         </message>
         <message>
             <source>running</source>
@@ -364,14 +456,6 @@ negative</source>
         <message>
             <source>done by {0} at the latest</source>
             <translation>遅くとも{0}に完了</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>{0}頃に完了</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>{0}～{1}に完了</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -558,90 +642,6 @@ negative</source>
             <translation>
                 <numerusform>{0}行に{1}秒、{2} トークン/秒。</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>1行</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0}～{1} トークン/秒</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>試した行での実測、±{0}。</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>すべての回答が{1}トークンを使い切っても{0}までに完了</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>予測、±{0}。最初の数行を試すとより正確になります。</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>1行ずつ: {0} トークン/秒。</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>行を1つずつ回答します</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>レイヤーの重みを1回読むごとに{0}行で共有します</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より遅くなっています。ほかのプログラムが動いているか、行が最初のものより長いのかもしれません。残り時間は実測に基づきます。</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>実測は{2} トークン/秒で、予測の{0}～{1}より速くなっています。残り時間は実測に基づきます。</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>見込み: {0}～{1} トークン/秒。</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>CPUの演算性能が上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>RAMからの重みの読み出しが上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>CPUでのアテンションが上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>ディスクからのエキスパートの読み出しが上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>グラフィックスカードとの接続が上限です。</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>GPUの演算性能が上限です。</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>行 {0}</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} トークン</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>この行: {0}。</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>（空の回答）</translation>
         </message>
     </context>
     <context>
@@ -1183,6 +1183,58 @@ negative</source>
             <translation>モデルが要約を書きませんでした。最も古いやり取りを除外するか、別のモデルをお試しください。</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>フォルダーを添付</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>画像 ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>すべてのファイル (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>ファイルを添付</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>全チャットのMarkdownとJSON (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown、表示どおり (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF、表示どおり (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>Webページ、表示どおり (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON、全バージョンと分岐を含む (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Switchyardのチャット</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>エクスポート</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Switchyard、ChatGPT、LM Studioのチャット (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>チャットをインポート</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>インポートをキャンセルしました。それまでに取り込んだものは残ります。</translation>
         </message>
@@ -1317,8 +1369,16 @@ negative</source>
             <translation>以前のやり取りを要約</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>モデルが要約し、以後はその要約を読みます。</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>最も古いものを除外</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>モデルはこれらを読みません。内容は保持されます。</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1337,68 +1397,8 @@ negative</source>
             <translation>キャンセル</translation>
         </message>
         <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>モデルが要約し、以後はその要約を読みます。</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>モデルはこれらを読みません。内容は保持されます。</translation>
-        </message>
-        <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>以前のやり取りは要約されませんでした: {0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>全チャットのMarkdownとJSON (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown、表示どおり (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF、表示どおり (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>Webページ、表示どおり (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON、全バージョンと分岐を含む (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>エクスポート</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Switchyardのチャット</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Switchyard、ChatGPT、LM Studioのチャット (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>チャットをインポート</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>すべてのファイル (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>画像 ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>フォルダーを添付</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>ファイルを添付</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -1845,30 +1845,6 @@ negative</source>
         <message>
             <source>Creative</source>
             <translation>創造的</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>モデルに任せる</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>オフ</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>オン</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>低</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>中</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>高</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -2851,10 +2827,6 @@ negative</source>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>プロンプトのファイルをここにドロップ</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>すべての行に、まとめて回答します。結果ファイルには入力の列が残ります。</translation>
         </message>
@@ -2869,6 +2841,10 @@ negative</source>
         <message>
             <source>Choose a folder…</source>
             <translation>フォルダーを選択…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>プロンプトのファイルをここにドロップ</translation>
         </message>
     </context>
     <context>
@@ -3420,12 +3396,12 @@ negative</source>
             <translation>ミラーとプロキシ…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>エンジンのファイル</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>エンジンのファイル (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>エンジンのファイル</translation>
         </message>
     </context>
     <context>
@@ -4166,12 +4142,12 @@ negative</source>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>ダウンロード先</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>ダウンロード先のフォルダー</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>ダウンロード先</translation>
         </message>
         <message>
             <source>Library</source>
@@ -4474,22 +4450,6 @@ negative</source>
         <message>
             <source>Continuing chats</source>
             <translation>チャットの継続</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>チャットの計算済みコンテキストをディスクに残す</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>別のチャットや再起動の後でも、すぐに続きを始められます。モデルが一度読んだ内容を読み直す必要がありません。プロンプトと回答から作られ、暗号化され、チャットとともに削除されます。鍵はシステムのキーリングにあります。キーリングがない場合は設定の横のファイルになり、あなたのファイルを読める人は復号できます。オフにすると保存済みのものは削除されます。</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>最大</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>最も長く使われていないものから削除します。ディスクには常に2 GBの空きを残します。</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -4862,6 +4822,10 @@ negative</source>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>メモリ</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>RAM</translation>
         </message>
@@ -4872,6 +4836,14 @@ negative</source>
         <message>
             <source>No GPU in use</source>
             <translation>GPUは未使用</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>メモリの内訳を表示</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>メモリを1本のバーにまとめる</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -6664,12 +6636,12 @@ negative</source>
             <translation>戻る</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>名前</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>プロンプトの名前</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>名前</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7388,158 +7360,6 @@ negative</source>
             <translation>新しいチャットで使う</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>オフ</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>回答</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>ランダム</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>なし（コンマで区切る）</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>温度</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0は常に最も確率の高いトークンを選び、高いほど多様になります</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>確率の高い上位k個のトークンから選びます</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>合計確率がpになるまでの上位トークンから選びます。1でオフ</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>最も確率の高いトークンに対する割合がこれ未満のトークンを除外します。0でオフ</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>繰り返しペナルティ</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>1より大きいと、すでに使われたトークンが出にくくなります。1でオフ</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>存在ペナルティ</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>回答にすでにあるトークンを一度だけ出にくくします。0でオフ</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>頻度ペナルティ</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>回答にすでに出た回数に応じてトークンを出にくくします。0でオフ</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>ループ防止</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>ループを止めます（DRY）。以前のテキストの繰り返しが出にくくなります。0でオフ、通常は0.8</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>防止: 増加</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>トークンが1つ繰り返されるごとに強まる度合い</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>防止: 長さ</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>このトークン数より短い繰り返しは許可します</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>防止: 範囲</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>以前のメッセージを含め、直近の何トークンを調べるか。既定では回答のみ</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>最大トークン数</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>回答はこの長さで止まります</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>ビーム</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>1より大きいとビームサーチになり、温度、top-k、top-p、min-pは無視されます</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>シード</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>同じシードなら、同じチャットに同じ回答を返します</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>思考</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>回答の前にモデルが考えるかどうか。思考も回答のトークンに数えます</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>防止: 区切り</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>これらのテキストをまたいで繰り返しを追いません。\nは改行です</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>停止文字列</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>これらのいずれかが現れる手前で回答を終えます</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>モデルの推奨値はありません: {0}</translation>
         </message>
@@ -7715,6 +7535,14 @@ negative</source>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>保存</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>テスト</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>サーバーを追加</translation>
         </message>
@@ -7731,16 +7559,16 @@ negative</source>
             <translation>ホストと同じ</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>キー</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>なし</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>保存済みのまま</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>キー</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7799,16 +7627,12 @@ negative</source>
             <translation>証明書を信頼する…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>テスト</translation>
+            <source>Per million tokens read</source>
+            <translation>読み取り100万トークンあたり</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>保存</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>キャンセル</translation>
+            <source>Per million tokens written</source>
+            <translation>生成100万トークンあたり</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7817,14 +7641,6 @@ negative</source>
         <message>
             <source>Chosen in each chat</source>
             <translation>チャットごとに選択</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>読み取り100万トークンあたり</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>生成100万トークンあたり</translation>
         </message>
         <message>
             <source>Less</source>
@@ -7871,12 +7687,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>信頼する</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>サーバーの証明書</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>証明書 (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>サーバーの証明書</translation>
         </message>
     </context>
     <context>
@@ -8438,6 +8254,186 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>1日に1回、起動時に確認します。あなたに関する情報は送信されず、確認なしにダウンロードすることもありません。</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>温度</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0は常に最も確率の高いトークンを選び、高いほど多様になります</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>確率の高い上位k個のトークンから選びます</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>オフ</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>合計確率がpになるまでの上位トークンから選びます。1でオフ</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>最も確率の高いトークンに対する割合がこれ未満のトークンを除外します。0でオフ</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>繰り返しペナルティ</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>1より大きいと、すでに使われたトークンが出にくくなります。1でオフ</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>シード</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>同じシードなら、同じチャットに同じ回答を返します</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>ランダム</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>停止文字列</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>これらのいずれかが現れる手前で回答を終えます</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>最大トークン数</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>回答はこの長さで止まります</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>ビーム</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>1より大きいとビームサーチになり、温度、top-k、top-p、min-pは無視されます</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>ループ防止</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>ループを止めます（DRY）。以前のテキストの繰り返しが出にくくなります。0でオフ、通常は0.8</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>防止: 増加</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>トークンが1つ繰り返されるごとに強まる度合い</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>防止: 長さ</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>このトークン数より短い繰り返しは許可します</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>防止: 範囲</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>以前のメッセージを含め、直近の何トークンを調べるか。既定では回答のみ</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>回答</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>防止: 区切り</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>これらのテキストをまたいで繰り返しを追いません。\nは改行です</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>存在ペナルティ</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>回答にすでにあるトークンを一度だけ出にくくします。0でオフ</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>頻度ペナルティ</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>回答にすでに出た回数に応じてトークンを出にくくします。0でオフ</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>思考</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>回答の前にモデルが考えるかどうか。思考も回答のトークンに数えます</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>モデルに任せる</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>低</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>中</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>高</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>チャットの計算済みコンテキストをディスクに残す</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>別のチャットや再起動の後でも、すぐに続きを始められます。モデルが一度読んだ内容を読み直す必要がありません。プロンプトと回答から作られ、暗号化され、チャットとともに削除されます。鍵はシステムのキーリングにあります。キーリングがない場合は設定の横のファイルになり、あなたのファイルを読める人は復号できます。オフにすると保存済みのものは削除されます。</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>最大</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>最も長く使われていないものから削除します。ディスクには常に2 GBの空きを残します。</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8487,6 +8483,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>at most {0}</source>
             <translation>最大{0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>なし（コンマで区切る）</translation>
         </message>
     </context>
     <context>
@@ -8659,12 +8659,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>保持するエキスパート</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>この階層に保持するエキスパート</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>保持するエキスパート</translation>
         </message>
         <message>
             <source>Resize</source>
@@ -9182,6 +9182,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} / {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>{0}を待機中</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>{0}で生成 ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>上限 {0} GB/s</translation>
         </message>
@@ -9204,14 +9212,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>{0}を待機中</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>{0}で生成 ×{1}</translation>
         </message>
     </context>
     <context>
@@ -9432,12 +9432,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>{0}へのアクセス</translation>
+            <source>Save and download</source>
+            <translation>保存してダウンロード</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>開発元が先に利用条件への同意を求めています</translation>
+            <source>Access to {0}</source>
+            <translation>{0}へのアクセス</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9456,16 +9456,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>アクセストークン</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>開発元が先に利用条件への同意を求めています</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>システムのキーリングに保存し（ない場合は今回の実行中のみ）、{0}にだけ送信します。</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>保存してダウンロード</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>キャンセル</translation>
         </message>
     </context>
     <context>
@@ -9481,6 +9477,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>保存</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>テスト</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>ツールのサーバーを追加</translation>
@@ -9516,18 +9520,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>or JSON</source>
             <translation>または JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>テスト</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>保存</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>キャンセル</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>

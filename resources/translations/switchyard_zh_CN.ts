@@ -282,6 +282,22 @@ negative</source>
     <context>
         <name>Batch</name>
         <message>
+            <source>Row {0}</source>
+            <translation>第 {0} 行</translation>
+        </message>
+        <message>
+            <source>{0} tokens</source>
+            <translation>{0} 个 token</translation>
+        </message>
+        <message>
+            <source>The row {0}.</source>
+            <translation>该行：{0}。</translation>
+        </message>
+        <message>
+            <source>(an empty answer)</source>
+            <translation>（空回答）</translation>
+        </message>
+        <message>
             <source>Files of prompts</source>
             <translation>提示词文件</translation>
         </message>
@@ -296,6 +312,82 @@ negative</source>
         <message>
             <source>d MMM yyyy</source>
             <translation>yyyy年M月d日</translation>
+        </message>
+        <message>
+            <source>One row</source>
+            <translation>一行</translation>
+        </message>
+        <message>
+            <source>{0} to {1} tokens/s</source>
+            <translation>{0} 至 {1} token/秒</translation>
+        </message>
+        <message>
+            <source>done between {0} and {1}</source>
+            <translation>{0} 至 {1} 之间完成</translation>
+        </message>
+        <message>
+            <source>done at about {0}</source>
+            <translation>约 {0} 完成</translation>
+        </message>
+        <message>
+            <source>Measured on the trial rows, ±{0}.</source>
+            <translation>根据试运行的行实测，±{0}。</translation>
+        </message>
+        <message>
+            <source>done by {0} even if every answer takes all {1} tokens</source>
+            <translation>即使每个回答都用满 {1} 个 token，也会在 {0} 前完成</translation>
+        </message>
+        <message>
+            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
+            <translation>预测值，±{0}；先试最初几行会更准确。</translation>
+        </message>
+        <message>
+            <source>One row at a time: {0} tokens/s.</source>
+            <translation>逐行处理：{0} token/秒。</translation>
+        </message>
+        <message>
+            <source>Rows are answered one at a time</source>
+            <translation>逐行回答</translation>
+        </message>
+        <message>
+            <source>{0} rows share each load of a layer's weights</source>
+            <translation>每加载一层权重，由 {0} 行共用</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
+            <translation>实测 {2} token/秒，慢于预测的 {0} 至 {1}：可能其他程序正忙，或各行比最初几行更长。剩余时间按实测速度计算。</translation>
+        </message>
+        <message>
+            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
+            <translation>实测 {2} token/秒，快于预测的 {0} 至 {1}。剩余时间按实测速度计算。</translation>
+        </message>
+        <message>
+            <source>Expected: {0} to {1} tokens/s.</source>
+            <translation>预计：{0} 至 {1} token/秒。</translation>
+        </message>
+        <message>
+            <source>Limited by CPU compute.</source>
+            <translation>受限于 CPU 算力。</translation>
+        </message>
+        <message>
+            <source>Limited by reading weights from RAM.</source>
+            <translation>受限于从内存读取权重。</translation>
+        </message>
+        <message>
+            <source>Limited by attention on the CPU.</source>
+            <translation>受限于 CPU 上的注意力计算。</translation>
+        </message>
+        <message>
+            <source>Limited by reading experts from disk.</source>
+            <translation>受限于从磁盘读取专家。</translation>
+        </message>
+        <message>
+            <source>Limited by the link to the card.</source>
+            <translation>受限于与显卡的连接。</translation>
+        </message>
+        <message>
+            <source>Limited by GPU compute.</source>
+            <translation>受限于 GPU 算力。</translation>
         </message>
         <message>
             <source>running</source>
@@ -364,14 +456,6 @@ negative</source>
         <message>
             <source>done by {0} at the latest</source>
             <translation>最迟 {0} 完成</translation>
-        </message>
-        <message>
-            <source>done at about {0}</source>
-            <translation>约 {0} 完成</translation>
-        </message>
-        <message>
-            <source>done between {0} and {1}</source>
-            <translation>{0} 至 {1} 之间完成</translation>
         </message>
         <message>
             <source>Shares the engine with your chat until the answer is complete.</source>
@@ -558,90 +642,6 @@ negative</source>
             <translation>
                 <numerusform>{0} 行用时 {1} 秒，{2} token/秒。</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>One row</source>
-            <translation>一行</translation>
-        </message>
-        <message>
-            <source>{0} to {1} tokens/s</source>
-            <translation>{0} 至 {1} token/秒</translation>
-        </message>
-        <message>
-            <source>Measured on the trial rows, ±{0}.</source>
-            <translation>根据试运行的行实测，±{0}。</translation>
-        </message>
-        <message>
-            <source>done by {0} even if every answer takes all {1} tokens</source>
-            <translation>即使每个回答都用满 {1} 个 token，也会在 {0} 前完成</translation>
-        </message>
-        <message>
-            <source>Predicted, ±{0}; a trial of the first rows is more exact.</source>
-            <translation>预测值，±{0}；先试最初几行会更准确。</translation>
-        </message>
-        <message>
-            <source>One row at a time: {0} tokens/s.</source>
-            <translation>逐行处理：{0} token/秒。</translation>
-        </message>
-        <message>
-            <source>Rows are answered one at a time</source>
-            <translation>逐行回答</translation>
-        </message>
-        <message>
-            <source>{0} rows share each load of a layer's weights</source>
-            <translation>每加载一层权重，由 {0} 行共用</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer than the first ones. The time left is based on the measured rate.</source>
-            <translation>实测 {2} token/秒，慢于预测的 {0} 至 {1}：可能其他程序正忙，或各行比最初几行更长。剩余时间按实测速度计算。</translation>
-        </message>
-        <message>
-            <source>Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.</source>
-            <translation>实测 {2} token/秒，快于预测的 {0} 至 {1}。剩余时间按实测速度计算。</translation>
-        </message>
-        <message>
-            <source>Expected: {0} to {1} tokens/s.</source>
-            <translation>预计：{0} 至 {1} token/秒。</translation>
-        </message>
-        <message>
-            <source>Limited by CPU compute.</source>
-            <translation>受限于 CPU 算力。</translation>
-        </message>
-        <message>
-            <source>Limited by reading weights from RAM.</source>
-            <translation>受限于从内存读取权重。</translation>
-        </message>
-        <message>
-            <source>Limited by attention on the CPU.</source>
-            <translation>受限于 CPU 上的注意力计算。</translation>
-        </message>
-        <message>
-            <source>Limited by reading experts from disk.</source>
-            <translation>受限于从磁盘读取专家。</translation>
-        </message>
-        <message>
-            <source>Limited by the link to the card.</source>
-            <translation>受限于与显卡的连接。</translation>
-        </message>
-        <message>
-            <source>Limited by GPU compute.</source>
-            <translation>受限于 GPU 算力。</translation>
-        </message>
-        <message>
-            <source>Row {0}</source>
-            <translation>第 {0} 行</translation>
-        </message>
-        <message>
-            <source>{0} tokens</source>
-            <translation>{0} 个 token</translation>
-        </message>
-        <message>
-            <source>The row {0}.</source>
-            <translation>该行：{0}。</translation>
-        </message>
-        <message>
-            <source>(an empty answer)</source>
-            <translation>（空回答）</translation>
         </message>
     </context>
     <context>
@@ -1183,6 +1183,58 @@ negative</source>
             <translation>模型没有写出总结：请略去最早的消息，或换一个模型。</translation>
         </message>
         <message>
+            <source>Attach a folder</source>
+            <translation>附加文件夹</translation>
+        </message>
+        <message>
+            <source>Pictures ({0})</source>
+            <translation>图片 ({0})</translation>
+        </message>
+        <message>
+            <source>All files (*)</source>
+            <translation>所有文件 (*)</translation>
+        </message>
+        <message>
+            <source>Attach files</source>
+            <translation>附加文件</translation>
+        </message>
+        <message>
+            <source>Markdown and JSON of every chat (*.zip)</source>
+            <translation>所有对话的 Markdown 和 JSON (*.zip)</translation>
+        </message>
+        <message>
+            <source>Markdown, as shown (*.md)</source>
+            <translation>Markdown，与显示一致 (*.md)</translation>
+        </message>
+        <message>
+            <source>PDF, as shown (*.pdf)</source>
+            <translation>PDF，与显示一致 (*.pdf)</translation>
+        </message>
+        <message>
+            <source>Web page, as shown (*.html)</source>
+            <translation>网页，与显示一致 (*.html)</translation>
+        </message>
+        <message>
+            <source>JSON, with all versions and branches (*.json)</source>
+            <translation>JSON，含所有版本和分支 (*.json)</translation>
+        </message>
+        <message>
+            <source>Switchyard chats</source>
+            <translation>Switchyard 对话</translation>
+        </message>
+        <message>
+            <source>Export</source>
+            <translation>导出</translation>
+        </message>
+        <message>
+            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
+            <translation>Switchyard、ChatGPT 和 LM Studio 的对话 (*.zip *.json *.md *.markdown)</translation>
+        </message>
+        <message>
+            <source>Import chats</source>
+            <translation>导入对话</translation>
+        </message>
+        <message>
             <source>The import was cancelled; what was imported until then stays.</source>
             <translation>导入已取消；此前导入的内容仍保留。</translation>
         </message>
@@ -1317,8 +1369,16 @@ negative</source>
             <translation>总结较早的消息</translation>
         </message>
         <message>
+            <source>The model summarises them, and reads the summary instead.</source>
+            <translation>模型会进行总结，之后改读总结。</translation>
+        </message>
+        <message>
             <source>Leave out the oldest</source>
             <translation>略去最早的消息</translation>
+        </message>
+        <message>
+            <source>The model reads nothing of them; they are kept.</source>
+            <translation>模型不会读取这些内容；它们会被保留。</translation>
         </message>
         <message>
             <source>Ask in a new chat</source>
@@ -1337,68 +1397,8 @@ negative</source>
             <translation>取消</translation>
         </message>
         <message>
-            <source>The model summarises them, and reads the summary instead.</source>
-            <translation>模型会进行总结，之后改读总结。</translation>
-        </message>
-        <message>
-            <source>The model reads nothing of them; they are kept.</source>
-            <translation>模型不会读取这些内容；它们会被保留。</translation>
-        </message>
-        <message>
             <source>The earlier turns were not folded: {0}</source>
             <translation>较早的消息未能总结：{0}</translation>
-        </message>
-        <message>
-            <source>Markdown and JSON of every chat (*.zip)</source>
-            <translation>所有对话的 Markdown 和 JSON (*.zip)</translation>
-        </message>
-        <message>
-            <source>Markdown, as shown (*.md)</source>
-            <translation>Markdown，与显示一致 (*.md)</translation>
-        </message>
-        <message>
-            <source>PDF, as shown (*.pdf)</source>
-            <translation>PDF，与显示一致 (*.pdf)</translation>
-        </message>
-        <message>
-            <source>Web page, as shown (*.html)</source>
-            <translation>网页，与显示一致 (*.html)</translation>
-        </message>
-        <message>
-            <source>JSON, with all versions and branches (*.json)</source>
-            <translation>JSON，含所有版本和分支 (*.json)</translation>
-        </message>
-        <message>
-            <source>Export</source>
-            <translation>导出</translation>
-        </message>
-        <message>
-            <source>Switchyard chats</source>
-            <translation>Switchyard 对话</translation>
-        </message>
-        <message>
-            <source>Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)</source>
-            <translation>Switchyard、ChatGPT 和 LM Studio 的对话 (*.zip *.json *.md *.markdown)</translation>
-        </message>
-        <message>
-            <source>Import chats</source>
-            <translation>导入对话</translation>
-        </message>
-        <message>
-            <source>All files (*)</source>
-            <translation>所有文件 (*)</translation>
-        </message>
-        <message>
-            <source>Pictures ({0})</source>
-            <translation>图片 ({0})</translation>
-        </message>
-        <message>
-            <source>Attach a folder</source>
-            <translation>附加文件夹</translation>
-        </message>
-        <message>
-            <source>Attach files</source>
-            <translation>附加文件</translation>
         </message>
         <message>
             <source>Delete its chat, too</source>
@@ -1845,30 +1845,6 @@ negative</source>
         <message>
             <source>Creative</source>
             <translation>创意</translation>
-        </message>
-        <message>
-            <source>As the model does</source>
-            <translation>由模型决定</translation>
-        </message>
-        <message>
-            <source>Off</source>
-            <translation>关</translation>
-        </message>
-        <message>
-            <source>On</source>
-            <translation>开</translation>
-        </message>
-        <message>
-            <source>Low</source>
-            <translation>低</translation>
-        </message>
-        <message>
-            <source>Medium</source>
-            <translation>中</translation>
-        </message>
-        <message>
-            <source>High</source>
-            <translation>高</translation>
         </message>
         <message>
             <source>{0} beams</source>
@@ -2851,10 +2827,6 @@ negative</source>
     <context>
         <name>EmptyBatch</name>
         <message>
-            <source>Drop a file of prompts here</source>
-            <translation>将提示词文件拖放到这里</translation>
-        </message>
-        <message>
             <source>Every row is answered, many at a time. The result file keeps the input's columns.</source>
             <translation>每一行都会得到回答，并且多行同时进行。结果文件保留输入的各列。</translation>
         </message>
@@ -2869,6 +2841,10 @@ negative</source>
         <message>
             <source>Choose a folder…</source>
             <translation>选择文件夹…</translation>
+        </message>
+        <message>
+            <source>Drop a file of prompts here</source>
+            <translation>将提示词文件拖放到这里</translation>
         </message>
     </context>
     <context>
@@ -3420,12 +3396,12 @@ negative</source>
             <translation>镜像与代理…</translation>
         </message>
         <message>
-            <source>The engine's files</source>
-            <translation>引擎的文件</translation>
-        </message>
-        <message>
             <source>The engine's files (*.zip *.whl)</source>
             <translation>引擎的文件 (*.zip *.whl)</translation>
+        </message>
+        <message>
+            <source>The engine's files</source>
+            <translation>引擎的文件</translation>
         </message>
     </context>
     <context>
@@ -4166,12 +4142,12 @@ negative</source>
     <context>
         <name>FolderChoice</name>
         <message>
-            <source>Download to</source>
-            <translation>下载到</translation>
-        </message>
-        <message>
             <source>Folder that downloads go into</source>
             <translation>下载所用的文件夹</translation>
+        </message>
+        <message>
+            <source>Download to</source>
+            <translation>下载到</translation>
         </message>
         <message>
             <source>Library</source>
@@ -4474,22 +4450,6 @@ negative</source>
         <message>
             <source>Continuing chats</source>
             <translation>继续对话</translation>
-        </message>
-        <message>
-            <source>Keep chats' computed context on disk</source>
-            <translation>将对话已计算的上下文保存在磁盘上</translation>
-        </message>
-        <message>
-            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
-            <translation>这样，切换对话或重启之后也能立即接着对话：模型读过的内容无需再读。它由您的提示词和回答生成，经过加密，并随对话一起删除。密钥保存在系统密钥环中；没有密钥环时则是设置旁边的一个文件，能读取您文件的人就能解密。关闭此项会删除已保存的内容。</translation>
-        </message>
-        <message>
-            <source>At most</source>
-            <translation>最多</translation>
-        </message>
-        <message>
-            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
-            <translation>最先删除最久没有用处的内容。始终保留 2 GB 的磁盘空闲空间。</translation>
         </message>
         <message>
             <source>Clear</source>
@@ -4862,6 +4822,10 @@ negative</source>
     <context>
         <name>MachineFooter</name>
         <message>
+            <source>Memory</source>
+            <translation>内存</translation>
+        </message>
+        <message>
             <source>RAM</source>
             <translation>内存</translation>
         </message>
@@ -4872,6 +4836,14 @@ negative</source>
         <message>
             <source>No GPU in use</source>
             <translation>未使用 GPU</translation>
+        </message>
+        <message>
+            <source>Show what holds the memory</source>
+            <translation>显示内存占用</translation>
+        </message>
+        <message>
+            <source>Fold the memory into one bar</source>
+            <translation>将内存折叠为一条</translation>
         </message>
         <message>
             <source>Model: the weights that every token needs. Its experts: those of which each token needs a few. Chat memory: keys and values of conversations (KV). These figures are the engine's; RAM in use and in all are the operating system's.</source>
@@ -6664,12 +6636,12 @@ negative</source>
             <translation>返回</translation>
         </message>
         <message>
-            <source>Name</source>
-            <translation>名称</translation>
-        </message>
-        <message>
             <source>Name of the prompt</source>
             <translation>提示词的名称</translation>
+        </message>
+        <message>
+            <source>Name</source>
+            <translation>名称</translation>
         </message>
         <message>
             <source>Prompt</source>
@@ -7388,158 +7360,6 @@ negative</source>
             <translation>用于新对话</translation>
         </message>
         <message>
-            <source>off</source>
-            <translation>关</translation>
-        </message>
-        <message>
-            <source>answer</source>
-            <translation>回答</translation>
-        </message>
-        <message>
-            <source>random</source>
-            <translation>随机</translation>
-        </message>
-        <message>
-            <source>none; separate with commas</source>
-            <translation>无；用逗号分隔</translation>
-        </message>
-        <message>
-            <source>Temperature</source>
-            <translation>温度</translation>
-        </message>
-        <message>
-            <source>0 always takes the likeliest token; higher is more varied</source>
-            <translation>0 始终取概率最高的 token；越高越多样</translation>
-        </message>
-        <message>
-            <source>Top-k</source>
-            <translation>Top-k</translation>
-        </message>
-        <message>
-            <source>Sample from the k likeliest tokens</source>
-            <translation>从概率最高的 k 个 token 中采样</translation>
-        </message>
-        <message>
-            <source>Top-p</source>
-            <translation>Top-p</translation>
-        </message>
-        <message>
-            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
-            <translation>从总概率为 p 的最可能的 token 中采样；1 为关闭</translation>
-        </message>
-        <message>
-            <source>Min-p</source>
-            <translation>Min-p</translation>
-        </message>
-        <message>
-            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
-            <translation>舍弃低于最可能 token 概率此比例的 token；0 为关闭</translation>
-        </message>
-        <message>
-            <source>Repetition penalty</source>
-            <translation>重复惩罚</translation>
-        </message>
-        <message>
-            <source>Above 1, tokens already used become less likely; 1 is off</source>
-            <translation>大于 1 时，已使用的 token 更不易出现；1 为关闭</translation>
-        </message>
-        <message>
-            <source>Presence penalty</source>
-            <translation>存在惩罚</translation>
-        </message>
-        <message>
-            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
-            <translation>使回答中已有的每个 token 一次性降低概率；0 为关闭</translation>
-        </message>
-        <message>
-            <source>Frequency penalty</source>
-            <translation>频率惩罚</translation>
-        </message>
-        <message>
-            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
-            <translation>回答中每出现一次，就再降低该 token 的概率；0 为关闭</translation>
-        </message>
-        <message>
-            <source>Loop guard</source>
-            <translation>防循环</translation>
-        </message>
-        <message>
-            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
-            <translation>终止循环（DRY）：会重复前文的内容更不易出现；0 为关闭，常用 0.8</translation>
-        </message>
-        <message>
-            <source>Guard: growth</source>
-            <translation>防循环：增幅</translation>
-        </message>
-        <message>
-            <source>How much stronger the loop guard gets with each repeated token</source>
-            <translation>每多重复一个 token，防循环增强多少</translation>
-        </message>
-        <message>
-            <source>Guard: length</source>
-            <translation>防循环：长度</translation>
-        </message>
-        <message>
-            <source>Repetitions shorter than this many tokens are free</source>
-            <translation>短于此 token 数的重复不受限制</translation>
-        </message>
-        <message>
-            <source>Guard: range</source>
-            <translation>防循环：范围</translation>
-        </message>
-        <message>
-            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
-            <translation>检查最近多少个 token（含较早的消息）；默认仅检查回答</translation>
-        </message>
-        <message>
-            <source>Max tokens</source>
-            <translation>token 上限</translation>
-        </message>
-        <message>
-            <source>Answers stop at this length</source>
-            <translation>回答到此长度即停止</translation>
-        </message>
-        <message>
-            <source>Beams</source>
-            <translation>束宽</translation>
-        </message>
-        <message>
-            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
-            <translation>大于 1 时使用束搜索；忽略温度、top-k、top-p 和 min-p</translation>
-        </message>
-        <message>
-            <source>Seed</source>
-            <translation>随机种子</translation>
-        </message>
-        <message>
-            <source>The same seed gives the same answer to the same chat</source>
-            <translation>相同的种子对同一对话给出相同的回答</translation>
-        </message>
-        <message>
-            <source>Thinking</source>
-            <translation>思考</translation>
-        </message>
-        <message>
-            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
-            <translation>模型是否先推理再回答；思考计入回答的 token</translation>
-        </message>
-        <message>
-            <source>Guard: ends at</source>
-            <translation>防循环：止于</translation>
-        </message>
-        <message>
-            <source>Repetitions are not followed across these texts; \n is a line break</source>
-            <translation>不跨越这些文本追踪重复；\n 表示换行</translation>
-        </message>
-        <message>
-            <source>Stop strings</source>
-            <translation>停止文本</translation>
-        </message>
-        <message>
-            <source>An answer ends before the first of these</source>
-            <translation>回答在其中任一文本出现之前结束</translation>
-        </message>
-        <message>
             <source>The model suggests nothing: {0}</source>
             <translation>模型没有给出建议：{0}</translation>
         </message>
@@ -7715,6 +7535,14 @@ negative</source>
     <context>
         <name>ServerDialog</name>
         <message>
+            <source>Save</source>
+            <translation>保存</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>测试</translation>
+        </message>
+        <message>
             <source>Add a server</source>
             <translation>添加服务器</translation>
         </message>
@@ -7731,16 +7559,16 @@ negative</source>
             <translation>与主机名相同</translation>
         </message>
         <message>
-            <source>Key</source>
-            <translation>密钥</translation>
-        </message>
-        <message>
             <source>none</source>
             <translation>无</translation>
         </message>
         <message>
             <source>as it is kept</source>
             <translation>保持已存的</translation>
+        </message>
+        <message>
+            <source>Key</source>
+            <translation>密钥</translation>
         </message>
         <message>
             <source>Certificate</source>
@@ -7799,16 +7627,12 @@ negative</source>
             <translation>信任其证书…</translation>
         </message>
         <message>
-            <source>Test</source>
-            <translation>测试</translation>
+            <source>Per million tokens read</source>
+            <translation>每百万读取 token</translation>
         </message>
         <message>
-            <source>Save</source>
-            <translation>保存</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>取消</translation>
+            <source>Per million tokens written</source>
+            <translation>每百万生成 token</translation>
         </message>
         <message>
             <source>price not known</source>
@@ -7817,14 +7641,6 @@ negative</source>
         <message>
             <source>Chosen in each chat</source>
             <translation>在各对话中选择</translation>
-        </message>
-        <message>
-            <source>Per million tokens read</source>
-            <translation>每百万读取 token</translation>
-        </message>
-        <message>
-            <source>Per million tokens written</source>
-            <translation>每百万生成 token</translation>
         </message>
         <message>
             <source>Less</source>
@@ -7871,12 +7687,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>信任</translation>
         </message>
         <message>
-            <source>The server's certificate</source>
-            <translation>服务器的证书</translation>
-        </message>
-        <message>
             <source>Certificates (*.pem *.crt *.cer)</source>
             <translation>证书 (*.pem *.crt *.cer)</translation>
+        </message>
+        <message>
+            <source>The server's certificate</source>
+            <translation>服务器的证书</translation>
         </message>
     </context>
     <context>
@@ -8438,6 +8254,186 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <source>Once a day, at the start. Nothing about you is sent, and nothing is downloaded without asking.</source>
             <translation>每天一次，在启动时检查。不会发送您的任何信息，也不会未经询问就下载。</translation>
         </message>
+        <message>
+            <source>Temperature</source>
+            <translation>温度</translation>
+        </message>
+        <message>
+            <source>0 always takes the likeliest token; higher is more varied</source>
+            <translation>0 始终取概率最高的 token；越高越多样</translation>
+        </message>
+        <message>
+            <source>Top-k</source>
+            <translation>Top-k</translation>
+        </message>
+        <message>
+            <source>Sample from the k likeliest tokens</source>
+            <translation>从概率最高的 k 个 token 中采样</translation>
+        </message>
+        <message>
+            <source>off</source>
+            <translation>关</translation>
+        </message>
+        <message>
+            <source>Top-p</source>
+            <translation>Top-p</translation>
+        </message>
+        <message>
+            <source>Sample from the likeliest tokens with a total probability of p; 1 is off</source>
+            <translation>从总概率为 p 的最可能的 token 中采样；1 为关闭</translation>
+        </message>
+        <message>
+            <source>Min-p</source>
+            <translation>Min-p</translation>
+        </message>
+        <message>
+            <source>Drop tokens below this share of the likeliest one's probability; 0 is off</source>
+            <translation>舍弃低于最可能 token 概率此比例的 token；0 为关闭</translation>
+        </message>
+        <message>
+            <source>Repetition penalty</source>
+            <translation>重复惩罚</translation>
+        </message>
+        <message>
+            <source>Above 1, tokens already used become less likely; 1 is off</source>
+            <translation>大于 1 时，已使用的 token 更不易出现；1 为关闭</translation>
+        </message>
+        <message>
+            <source>Seed</source>
+            <translation>随机种子</translation>
+        </message>
+        <message>
+            <source>The same seed gives the same answer to the same chat</source>
+            <translation>相同的种子对同一对话给出相同的回答</translation>
+        </message>
+        <message>
+            <source>random</source>
+            <translation>随机</translation>
+        </message>
+        <message>
+            <source>Stop strings</source>
+            <translation>停止文本</translation>
+        </message>
+        <message>
+            <source>An answer ends before the first of these</source>
+            <translation>回答在其中任一文本出现之前结束</translation>
+        </message>
+        <message>
+            <source>Max tokens</source>
+            <translation>token 上限</translation>
+        </message>
+        <message>
+            <source>Answers stop at this length</source>
+            <translation>回答到此长度即停止</translation>
+        </message>
+        <message>
+            <source>Beams</source>
+            <translation>束宽</translation>
+        </message>
+        <message>
+            <source>Beam search if above 1; ignores temperature, top-k, top-p and min-p</source>
+            <translation>大于 1 时使用束搜索；忽略温度、top-k、top-p 和 min-p</translation>
+        </message>
+        <message>
+            <source>Loop guard</source>
+            <translation>防循环</translation>
+        </message>
+        <message>
+            <source>Ends loops (DRY): what would repeat earlier text becomes less likely; 0 is off, 0.8 is usual</source>
+            <translation>终止循环（DRY）：会重复前文的内容更不易出现；0 为关闭，常用 0.8</translation>
+        </message>
+        <message>
+            <source>Guard: growth</source>
+            <translation>防循环：增幅</translation>
+        </message>
+        <message>
+            <source>How much stronger the loop guard gets with each repeated token</source>
+            <translation>每多重复一个 token，防循环增强多少</translation>
+        </message>
+        <message>
+            <source>Guard: length</source>
+            <translation>防循环：长度</translation>
+        </message>
+        <message>
+            <source>Repetitions shorter than this many tokens are free</source>
+            <translation>短于此 token 数的重复不受限制</translation>
+        </message>
+        <message>
+            <source>Guard: range</source>
+            <translation>防循环：范围</translation>
+        </message>
+        <message>
+            <source>How many of the last tokens, earlier messages included, are searched; by default only the answer</source>
+            <translation>检查最近多少个 token（含较早的消息）；默认仅检查回答</translation>
+        </message>
+        <message>
+            <source>answer</source>
+            <translation>回答</translation>
+        </message>
+        <message>
+            <source>Guard: ends at</source>
+            <translation>防循环：止于</translation>
+        </message>
+        <message>
+            <source>Repetitions are not followed across these texts; \n is a line break</source>
+            <translation>不跨越这些文本追踪重复；\n 表示换行</translation>
+        </message>
+        <message>
+            <source>Presence penalty</source>
+            <translation>存在惩罚</translation>
+        </message>
+        <message>
+            <source>Makes every token that the answer has already less likely, once; 0 is off</source>
+            <translation>使回答中已有的每个 token 一次性降低概率；0 为关闭</translation>
+        </message>
+        <message>
+            <source>Frequency penalty</source>
+            <translation>频率惩罚</translation>
+        </message>
+        <message>
+            <source>Makes tokens less likely with each time that the answer has them already; 0 is off</source>
+            <translation>回答中每出现一次，就再降低该 token 的概率；0 为关闭</translation>
+        </message>
+        <message>
+            <source>Thinking</source>
+            <translation>思考</translation>
+        </message>
+        <message>
+            <source>Whether the model reasons before it answers; its thoughts count as tokens of the answer</source>
+            <translation>模型是否先推理再回答；思考计入回答的 token</translation>
+        </message>
+        <message>
+            <source>As the model does</source>
+            <translation>由模型决定</translation>
+        </message>
+        <message>
+            <source>Low</source>
+            <translation>低</translation>
+        </message>
+        <message>
+            <source>Medium</source>
+            <translation>中</translation>
+        </message>
+        <message>
+            <source>High</source>
+            <translation>高</translation>
+        </message>
+        <message>
+            <source>Keep chats' computed context on disk</source>
+            <translation>将对话已计算的上下文保存在磁盘上</translation>
+        </message>
+        <message>
+            <source>A chat then goes on at once after another one or a restart: what the model has read need not be read again. It is made of your prompts and answers, encrypted, and removed with its chat. The key is in the system's keyring; where there is none it is a file beside the settings, and whoever can read your files can decrypt it. Turning this off removes what is kept.</source>
+            <translation>这样，切换对话或重启之后也能立即接着对话：模型读过的内容无需再读。它由您的提示词和回答生成，经过加密，并随对话一起删除。密钥保存在系统密钥环中；没有密钥环时则是设置旁边的一个文件，能读取您文件的人就能解密。关闭此项会删除已保存的内容。</translation>
+        </message>
+        <message>
+            <source>At most</source>
+            <translation>最多</translation>
+        </message>
+        <message>
+            <source>What was of no use for longest is removed first. 2 GB of the disk always stay free.</source>
+            <translation>最先删除最久没有用处的内容。始终保留 2 GB 的磁盘空闲空间。</translation>
+        </message>
     </context>
     <context>
         <name>Settings</name>
@@ -8487,6 +8483,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>at most {0}</source>
             <translation>最多 {0}</translation>
+        </message>
+        <message>
+            <source>none; separate with commas</source>
+            <translation>无；用逗号分隔</translation>
         </message>
     </context>
     <context>
@@ -8659,12 +8659,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>SizeChooser</name>
         <message>
-            <source>Experts kept</source>
-            <translation>保留的专家</translation>
-        </message>
-        <message>
             <source>Experts kept in this tier</source>
             <translation>这一级保留的专家</translation>
+        </message>
+        <message>
+            <source>Experts kept</source>
+            <translation>保留的专家</translation>
         </message>
         <message>
             <source>Resize</source>
@@ -9182,6 +9182,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} / {1}</translation>
         </message>
         <message>
+            <source>waiting for {0}</source>
+            <translation>正在等待 {0}</translation>
+        </message>
+        <message>
+            <source>written at {0} ×{1}</source>
+            <translation>在 {0} 生成 ×{1}</translation>
+        </message>
+        <message>
             <source>ceiling {0} GB/s</source>
             <translation>上限 {0} GB/s</translation>
         </message>
@@ -9204,14 +9212,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>{0} on the CPU</source>
             <translation>CPU {0}</translation>
-        </message>
-        <message>
-            <source>waiting for {0}</source>
-            <translation>正在等待 {0}</translation>
-        </message>
-        <message>
-            <source>written at {0} ×{1}</source>
-            <translation>在 {0} 生成 ×{1}</translation>
         </message>
     </context>
     <context>
@@ -9432,12 +9432,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     <context>
         <name>TokenDialog</name>
         <message>
-            <source>Access to {0}</source>
-            <translation>访问 {0}</translation>
+            <source>Save and download</source>
+            <translation>保存并下载</translation>
         </message>
         <message>
-            <source>Its makers ask you to accept their terms first</source>
-            <translation>其作者要求先接受条款</translation>
+            <source>Access to {0}</source>
+            <translation>访问 {0}</translation>
         </message>
         <message>
             <source>1. Open the page of {0}, sign in, and accept what is asked there.</source>
@@ -9456,16 +9456,12 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>访问令牌</translation>
         </message>
         <message>
+            <source>Its makers ask you to accept their terms first</source>
+            <translation>其作者要求先接受条款</translation>
+        </message>
+        <message>
             <source>It is kept in the system's keyring, or for this run only where there is none, and sent to {0} alone.</source>
             <translation>令牌保存在系统密钥环中（没有密钥环时仅限本次运行），并且只发送到 {0}。</translation>
-        </message>
-        <message>
-            <source>Save and download</source>
-            <translation>保存并下载</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>取消</translation>
         </message>
     </context>
     <context>
@@ -9481,6 +9477,14 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>ToolServerDialog</name>
+        <message>
+            <source>Keep</source>
+            <translation>保留</translation>
+        </message>
+        <message>
+            <source>Test</source>
+            <translation>测试</translation>
+        </message>
         <message>
             <source>Add a server with tools</source>
             <translation>添加工具服务器</translation>
@@ -9516,18 +9520,6 @@ Compare it with what that server shows: “switchyard serve --https” prints it
         <message>
             <source>or JSON</source>
             <translation>或 JSON</translation>
-        </message>
-        <message>
-            <source>Test</source>
-            <translation>测试</translation>
-        </message>
-        <message>
-            <source>Keep</source>
-            <translation>保留</translation>
-        </message>
-        <message>
-            <source>Cancel</source>
-            <translation>取消</translation>
         </message>
         <message>
             <source>The command has a quote that does not end: correct it.</source>

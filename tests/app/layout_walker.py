@@ -33,10 +33,10 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.widgets.banner import Toast
 from app.widgets.chip import ElidedLabel
 from app.widgets.popover import Popover
-from app.widgets.toast import Toast
-from app.widgets.wrapped_label import UNSPACED, WrappedLabel
+from app.widgets.scaffold import UNSPACED, WrappedLabel
 
 SLACK_PX = 2
 """Rounding of font sizes, and borders that a style leaves out of its hints."""

@@ -52,8 +52,8 @@ from app.views.main_window.window import ShortcutsDialog
 from app.views.models import ModelsPage
 from app.views.monitor import MonitorPage
 from app.views.settings import SettingsPage
-from app.views.settings.about import LicencesDialog
 from app.views.settings.computing import ComputingCard
+from app.views.settings.few_rows import LicencesDialog
 from app.views.tray import QuickPrompt
 from app.views.tune.page import TunePage
 from app.views.tune.step_bar import TIMED
@@ -855,7 +855,7 @@ def _search(stage: Stage, page: ModelsPage) -> None:
     ):
         page.search.field.setText("qwen3 30b")
         page.search.button.click()
-        stage.until(lambda: page.search.fit.table.rows.card.rows)
+        stage.until(lambda: page.search.fit.table.card.rows)
 
 
 def _models_too_large(stage: Stage) -> None:
@@ -866,7 +866,7 @@ def _models_too_large(stage: Stage) -> None:
 
 def _models_token(stage: Stage) -> None:
     page = _models(stage, downloads=3)
-    page.downloads.list.setCurrentIndex(page.downloads.list.rows.index(2))
+    page.downloads.list.setCurrentIndex(page.downloads.list.rows.index(2, 0))
     page.downloads.token.click()
     stage.dialog = page.findChild(TokenDialog)
 
@@ -1303,7 +1303,7 @@ def _chat_presets(stage: Stage) -> None:
     presets.put("The same every time", replace(own, temperature=0.0, seed=7))
     stage.chat.presenter.set_sampling(replace(own, temperature=1.2, top_p=0.98))
     stage.chat.composer.edit_sampling()
-    stage.chat.composer.sampling_popover._explain(stage.chat.composer.sampling_popover.top_p)
+    stage.chat.composer.sampling_popover._explain(stage.chat.composer.sampling_popover.fields["top_p"])
 
 
 def _side_by_side(stage: Stage) -> SideBySide:

@@ -15,10 +15,9 @@ from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication
 from pytestqt.qtbot import QtBot
 
-from app.models.served_requests import OUTCOME, PROGRAM, ServedRequests
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
-from app.views.settings.other_programs import OtherProgramsCard
+from app.views.settings.other_programs import OUTCOME, PROGRAM, OtherProgramsCard, ServedRequests
 from engine.common.paths import log_dir
 from engine.serving.front_messages import Served
 from engine.serving.link import DeskLink

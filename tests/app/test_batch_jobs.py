@@ -12,9 +12,7 @@ import pytest
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services.batch_answers import JobAnswers
-from app.services.batch_job import JobEntry, JobState
-from app.services.batch_job_file import job_of, load_jobs, save_jobs
+from app.services.batch_job import JobAnswers, JobEntry, JobState, job_of, load_jobs, save_jobs
 from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient, EngineState

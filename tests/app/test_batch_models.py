@@ -17,9 +17,17 @@ from app.models.jobs import JOB_ROLE, JobListModel
 from app.services.batch_input import count_rows, free_output, look_at, usual_suffix
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
-from app.views.batch.figures import clock_text, rate_figure
-from app.views.batch.phrases import pace_text, rows_text, sample_text, state_text, status_text
-from app.views.batch.plan_words import limit_text, plan_text
+from app.views.batch.phrases import (
+    clock_text,
+    limit_text,
+    pace_text,
+    plan_text,
+    rate_figure,
+    rows_text,
+    sample_text,
+    state_text,
+    status_text,
+)
 from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.opening import InputForm
 from engine.common.config import BatchJob
@@ -91,10 +99,10 @@ def test_jobs_stand_newest_first_and_are_replaced_in_place() -> None:
     for key, created in (("a", 1.0), ("c", 3.0), ("b", 2.0)):
         model.put(JobEntry(key, job, JobState.QUEUED, created))
     model.put(JobEntry("b", job, JobState.FINISHED, 2.0))
-    keys = [model.index(n).data(JOB_ROLE).key for n in range(model.rowCount())]
+    keys = [model.index(n, 0).data(JOB_ROLE).key for n in range(model.rowCount())]
     assert keys == ["c", "b", "a"]
-    assert model.index(1).data(JOB_ROLE).state is JobState.FINISHED
-    assert model.index(1).data(Qt.ItemDataRole.AccessibleTextRole) == "job b"
+    assert model.index(1, 0).data(JOB_ROLE).state is JobState.FINISHED
+    assert model.index(1, 0).data(Qt.ItemDataRole.AccessibleTextRole) == "job b"
     model.remove("b")
     model.remove("b")
     assert [model.row_of(key) for key in "abc"] == [1, -1, 0]

@@ -161,7 +161,7 @@ def test_choices_and_schemas_are_checked(page: BatchPage, qtbot: QtBot, table: P
     assert page.form.job().choices == ()
     answers.max_tokens.setValue(48)
     answers.popover.fill(page.form.job().sampling)
-    answers.popover.top_k.setValue(40)
+    answers.popover.fields["top_k"].setValue(40)
     sampling = page.form.job().sampling
     assert (sampling.max_tokens, sampling.top_k, sampling.temperature) == (48, 40, 0.0)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from app.models.token_figures import token_figures
+from app.models.cache_figures import token_figures
 from app.services.analyser import waiting_for_last
 from app.services.history.history import History
 from engine.telemetry.lanes import BATCH_STEP, PREFILL

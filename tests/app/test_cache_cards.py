@@ -12,12 +12,10 @@ from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QLabel, QWidget
 from pytestqt.qtbot import QtBot
 
-from app.models.cache_figures import NO_FORECAST, forecast
-from app.models.token_figures import TokenFigures, token_figures
+from app.models.cache_figures import NO_FORECAST, TokenFigures, forecast, token_figures
 from app.services.history.history import History
 from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
-from app.views.monitor.memory_card import MemoryCard
-from app.views.monitor.token_card import TokenCard
+from app.views.monitor.engine_cards import MemoryCard, TokenCard
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import memory, number
 from engine.telemetry.lanes import DECODE, PREFILL

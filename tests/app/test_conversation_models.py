@@ -15,9 +15,9 @@ from PySide6.QtCore import Qt
 from PySide6.QtTest import QAbstractItemModelTester
 
 from app.models.conversation import ROW_ROLE, ConversationModel
-from app.models.conversation_defaults import MAX_TITLE, title_from
 from app.models.conversation_list import ConversationListModel, Group, group_of
 from app.services.chat_store import Conversation, Message, MessageState, MessageTree, SearchHit
+from app.services.chat_store.records import MAX_TITLE, title_from
 from app.services.sampling_presets import Preset, own_sampling, preset_of
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams

@@ -17,7 +17,7 @@ from pytestqt.qtbot import QtBot
 
 from app.engine_words import FORMS, said
 from app.languages import Languages
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 from engine.tools import rounds
 
 ENGINE = Path(__file__).resolve().parents[2] / "engine"

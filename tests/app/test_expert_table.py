@@ -15,8 +15,8 @@ from pytestqt.qtbot import QtBot
 
 from app.views.monitor.expert_card import ExpertCard
 from app.widgets.expert_map.data import map_data
-from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import EXPERT, HITS, LAYER, PLACE, USES, ExpertTable
+from app.widgets.expert_map.view import MapLegend
 from engine.telemetry.messages import ExpertMap
 from engine.telemetry.records import pack
 from tests.app.recorded import expert_map

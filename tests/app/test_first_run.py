@@ -25,9 +25,9 @@ from app.theme import ThemeController
 from app.views.first_run import FirstRunPage
 from app.views.first_run.phrases import meaning_words, parts_words
 from app.widgets.page import CHAT, MODELS, SETTINGS
+from app.widgets.scaffold import WrappedLabel
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import TokenDialog
-from app.widgets.wrapped_label import WrappedLabel
 from engine.checkpoint.downloads.queue import Download, DownloadState
 from engine.checkpoint.library import LibraryEntry, Listing
 from engine.checkpoint.names import not_in_library

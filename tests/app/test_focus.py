@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from PySide6.QtCore import QSize, Qt
+from PySide6.QtCore import QPoint, QSize, Qt
 from PySide6.QtTest import QTest
 from PySide6.QtWidgets import QApplication, QLineEdit, QPushButton, QVBoxLayout, QWidget
 from pytestqt.qtbot import QtBot
@@ -110,7 +110,7 @@ def test_pause_and_open_result_stay_in_their_places(settings: Settings, theme: T
             first = head.pause if head.pause.isVisible() else head.resume
             assert first.isVisible()
             assert head.open.isVisible()
-            places.append((first.geometry(), head.open.geometry(), head.menu.geometry()))
+            places.append([(each.mapTo(head, QPoint()), each.size()) for each in (first, head.open, head.menu)])
         assert places[0] == places[1] == places[2]
         assert head.open.isEnabled()
         assert not head.pause.isEnabled()

@@ -15,8 +15,7 @@ from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
-from app.widgets.card import Card
-from app.widgets.help_mark import HelpMark
+from app.widgets.scaffold import Card, HelpMark
 from app.widgets.timeline.lanes import lane_help, lanes_of, machine_lanes
 from app.widgets.timeline.view import TimelineView
 from tests.app.recorded import STEP_NS, decoded, sample, steady_devices

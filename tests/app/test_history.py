@@ -8,10 +8,8 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 from numpy.testing import assert_allclose
 
-from app.services.history.buckets import BUCKET_NS, BucketSeries, spread
-from app.services.history.clock import ClockAlignment
-from app.services.history.gauges import HOLD_NS, GaugeHistory
-from app.services.history.history import BusyTime, History, RecordHistory
+from app.services.history.gauges import BUCKET_NS, HOLD_NS, BucketSeries, GaugeHistory, spread
+from app.services.history.history import BusyTime, ClockAlignment, History, RecordHistory
 from engine.telemetry.lanes import CPU_ATTENTION, CPU_EXPERTS, H2D, PREFILL
 from engine.telemetry.records import SPAN, STEP, no_spans
 from tests.app.recorded import STEP_NS, decoded, sample

@@ -10,8 +10,7 @@ from PySide6.QtCore import QPointF
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.views.monitor.machine_card import MachineCard
-from app.widgets.core_grid import CoreGrid
+from app.views.monitor.machine_card import CoreGrid, MachineCard
 from engine.hardware.gpu_info import Vendor
 from engine.hardware.sensors import GpuSample, SensorSample
 

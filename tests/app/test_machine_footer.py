@@ -13,7 +13,7 @@ from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient
 from app.theme import LIGHT
 from app.views.main_window.machine_footer import MachineFooter
-from app.widgets.memory_bar import BarPart, MemoryBar
+from app.widgets.memory_bar import BarPart, MemoryBar, MemoryGauge, MemoryLegend
 from app.widgets.quantities import memory, used_of
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import Vendor
@@ -140,3 +140,23 @@ def test_the_amounts_are_said_too(footer: MachineFooter, devices: DeviceMonitor)
     devices.sampled.emit(SAMPLE)
     spoken = [widget.accessibleName() for widget in footer.children() if hasattr(widget, "accessibleName")]
     assert any(name.startswith("RAM") and "Its experts 0 MB" in name for name in spoken)
+
+
+def test_folded_it_is_one_bar_and_remembered(
+    footer: MachineFooter, client: EngineClient, devices: DeviceMonitor, qtbot: QtBot
+) -> None:
+    footer.fit(208, 400)
+    devices.sampled.emit(replace(SAMPLE, gpus=(CARD,)))
+    assert sum(bar.isVisible() for bar in footer.findChildren(MemoryGauge)) == 2
+    with qtbot.waitSignal(footer.folded) as told:
+        footer.fold.click()
+    footer.fit(208, 400)
+    assert told.args == [True]
+    shown = [bar for bar in footer.findChildren(MemoryGauge) if bar.isVisible()]
+    assert [bar.accessibleName().split()[0] for bar in shown] == ["VRAM"]
+    assert f"RAM {used_of(10 * GIB, 32 * GIB)}" in footer.toolTip()
+    assert _texts(footer)[0] == "Memory"
+    assert not footer.findChild(MemoryLegend).isVisible()
+    footer.fold.click()
+    footer.fit(208, 400)
+    assert sum(bar.isVisible() for bar in footer.findChildren(MemoryGauge)) == 2

@@ -10,7 +10,7 @@ import pytest
 from PySide6.QtWidgets import QApplication
 from pytestqt.qtbot import QtBot
 
-from app.services import speed_test
+from app.services import tuning
 from app.services.engine_client import EngineClient, EngineState
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
@@ -196,10 +196,10 @@ def test_the_model_is_timed_as_it_is_set(
     model: str,
 ) -> None:
     service, client = start
-    monkeypatch.setattr(speed_test, "_PROMPT", "count 20")
+    monkeypatch.setattr(tuning, "_PROMPT", "count 20")
     write_tiny_checkpoint(models_dir() / "good")
     settings.default_model = model
-    timing = speed_test.SpeedTest(client, service)
+    timing = tuning.SpeedTest(client, service)
     with qtbot.waitSignal(timing.ended, timeout=20_000) as ended:
         timing.start()
         timing.start()  # without effect: it is being timed

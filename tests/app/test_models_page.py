@@ -491,9 +491,9 @@ def test_the_card_follows_context_and_memory(scene: Scene, qtbot: QtBot) -> None
     assert limits.context_tokens == 16_384
     assert limits.vram_bytes is not None
     assert 0 < limits.vram_bytes < 8 * parts.GIB
-    before = fit.table.rows.card
+    before = fit.table.card
     scene.hub.judge_now()
-    assert fit.table.rows.card != before
+    assert fit.table.card != before
 
 
 def test_a_file_that_the_user_chose_stays_chosen(scene: Scene) -> None:
@@ -610,7 +610,7 @@ def test_downloads_are_paused_cancelled_and_ordered_by_keyboard(scene: Scene, qt
     scene.downloads.calls.move.assert_called_once_with(keys[1], 0)
     qtbot.keyClick(card.list, Qt.Key.Key_Delete)
     scene.downloads.calls.cancel.assert_called_once_with(keys[1])  # nothing was fetched: nothing is asked
-    card.list.setCurrentIndex(card.list.rows.index(0))
+    card.list.setCurrentIndex(card.list.rows.index(0, 0))
     qtbot.keyClick(card.list, Qt.Key.Key_Delete)
     assert scene.downloads.calls.cancel.call_count == 1
     scene.answer("Cancel the download")
@@ -621,7 +621,7 @@ def test_the_chosen_download_stays_chosen_while_others_move(scene: Scene) -> Non
     first, second, third = parts.DOWNLOADS
     scene.downloads.show(first, second, third)
     view = scene.page.downloads.list
-    view.setCurrentIndex(view.rows.index(1))
+    view.setCurrentIndex(view.rows.index(1, 0))
     scene.downloads.show(second, first, third)
     assert view.download == second
     assert (scene.page.downloads.up.isEnabled(), scene.page.downloads.down.isEnabled()) == (False, True)
@@ -630,7 +630,7 @@ def test_the_chosen_download_stays_chosen_while_others_move(scene: Scene) -> Non
 def test_downloads_are_ordered_by_dragging(scene: Scene, qtbot: QtBot) -> None:
     scene.downloads.show(*parts.DOWNLOADS)
     rows = scene.page.downloads.list.rows
-    data = rows.mimeData([rows.index(0)])
+    data = rows.mimeData([rows.index(0, 0)])
     for row, place in ((0, 0), (2, 1), (3, 2), (-1, 2)):
         rows.dropMimeData(data, Qt.DropAction.MoveAction, row, 0, QModelIndex())
         scene.downloads.calls.move.assert_called_with(parts.DOWNLOADS[0].key, place)
@@ -640,7 +640,7 @@ def test_a_failed_download_is_resumed_or_given_a_token(scene: Scene) -> None:
     scene.downloads.show(*parts.DOWNLOADS)
     card = scene.page.downloads
     assert card.trouble.isHidden()
-    card.list.setCurrentIndex(card.list.rows.index(2))
+    card.list.setCurrentIndex(card.list.rows.index(2, 0))
     assert card.pause.isHidden()
     assert card.trouble.text() == parts.DOWNLOADS[2].problem  # in full: it says what to do
     card.resume.click()

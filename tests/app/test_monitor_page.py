@@ -25,8 +25,7 @@ from app.theme import ThemeController
 from app.views.monitor import MonitorPage
 from app.views.monitor.page import session_title
 from app.views.monitor.summary import advice_sentence, time_parts, waiting_sentence
-from app.widgets.expert_map.data import map_data
-from app.widgets.expert_map.picture import draw_map
+from app.widgets.expert_map.data import draw_map, map_data
 from app.widgets.expert_map.view import ExpertMapView
 from app.widgets.timeline.strip import TimelineStrip
 from engine.common.errors import EngineError

@@ -10,7 +10,7 @@ from PySide6.QtNetwork import QLocalSocket
 from pytestqt.qtbot import QtBot
 
 from app.services.single_instance import Claim, SingleInstance
-from app.widgets.dropped_model import model_at
+from app.widgets.text_box import model_at
 from engine.common.installed import version
 
 

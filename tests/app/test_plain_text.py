@@ -27,7 +27,7 @@ pytestmark = pytest.mark.qt_log_ignore("does not support", extend=True)  # the o
 APP = Path(__file__).resolve().parents[2] / "app"
 FILE_NAME = "<b>it<img src=hills.png>"
 MEANT = {
-    "views/batch/settings_card.py",
+    "views/batch/job_view.py",
     "views/chat/conversation_delegate.py",
     "views/chat/user_message.py",
     "views/monitor/summary.py",

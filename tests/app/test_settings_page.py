@@ -30,9 +30,9 @@ from app.services.settings import Settings
 from app.services.tools import Tools
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
-from app.views.settings.about import LicencesDialog, version
+from app.views.settings.few_rows import LicencesDialog, version
 from app.widgets.fields import ComboBox, Slider, SpinBox
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel
 from engine.checkpoint.catalogue import catalogue_dir, read_catalogue
 from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of

@@ -19,7 +19,7 @@ from app.services.session_recording import SessionRecording
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
 from app.views.monitor.page import session_words
-from app.widgets.timeline.requests import request_label
+from app.widgets.timeline.picture import request_label
 from engine.common.paths import sessions_dir
 from engine.telemetry.analysis import Waiting
 from engine.telemetry.lanes import WRITTEN_ELSEWHERE

@@ -10,10 +10,9 @@ from PySide6.QtCore import QRectF
 from PySide6.QtGui import QColor, QImage, QPainter
 from PySide6.QtWidgets import QApplication
 
-from app.services.history.buckets import Floats
+from app.services.history.gauges import Floats
 from app.widgets.timeline.lanes import Lane, LaneData
-from app.widgets.timeline.plots import _draw_outlines, draw_lane
-from app.widgets.timeline.raster import LaneRaster, over
+from app.widgets.timeline.plots import LaneRaster, _draw_outlines, draw_lane, over
 
 WIDTH, HEIGHT = 300, 60
 AREA = QRectF(10, 8, 280, 44)

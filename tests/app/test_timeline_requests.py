@@ -7,9 +7,8 @@ from PySide6.QtGui import QFont
 
 from app.services.history.history import History
 from app.widgets.timeline.lanes import lanes_of, read_lane, reading
-from app.widgets.timeline.picture import lane_areas, read_rows
-from app.widgets.timeline.requests import joined, request_label, rows_of
-from app.widgets.timeline.viewport import Viewport
+from app.widgets.timeline.navigator import Viewport
+from app.widgets.timeline.picture import joined, lane_areas, read_rows, request_label, rows_of
 from engine.telemetry.lanes import ELSEWHERE, QUEUED, READING, WRITING, WRITTEN_ELSEWHERE
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import Records, no_spans

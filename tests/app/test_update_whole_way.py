@@ -15,7 +15,7 @@ import app.services.updates as service
 from app.services.downloads import Downloads
 from app.services.settings import Settings
 from app.services.updates import Updates, UpdateStage
-from app.views.settings.updates import UpdatesCard
+from app.views.settings.few_rows import UpdatesCard
 from engine.common import installed
 from engine.parts import updates as parts
 from tests.broken import NEW, OLD, UV, WINDOW_TEST, Fresh

@@ -12,7 +12,7 @@ from pytestqt.qtbot import QtBot
 import app.services.updates as module
 from app.services.settings import Settings
 from app.services.updates import LOOKED_KEY, Updates, UpdateStage
-from app.views.settings.updates import UpdatesCard
+from app.views.settings.few_rows import UpdatesCard
 from engine.checkpoint.downloads.queue import DownloadState
 from engine.common import installed
 from engine.common.errors import EngineError, ErrorCode

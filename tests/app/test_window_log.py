@@ -10,7 +10,7 @@ import pytest
 from PySide6.QtCore import qWarning
 from PySide6.QtWidgets import QApplication
 
-from app.services.window_log import close_window_log, open_window_log
+from app.services.crash_reports import close_window_log, open_window_log
 
 
 @pytest.fixture

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 
 from app.services.answer_queue import NOT_SENT, instructions_with, prompt_of
 from app.services.chat_store.database import PURGE_AFTER_S, ChatDatabase
-from app.services.chat_store.json_format import from_json, to_json
+from app.services.chat_store.json_format import Merged, from_json, merge, to_export, to_json
 from app.services.chat_store.reading import Unread, read_chats
 from app.services.chat_store.records import Conversation, Fold, Folder, Message, digest_of
 from app.services.chat_store.recovery import open_checked, recover
 from app.services.chat_store.schema import MIGRATIONS, connect, migrate
 from app.services.chat_store.store import search
-from app.services.chat_store.transfer import Merged, merge, to_export
 from app.services.chat_store.tree import MessageTree, without_deleted
 
 CHAT = Conversation("c", "a title", created_at=1.0, updated_at=1.0)

@@ -14,13 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from app.services.chat_store.database import ChatDatabase
-from app.services.chat_store.json_format import NotAChatFileError, from_json, to_json
+from app.services.chat_store.json_format import Merged, NotAChatFileError, from_json, merge, to_json
 from app.services.chat_store.markdown_format import from_markdown, to_markdown
 from app.services.chat_store.reading import Unread, read_chats
 from app.services.chat_store.records import AnswerStats, Conversation, Message, MessageState, clean_text
 from app.services.chat_store.recovery import open_checked
 from app.services.chat_store.schema import migrate
-from app.services.chat_store.transfer import Merged, merge
 from app.services.chat_store.tree import MessageTree
 from engine.common.config import SamplingParams
 

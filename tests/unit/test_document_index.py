@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from app.services.chat_store import Attachment
 from app.services.documents import index as index_module
 from app.services.documents import prompts
-from app.services.documents.chunks import MOST_CHARACTERS, asked_words, chunked, match_for
-from app.services.documents.index import DocumentIndex, FileState
+from app.services.documents.index import MOST_CHARACTERS, DocumentIndex, FileState, asked_words, chunked, match_for
 from app.services.documents.prompts import Asked
 from engine.batch_files.documents import Document, Part
 from tests.unit.long_documents import TITLES, written

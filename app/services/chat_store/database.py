@@ -10,6 +10,7 @@ import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from app.services.chat_store.records import (
@@ -20,7 +21,6 @@ from app.services.chat_store.records import (
     Folder,
     Message,
     MessageState,
-    Source,
     attachment_from_dict,
     attachment_to_dict,
     clean_text,
@@ -36,7 +36,6 @@ from app.services.chat_store.schema import transaction
 from engine.batch_files.documents import Part
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
-from engine.tools.rounds import Step
 
 PURGE_AFTER_S = 3600.0
 """How long a deleted chat can be restored; the next start after that purges it."""
@@ -54,7 +53,6 @@ _PLACES = ",".join("?" * len(MESSAGE_COLUMNS.split(",")))
 
 
 def conversation_from_row(row: tuple[Any, ...]) -> Conversation:
-    """A record from a row of CONVERSATION_COLUMNS."""
     id_, title, pinned, created, updated, system_prompt, sampling, model, draft, folder_id, tools = row
     return Conversation(
         id=text_of(id_),
@@ -404,9 +402,21 @@ class ChatDatabase:
         rows = self.connection.execute(
             f"SELECT {MESSAGE_COLUMNS} FROM messages WHERE conversation_id = ? ORDER BY seq", (conversation_id,)
         )
-        pictures, attachments = self._pictures(conversation_id), self._attachments(conversation_id)
-        sources, folds = self._sources(conversation_id), self._folds(conversation_id)
-        deleted, steps = self._deleted(conversation_id), self._steps(conversation_id)
+        of_messages = partial(self._of_messages, conversation_id)
+        pictures: dict[str, list[Picture]] = {}
+        for id_, media, data in of_messages("media, data", "pictures", "message_id, place"):
+            if isinstance(data, bytes):
+                pictures.setdefault(id_, []).append(_picture(media, data))
+        attachments: dict[str, list[Attachment]] = {}
+        joined = "attachments JOIN documents ON documents.id = document_id"
+        for id_, about in of_messages("about", joined, "message_id, place"):
+            if (attachment := _attachment(about)) is not None:
+                attachments.setdefault(id_, []).append(attachment)
+        sources = {id_: sources_from_json(text_of(listed)) for id_, listed in of_messages("listed", "sources")}
+        steps = {id_: steps_from_json(text_of(listed)) for id_, listed in of_messages("listed", "steps")}
+        columns = "summary, is_on, changed_at, model, turns"
+        folds = {id_: fold_from_row(tuple(rest)) for id_, *rest in of_messages(columns, "folds")}
+        deleted = {id_: _moment(at) or _LEAST_MOMENT for id_, at in of_messages("deleted_at", "deleted_messages")}
         return tuple(
             dataclasses.replace(
                 each,
@@ -420,67 +430,14 @@ class ChatDatabase:
             for each in map(message_from_row, rows)
         )
 
-    def _attachments(self, conversation_id: str) -> dict[str, list[Attachment]]:
-        """By the ids of their messages."""
-        rows = self.connection.execute(
-            "SELECT a.message_id, d.about FROM attachments a JOIN documents d ON d.id = a.document_id "
-            "WHERE a.message_id IN (SELECT id FROM messages WHERE conversation_id = ?) ORDER BY a.message_id, a.place",
+    def _of_messages(self, conversation_id: str, columns: str, table: str, order: str = "1") -> Iterator[list[Any]]:
+        """Rows of what messages of a conversation have, each after its message's id."""
+        for id_, *rest in self.connection.execute(
+            f"SELECT message_id, {columns} FROM {table} "
+            f"WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?) ORDER BY {order}",
             (conversation_id,),
-        )
-        found: dict[str, list[Attachment]] = {}
-        for message_id, about in rows:
-            if (attachment := _attachment(about)) is not None:
-                found.setdefault(text_of(message_id), []).append(attachment)
-        return found
-
-    def _sources(self, conversation_id: str) -> dict[str, tuple[Source, ...]]:
-        """By the ids of their answers."""
-        rows = self.connection.execute(
-            "SELECT message_id, listed FROM sources "
-            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
-            (conversation_id,),
-        )
-        return {text_of(message_id): sources_from_json(text_of(listed)) for message_id, listed in rows}
-
-    def _steps(self, conversation_id: str) -> dict[str, tuple[Step, ...]]:
-        """By the ids of their answers."""
-        rows = self.connection.execute(
-            "SELECT message_id, listed FROM steps "
-            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
-            (conversation_id,),
-        )
-        return {text_of(message_id): steps_from_json(text_of(listed)) for message_id, listed in rows}
-
-    def _folds(self, conversation_id: str) -> dict[str, Fold]:
-        """By the ids of their messages."""
-        rows = self.connection.execute(
-            "SELECT message_id, summary, is_on, changed_at, model, turns FROM folds "
-            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
-            (conversation_id,),
-        )
-        return {text_of(message_id): fold_from_row(tuple(rest)) for message_id, *rest in rows}
-
-    def _deleted(self, conversation_id: str) -> dict[str, float]:
-        """When messages were deleted, by their ids."""
-        rows = self.connection.execute(
-            "SELECT message_id, deleted_at FROM deleted_messages "
-            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?)",
-            (conversation_id,),
-        )
-        return {text_of(message_id): _moment(at) or _LEAST_MOMENT for message_id, at in rows}
-
-    def _pictures(self, conversation_id: str) -> dict[str, list[Picture]]:
-        """By the ids of their messages."""
-        rows = self.connection.execute(
-            "SELECT message_id, media, data FROM pictures "
-            "WHERE message_id IN (SELECT id FROM messages WHERE conversation_id = ?) ORDER BY message_id, place",
-            (conversation_id,),
-        )
-        found: dict[str, list[Picture]] = {}
-        for message_id, media, data in rows:
-            if isinstance(data, bytes):
-                found.setdefault(text_of(message_id), []).append(_picture(media, data))
-        return found
+        ):
+            yield [text_of(id_), *rest]
 
     def _insert(self, message: Message) -> None:
         self.connection.execute(f"INSERT INTO messages ({MESSAGE_COLUMNS}) VALUES ({_PLACES})", message_values(message))

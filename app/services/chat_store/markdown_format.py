@@ -39,7 +39,6 @@ class _Read:
 
 
 def to_markdown(conversation: Conversation, path: Iterable[Message]) -> str:
-    """One conversation as a document."""
     title = " ".join(conversation.title.split()) or "Chat"
     parts = [f"# {title}\n\n"]
     if conversation.system_prompt:

@@ -20,6 +20,21 @@ from engine.common.errors import EngineError
 from engine.protocol import Role
 from engine.tools.rounds import CallState, Step, ToolUse
 
+MAX_TITLE = 60
+
+
+def title_from(text: str) -> str:
+    """A short title from a first message: its first line that has words, cut between words."""
+    line = next((line for line in text.splitlines() if any(c.isalnum() for c in line)), text)
+    words = line.strip().lstrip("#>*-` ").split()
+    title = ""
+    for word in words:
+        if title and len(title) + 1 + len(word) > MAX_TITLE:
+            return title.rstrip(",;:–-") + "…"
+        title = f"{title} {word}".strip()
+    return title if len(title) <= MAX_TITLE else title[: MAX_TITLE - 1] + "…"
+
+
 ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 
 
@@ -223,7 +238,6 @@ def made_id(*names: str) -> str:
 
 
 def new_conversation(**fields: Any) -> Conversation:
-    """A conversation created now."""
     now = time.time()
     return Conversation(id=new_id(), created_at=now, updated_at=now, **fields)
 

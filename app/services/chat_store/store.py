@@ -203,7 +203,6 @@ class ChatStore(QObject):
         self._left_out.add(conversation_id)
 
     def leaves_out(self, conversation_id: str) -> bool:
-        """Whether nothing of a conversation is written."""
         return conversation_id in self._left_out
 
     def take_in(self, conversation: Conversation, messages: Sequence[Message]) -> None:
@@ -213,21 +212,14 @@ class ChatStore(QObject):
 
     def create(self, conversation: Conversation, messages: Sequence[Message] = ()) -> None:
         """Add a conversation with its first messages."""
-        if self.leaves_out(conversation.id):
-            return
-        self._write(lambda database: database.add_conversations([(conversation, messages)]))
+        self._write(lambda database: database.add_conversations([(conversation, messages)]), of=conversation.id)
 
     def change(self, conversation_id: str, **changes: Any) -> None:
-        """Change only these fields of a conversation."""
-        if self.leaves_out(conversation_id):
-            return
-        self._write(lambda database: database.change_conversation(conversation_id, changes))
+        self._write(lambda database: database.change_conversation(conversation_id, changes), of=conversation_id)
 
     def set_unsent_pictures(self, conversation_id: str, pictures: Sequence[Picture]) -> None:
         """Keep these, and no others, for the next message of a conversation."""
-        if self.leaves_out(conversation_id):
-            return
-        self._write(lambda database: database.set_unsent_pictures(conversation_id, pictures))
+        self._write(lambda database: database.set_unsent_pictures(conversation_id, pictures), of=conversation_id)
 
     def delete(self, conversation_id: str) -> None:
         """Hide a conversation; `restore` undoes it until a later start purges it.  Its kept context is gone at once."""
@@ -242,7 +234,6 @@ class ChatStore(QObject):
         self._write(run, self.documents_gone.emit)
 
     def restore(self, conversation_id: str) -> None:
-        """Restore a deleted conversation."""
         self._write(lambda database: database.set_deleted(conversation_id, None))
 
     # --- documents ---
@@ -250,9 +241,7 @@ class ChatStore(QObject):
     def set_unsent_attachments(self, conversation_id: str, attachments: Sequence[Attachment]) -> None:
         """Keep these, and no others, for the next message of a conversation."""
         some = tuple(attachments)
-        if self.leaves_out(conversation_id):
-            return
-        self._write(lambda database: database.set_unsent_attachments(conversation_id, some))
+        self._write(lambda database: database.set_unsent_attachments(conversation_id, some), of=conversation_id)
 
     def update_document(self, attachment: Attachment, parts: Sequence[Part] | None = None) -> None:
         """Write what is known of a document, and its text if that is given."""
@@ -260,15 +249,11 @@ class ChatStore(QObject):
 
     def set_sources(self, answer: Message) -> None:
         """Write what an answer was given to read."""
-        if self.leaves_out(answer.conversation_id):
-            return
-        self._write(lambda database: database.set_sources(answer))
+        self._write(lambda database: database.set_sources(answer), of=answer.conversation_id)
 
     def set_steps(self, answer: Message) -> None:
         """Write what came before an answer's text, with the calls of tools in it."""
-        if self.leaves_out(answer.conversation_id):
-            return
-        self._write(lambda database: database.set_steps(answer))
+        self._write(lambda database: database.set_steps(answer), of=answer.conversation_id)
 
     def document_parts(self, document_id: str, timeout_s: float = CLOSE_S) -> tuple[Part, ...]:
         """The text of a document; waits for the store, so not for the window's thread."""
@@ -321,9 +306,7 @@ class ChatStore(QObject):
 
     def update_message(self, message: Message) -> None:
         """Write a message's final text, state and stats."""
-        if self.leaves_out(message.conversation_id):
-            return
-        self._write(lambda database: database.update_message(message))
+        self._write(lambda database: database.update_message(message), of=message.conversation_id)
 
     def save_step(self, message: Message) -> None:
         """Save an answer's progress.  A newer step replaces one that has not been written yet."""
@@ -390,8 +373,12 @@ class ChatStore(QObject):
             self.known_documents = known
             self.documents_known.emit(known)
 
-    def _write(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None] | None = None) -> None:
-        self._submit(run, done, writes=True)
+    def _write(
+        self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None] | None = None, *, of: str = ""
+    ) -> None:
+        """`of`: the conversation that it is about; nothing is written of one that is left out."""
+        if not self.leaves_out(of):
+            self._submit(run, done, writes=True)
 
     def _read(self, run: Callable[[ChatDatabase], Any], done: Callable[[Any], None]) -> None:
         self._submit(run, done, writes=False)

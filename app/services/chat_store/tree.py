@@ -117,7 +117,6 @@ class MessageTree:
         return [message for message in self.nodes_to(message_id) if not message.deleted_at]
 
     def nodes_to(self, message_id: str) -> list[Message]:
-        """The same with those that were deleted."""
         nodes: list[Message] = []
         at: str | None = message_id
         while at is not None:

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from app.services.chat_store.records import Attachment, Source
-from app.services.documents.chunks import asked_words
-from app.services.documents.index import DocumentIndex, Piece
+from app.services.documents.index import DocumentIndex, Piece, asked_words
 
 CHARACTERS_PER_TOKEN = 3.2
 """Where nothing was counted: fewer than most texts have, so that a prompt is rather too short than too long."""

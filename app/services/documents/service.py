@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from PySide6.QtCore import QFileSystemWatcher, QObject, Qt, QTimer, Signal
+from PySide6.QtCore import QFileSystemWatcher, QObject, Qt, Signal
 
-from app.services.background import TaskQueue
+from app.services.background import TaskQueue, timer
 from app.services.chat_store import Attachment, ChatStore, Source, new_id
 from app.services.documents.index import FILE_NAME, DocumentIndex, FileState, digest_of
 from app.services.documents.prompts import Asked, Given, given, joined
@@ -87,12 +87,9 @@ class Documents(QObject):
         self._watched: dict[str, Attachment] = {}
         self._looked_at: dict[str, float] = {}
         self._watcher: QFileSystemWatcher | None = None
-        self._settled = QTimer(self, singleShot=True, interval=_SETTLED_MS)
-        self._settled.timeout.connect(self._look_again)
-        self._poll = QTimer(self, interval=_POLL_MS)
-        self._poll.timeout.connect(self._look_again)
-        self._idle = QTimer(self, singleShot=True, interval=_IDLE_MS)
-        self._idle.timeout.connect(lambda: self._reading.add(self._rest))
+        self._settled = timer(self, self._look_again, _SETTLED_MS, once=True)
+        self._poll = timer(self, self._look_again, _POLL_MS)
+        self._idle = timer(self, lambda: self._reading.add(self._rest), _IDLE_MS, once=True)
         self._told.connect(self._on_share, Qt.ConnectionType.QueuedConnection)
         store.documents_known.connect(self._keep_only)
         if store.known_documents is not None:
@@ -212,8 +209,8 @@ class Documents(QObject):
     def close(self) -> None:
         """Ends all that is being done; what was not read is read the next time."""
         self._closing.set()
-        for timer in (self._settled, self._poll, self._idle):
-            timer.stop()
+        for each in (self._settled, self._poll, self._idle):
+            each.stop()
         self._waiting.clear()
         self._reading.close()
         self._asking.close()
@@ -472,7 +469,6 @@ def _walk(folder: Path) -> Iterator[tuple[Path, str, FileState | None]]:
 
 
 def _folders_in(folders: Sequence[str]) -> list[str]:
-    """These and the folders in them, as many as are watched."""
     found: list[str] = []
     for folder in folders:
         waiting = [folder]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from app.services.history.buckets import BucketSeries, Floats, spread
-from app.services.history.gauges import GaugeHistory, gauges_of
-from app.services.history.runs import PhaseRun, RunHistory
+from app.services.history.gauges import BucketSeries, Floats, GaugeHistory, gauges_of, spread
 from engine.common.lanes import TRACKS
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.lanes import (
@@ -19,14 +17,127 @@ from engine.telemetry.lanes import (
     ELSEWHERE,
     JOB,
     PHASE,
+    PREFILL,
+    PROMPT,
     QUEUED,
     READING,
     REQUESTS,
+    SAMPLE,
     SWEEPS,
     WRITING,
     WRITTEN_ELSEWHERE,
 )
 from engine.telemetry.records import Records, no_spans, no_steps
+
+MOST_RUNS = 20_000
+_GAP_NS = 2_000_000
+_KIND = {PROMPT: PREFILL, SAMPLE: PREFILL}
+"""Phases that are part of another phase's run."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseRun:
+    """Consecutive steps of one phase (`PREFILL`, `DECODE`, `BATCH_STEP`, or another name).
+
+    Attributes:
+        first_step: number of the first of them.
+    """
+
+    phase: int
+    request: int
+    start_ns: int
+    end_ns: int
+    tokens: int
+    first_step: int = -1
+
+
+class RunHistory:
+    """The last runs, in the order they began."""
+
+    def __init__(self) -> None:
+        self._runs: deque[PhaseRun] = deque(maxlen=MOST_RUNS)
+
+    def add(self, steps: Records) -> None:
+        """Add steps, in order."""
+        phases, requests = steps["name"].tolist(), steps["request"].tolist()
+        starts, ends, tokens = steps["start_ns"].tolist(), steps["end_ns"].tolist(), steps["tokens"].tolist()
+        numbers = steps["step"].tolist()
+        for phase, request, start, end, made, number in zip(
+            phases, requests, starts, ends, tokens, numbers, strict=True
+        ):
+            kind = _KIND.get(phase, phase)
+            read = made if phase in (PREFILL, DECODE, BATCH_STEP) else 0  # a prompt's tokens count once
+            last = self._runs[-1] if self._runs else None
+            if last is not None and (last.phase, last.request) == (kind, request) and start - last.end_ns <= _GAP_NS:
+                self._runs[-1] = replace(last, end_ns=max(end, last.end_ns), tokens=last.tokens + read)
+            else:
+                self._runs.append(PhaseRun(kind, request, start, end, read, number))
+
+    def between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
+        found = []
+        for run in reversed(self._runs):
+            if run.end_ns <= start_ns:
+                break
+            if run.start_ns < end_ns:
+                found.append(run)
+        return found[::-1]
+
+    def last_request(self, before_ns: float) -> list[PhaseRun]:
+        """Runs of the last request with a decode that began before a moment, up to that decode; empty if none."""
+        found: list[PhaseRun] = []
+        for run in reversed(self._runs):
+            if not found and not (run.phase == DECODE and run.start_ns < before_ns):
+                continue
+            if found and run.request != found[-1].request:
+                break  # step numbers restart with each engine
+            found.append(run)
+        return found[::-1]
+
+    def copy(self) -> RunHistory:
+        """A copy that no longer changes with this one."""
+        other = RunHistory()
+        other._runs = self._runs.copy()
+        return other
+
+
+_EARLY_NS = 100_000_000
+_LATE_NS = 10_000_000_000
+MOST_SPAN_NS = 3_600_000_000_000
+"""No span lasts an hour."""
+
+
+class ClockAlignment:
+    """The two processes share a clock on every system we know; where they do not, or a clock jumps, times are shifted.
+
+    A message is taken to have been sent when it arrived, within the latency of a pipe.
+    """
+
+    def __init__(self) -> None:
+        self.shift_ns = 0
+        """Added to the engine's times."""
+
+    def observe(self, clock_ns: int, now_ns: int) -> bool:
+        """Compare the engine's `clock_ns` with `now_ns` here; returns whether the engine's clock has jumped."""
+        late_ns = now_ns - (clock_ns + self.shift_ns)
+        if -_EARLY_NS <= late_ns <= _LATE_NS:
+            return False
+        self.shift_ns = now_ns - clock_ns
+        return True
+
+    def aligned(self, records: Records, now_ns: int) -> Records:
+        """Records on the window's clock, without impossible ones that end before they begin or lie in the future."""
+        starts, ends = records["start_ns"], records["end_ns"]
+        limit_ns = now_ns - self.shift_ns + _EARLY_NS
+        sound = (ends >= starts) & (starts >= max(0, limit_ns - 2 * MOST_SPAN_NS)) & (ends <= limit_ns)
+        sound &= ends - np.maximum(starts, 0) < MOST_SPAN_NS
+        if not sound.all():
+            records = records[sound]
+        if self.shift_ns:
+            records = records.copy()
+            records["start_ns"] += self.shift_ns
+            records["end_ns"] += self.shift_ns
+        return records
+
 
 MOST_SPANS = 2**19
 """27 MB: some 40 seconds of the fastest decode."""
@@ -238,7 +349,6 @@ class History:
         self._reach(int(steps["start_ns"].min()), int(steps["end_ns"].max()))
 
     def add_sample(self, at_ns: int, sample: SensorSample) -> None:
-        """Add a sensor sample."""
         self._gauges.add(at_ns, gauges_of(sample))
         self._reach(at_ns, at_ns)
 
@@ -248,7 +358,6 @@ class History:
         self._reach(at_ns, at_ns)
 
     def add_mark(self, at_ns: int, text: str) -> None:
-        """Add an event."""
         self._marks.append(Mark(at_ns, text))
         self.revision += 1
 
@@ -265,7 +374,6 @@ class History:
         return any(lane in _PER_DEVICE for lane, _ in self._busy)
 
     def devices(self, lane: int) -> list[int]:
-        """Devices with spans in this lane."""
         return sorted(device for mine, device in self._busy if mine == lane)
 
     def busy(self, lane: int, edges_ns: Floats) -> Floats:
@@ -341,7 +449,6 @@ class History:
         return self._steps.between(start_ns, end_ns)
 
     def last_steps(self, count: int) -> Records:
-        """The last steps that ended."""
         return self._steps.last(count)
 
     def runs_between(self, start_ns: float, end_ns: float) -> list[PhaseRun]:
@@ -353,7 +460,6 @@ class History:
         return self._runs.last_request(before_ns)
 
     def marks_between(self, start_ns: float, end_ns: float) -> list[Mark]:
-        """Events in a range."""
         return [mark for mark in self._marks if start_ns <= mark.at_ns < end_ns]
 
     @property

@@ -1,29 +1,144 @@
-"""How rows are answered: max tokens, temperature and other sampling, and the answer's constraint."""
+"""The answers of a new job: what they must be, how they are drawn, and a first few of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from PySide6.QtCore import Signal
 from PySide6.QtWidgets import (
     QButtonGroup,
+    QFrame,
     QGridLayout,
     QLabel,
     QPlainTextEdit,
-    QPushButton,
     QSizePolicy,
+    QVBoxLayout,
     QWidget,
 )
 
+from app.services.batch_sample import SAMPLE_ROWS
+from app.views.batch.phrases import end_text, translate
 from app.views.batch.template_card import ShortEdit
-from app.widgets.card import Card, set_message, warning_label
 from app.widgets.fields import DoubleSpinBox, SpinBox
 from app.widgets.flow_layout import Flow
-from app.widgets.sampling_popover import MOST_TOKENS, SamplingPopover
+from app.widgets.quantities import SEPARATOR, count
+from app.widgets.sampling_popover import SamplingPopover
+from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, text_label, vbox, warning_label
+from engine.batch_files.messages import BatchRow
 from engine.common.config import SamplingParams
 from engine.common.foreign import DEEPEST, parse_json
 
+_SHOWN_CHARACTERS = 400
+
+
+class SampleCard(Card):
+    """Signals: `wanted`, to answer the first rows; `stop_wanted`."""
+
+    wanted = Signal()
+    stop_wanted = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("Try the first rows"), parent)
+        self._running = False
+        self._rows = SAMPLE_ROWS
+        self.button = push_button(self, do=lambda: (self.stop_wanted if self._running else self.wanted).emit())
+        self.head.addWidget(self.button)
+        self._words = muted_label(self)
+        self._trouble = warning_label(self)
+        self._answers = vbox(gap=0)
+        self._shown: list[_Answer] = []
+        add_items(self.body, self._words, self._trouble, self._answers)
+        self.clear()
+
+    def clear(self) -> None:
+        """Clears the trial: there is none, or its settings have changed."""
+        self._drop_answers()
+        self._set_running(False)
+        set_message(self._trouble, "")
+        set_message(self._words, self.tr("See the answers, and how fast they come, before you start the job."))
+
+    def set_rows(self, rows: int) -> None:
+        """How many rows there are, or at least how many."""
+        self._rows = min(rows, SAMPLE_ROWS)
+        self._set_running(self._running)
+
+    def begin(self) -> None:
+        self._drop_answers()
+        self._set_running(True)
+        set_message(self._trouble, "")
+        set_message(self._words, self.tr("Answering…"))
+
+    def add(self, rows: Sequence[BatchRow]) -> None:
+        for row in rows:
+            place = sum(other.row < row.row for other in self._shown)
+            block = _Answer(row, self)
+            self._shown.insert(place, block)
+            self._answers.insertWidget(place, block)
+
+    def end(self, sentence: str) -> None:
+        """The trial is done; `sentence` says what it predicts for the job."""
+        self._set_running(False)
+        set_message(self._words, sentence or (self.tr("Stopped.") if not self._shown else ""))
+
+    def fail(self, sentence: str) -> None:
+        """The trial failed; `sentence` says why."""
+        self._set_running(False)
+        set_message(self._words, "")
+        set_message(self._trouble, sentence)
+
+    def set_able(self, able: bool, why_not: str) -> None:
+        """Whether a trial can start now."""
+        self.button.setEnabled(able or self._running)
+        self.button.setToolTip(why_not)
+
+    @property
+    def answers(self) -> int:
+        return len(self._shown)
+
+    def _set_running(self, running: bool) -> None:
+        self._running = running
+        words = {1: self.tr("Answer one row"), 2: self.tr("Answer two rows")}
+        self.button.setText(self.tr("Stop") if running else words.get(self._rows, self.tr("Answer three rows")))
+        self.button.setEnabled(True)
+
+    def _drop_answers(self) -> None:
+        for block in self._shown:
+            self._answers.removeWidget(block)
+            block.hide()
+            block.deleteLater()
+        self._shown.clear()
+
+
+class _Answer(QWidget):
+    def __init__(self, row: BatchRow, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.row = row.row
+        line = QFrame(self)
+        line.setProperty("line", "true")
+        column = vbox(line, 6, into=self, margins=(0, 4, 0, 6), gap=3)
+        parts = [translate("Batch", "Row {0}").format(count(row.row + 1)), end_text(row)]
+        if row.generated_tokens:
+            parts.append(translate("Batch", "{0} tokens").format(count(row.generated_tokens)))
+        self._text(column, SEPARATOR.join(parts), "caption")
+        self._text(column, _short(row.prompt), "secondary")
+        answer = translate("Batch", "The row {0}.").format(row.problem) if row.problem else _short(row.answer)
+        self._text(column, answer or translate("Batch", "(an empty answer)"), "")
+
+    def _text(self, column: QVBoxLayout, text: str, role: str) -> None:
+        label = text_label(self, text, role=role, wrap=True)
+        label.setTextInteractionFlags(label.textInteractionFlags().TextSelectableByMouse)
+        label.setVisible(bool(text))
+        column.addWidget(label)
+
+
+def _short(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) < _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 1]}…"
+
+
 TEXT, CHOICES, SCHEMA = range(3)
+_MOST_TOKENS = 1_000_000
 
 
 class AnswerCard(Card):
@@ -40,7 +155,7 @@ class AnswerCard(Card):
         self._sampling = SamplingParams()
         self._filling = False
         self.max_tokens = SpinBox(self)
-        self.max_tokens.setRange(1, MOST_TOKENS)
+        self.max_tokens.setRange(1, _MOST_TOKENS)
         self.max_tokens.setGroupSeparatorShown(True)
         self.temperature = DoubleSpinBox(self)
         self.temperature.setRange(0.0, 2.0)
@@ -53,8 +168,7 @@ class AnswerCard(Card):
         self.popover = SamplingPopover(page)
         self.popover.without_beams()
         self.popover.changed.connect(self._on_sampling)
-        self.more = QPushButton(self.tr("More sampling…"), self)
-        self.more.clicked.connect(lambda: self.popover.edit(self._sampling, self.more))
+        self.more = push_button(self, self.tr("More sampling…"), lambda: self.popover.edit(self._sampling, self.more))
         line = Flow(
             self._label(self.tr("Max"), self.max_tokens),
             self.max_tokens,
@@ -68,8 +182,7 @@ class AnswerCard(Card):
         self._show_sampling()
         self._must_be = QWidget(self)
         self._lay_out_kinds()
-        self.body.addWidget(line)
-        self.body.addWidget(self._must_be)
+        add_items(self.body, line, self._must_be)
 
     def _lay_out_kinds(self) -> None:
         grid = QGridLayout(self._must_be)
@@ -78,9 +191,7 @@ class AnswerCard(Card):
         self.kinds = QButtonGroup(self)
         buttons: list[QWidget] = [self._label(self.tr("Answer must be"), None)]
         for number, name in enumerate((self.tr("Text"), self.tr("One of choices"), self.tr("JSON with a schema"))):
-            button = QPushButton(name, self)
-            button.setProperty("kind", "segment")
-            button.setCheckable(True)
+            button = push_button(self, name, kind="segment", checkable=True)
             self.kinds.addButton(button, number)
             buttons.append(button)
         line = Flow(*buttons, parent=self._must_be)
@@ -176,8 +287,7 @@ class AnswerCard(Card):
         return box
 
     def _label(self, text: str, buddy: QWidget | None) -> QLabel:
-        label = QLabel(text, self)
-        label.setProperty("role", "secondary")
+        label = text_label(self, text, role="secondary")
         if buddy is not None:
             label.setBuddy(buddy)
             buddy.setAccessibleName(text)

@@ -1,21 +1,109 @@
-"""The input of a new job: its columns and first rows, and reading options where the format is ambiguous."""
+"""The files of a new job: the input, how to read it where that is ambiguous, and where the answers go."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QCheckBox, QPushButton, QWidget
+from PySide6.QtCore import Qt, Signal
+from PySide6.QtWidgets import QCheckBox, QWidget
 
 from app.models.batch_rows import InputRowsModel
-from app.services.batch_input import TEXT_SUFFIXES, InputPreview
-from app.widgets.card import Card, muted_label, set_message, warning_label
+from app.services.batch_input import TEXT_SUFFIXES, InputPreview, free_output, usual_suffix
+from app.widgets.asking import ask_path
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, count
+from app.widgets.scaffold import (
+    Card,
+    add_items,
+    hbox,
+    line_edit,
+    muted_label,
+    push_button,
+    set_message,
+    text_label,
+    warning_label,
+)
 from app.widgets.text_table import TextTable
 from engine.batch_files.opening import InputForm
+from engine.batch_files.result_file import OUTPUT_SUFFIXES
+
+
+class OutputCard(Card):
+    """Signals: `changed`, after every edit."""
+
+    changed = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(self.tr("Result file"), parent)
+        self._folder = Path()
+        self.name = line_edit(self, self.tr("Name of the result file"))
+        self.name.textEdited.connect(self._on_name)
+        self.format = ComboBox(self, name=self.tr("File type"))
+        for suffix in OUTPUT_SUFFIXES:
+            self.format.addItem(suffix[1:], suffix)
+        self.format.activated.connect(self._on_format)
+        self._place = ElidedLabel(self, role="secondary")
+        self.change = push_button(self, self.tr("Another folder…"), self._choose_folder)
+        line = hbox((self.name, 1), self.format, self.change)
+        into = text_label(self, self.tr("In"), role="secondary")
+        where = hbox(into, (self._place, 1), gap=6)
+        self._words = muted_label(self)
+        add_items(self.body, line, where, self._words)
+
+    def suggest(self, preview: InputPreview) -> None:
+        """Suggests a free name beside the input."""
+        suffix = ".jsonl" if preview.openai else usual_suffix(preview.path)
+        output = free_output(preview.path, suffix)
+        self._folder = output.parent
+        self.name.setText(output.name)
+        self.format.setEnabled(not preview.openai)
+        self._words.setText(
+            self.tr("In OpenAI's output format; rows that fail go into an error file beside it.")
+            if preview.openai
+            else self.tr(
+                "Keeps the input's columns; adds the answer, how it ended, token counts and, for failed rows, why."
+            )
+        )
+        self._show()
+
+    @property
+    def path(self) -> Path:
+        return self._folder / self.name.text().strip()
+
+    def problem(self) -> str:
+        """Why this file name is invalid, as a sentence; empty if it is valid."""
+        name = self.name.text().strip()
+        if not name or name in (".", ".."):
+            return self.tr("Name the result file.")
+        if "/" in name or "\\" in name:
+            return self.tr("The result file's name contains a slash: choose the folder beside it instead.")
+        return ""
+
+    def _show(self) -> None:
+        index = self.format.findData(Path(self.name.text()).suffix.lower())
+        self.format.setCurrentIndex(index)
+        self._place.set_full_text(str(self._folder))
+        self.changed.emit()
+
+    def _on_name(self) -> None:
+        self.format.setCurrentIndex(self.format.findData(Path(self.name.text().strip()).suffix.lower()))
+        self.changed.emit()
+
+    def _on_format(self) -> None:
+        name = Path(self.name.text().strip() or "answers")
+        known = name.suffix.lower() in OUTPUT_SUFFIXES
+        self.name.setText(f"{name.stem if known else name.name}{self.format.currentData(Qt.ItemDataRole.UserRole)}")
+        self.changed.emit()
+
+    def _choose_folder(self) -> None:
+        ask_path(self, self.tr("Folder of the result file"), self._take_folder, folder=True, start=str(self._folder))
+
+    def _take_folder(self, folder: Path) -> None:
+        self._folder = folder
+        self._show()
+
 
 _ENCODINGS = ("utf-8", "cp1252", "latin-1", "utf-16", "cp1251", "cp1250", "shift_jis", "gb18030", "euc_kr", "big5")
 _SEPARATORS = (",", ";", "\t", "|")
@@ -31,13 +119,11 @@ class InputCard(Card):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
-        self._name = ElidedLabel(self)
-        self._name.setProperty("role", "heading")
+        self._name = ElidedLabel(self, role="heading")
         self.head.replaceWidget(self.heading, self._name)
         self.heading.hide()
-        self.change = QPushButton(self.tr("Another file…"), self)
+        self.change = push_button(self, self.tr("Another file…"), self.change_wanted)
         self.change.setProperty("compact", "true")
-        self.change.clicked.connect(self.change_wanted)
         self.head.addWidget(self.change)
         self._words = muted_label(self)
         self._trouble = warning_label(self)
@@ -56,9 +142,7 @@ class InputCard(Card):
         self.whole_files.setToolTip(self.tr("Otherwise each line is a row"))
         self.whole_files.clicked.connect(self._on_whole_files)
         self._are_whole: bool | None = None
-        for label in (self._words, self._trouble):
-            self.body.addWidget(label)
-        self.body.addWidget(self.table)
+        add_items(self.body, self._words, self._trouble, self.table)
         self._doubts = Flow(self.sheet, self.encoding, self.separator, self.whole_files, parent=self)
         self.body.addWidget(self._doubts)
         self._total: int | None = None
@@ -167,8 +251,7 @@ class InputCard(Card):
         self.caption.setText(SEPARATOR.join(parts))
 
     def _combo(self, name: str) -> ComboBox:
-        combo = ComboBox(self)
-        combo.setAccessibleName(name)
+        combo = ComboBox(self, name=name)
         combo.setToolTip(name)
         combo.activated.connect(self._on_form)
         return combo

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QEvent, Qt, QTimer
@@ -10,27 +12,120 @@ from PySide6.QtWidgets import (
     QBoxLayout,
     QFrame,
     QGridLayout,
-    QHBoxLayout,
     QLabel,
     QProgressBar,
-    QScrollArea,
     QStackedWidget,
-    QVBoxLayout,
     QWidget,
 )
 
 from app.services.batch_job import UNDER_WAY, JobEntry, JobState
-from app.theme import scaled, set_look, use_tabular_figures
+from app.theme import colours, scaled, set_look, use_tabular_figures
 from app.views.batch.phrases import cost_text, pace_text, place_name, place_text, rows_text, state_text, status_text
-from app.views.batch.row_detail import RowDetail
-from app.views.batch.rows_card import RowsCard
-from app.views.batch.settings_card import SharedSettingsCard
+from app.views.batch.rows_card import RowDetail, RowsCard
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import count, percent
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.quantities import count, number, percent
+from app.widgets.scaffold import STRETCH, Card, PageBody, WrappedLabel, add_items, hbox, text_label, vbox
 from engine.batch_files.job_watcher import PlacePace
 from engine.batch_files.messages import BatchRow
+from engine.common.config import HERE
+from engine.remote.endpoint import named_at
+
+_PLACE = re.compile(r"\{\{.+?\}\}")
+_PLACE_NAME = re.compile(r"\{\{\s*(.+?)\s*\}\}")
+_MOST_CHARACTERS = 600
+
+
+class SharedSettingsCard(Card):
+    """Read-only: all answers of a job come from the same settings."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.set_heading(self.tr("Template"))
+        self._entry: JobEntry | None = None
+        self._template = text_label(self, wrap=True)
+        self._template.setTextFormat(Qt.TextFormat.RichText)
+        self._template.setTextInteractionFlags(Qt.TextInteractionFlag.TextSelectableByMouse)
+        self._template.setObjectName("templateText")
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(12)
+        self._grid.setVerticalSpacing(6)
+        self._grid.setColumnStretch(1, 1)
+        add_items(self.body, self._template, self._grid, STRETCH)
+        self._values: list[ElidedLabel] = []
+        for row, name in enumerate(
+            (
+                self.tr("Input"),
+                self.tr("Result"),
+                self.tr("Model"),
+                self.tr("Sent to"),
+                self.tr("Max tokens"),
+                self.tr("Temperature"),
+                self.tr("Answer must be"),
+                self.tr("System prompt"),
+            )
+        ):
+            label, value = QLabel(name, self), ElidedLabel(self)
+            label.setProperty("role", "secondary")
+            value.setAlignment(Qt.AlignmentFlag.AlignRight | Qt.AlignmentFlag.AlignVCenter)
+            self._grid.addWidget(label, row, 0)
+            self._grid.addWidget(value, row, 1)
+            self._values.append(value)
+
+    def changeEvent(self, event: QEvent) -> None:
+        super().changeEvent(event)
+        if event.type() == QEvent.Type.StyleChange and self._entry is not None:
+            self.show_job(self._entry)  # the columns' colour is part of the HTML
+
+    def show_job(self, entry: JobEntry) -> None:
+        self._entry = entry
+        job = entry.job
+        text = job.template or self.tr("Each row's own messages")
+        if job.image_column and job.image_column not in _PLACE_NAME.findall(text):
+            text = f"{{{{{job.image_column}}}}}\n{text}"  # which is before the text
+        shown = html.escape(text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 1]}…")
+        colour = colours().accent_text
+        marked = _PLACE.sub(lambda match: f'<span style="color: {colour}">{match[0]}</span>', shown)
+        self._template.setText(marked.replace("\n", "<br>"))
+        if job.schema:
+            must_be = self.tr("JSON with a schema")
+        elif job.choices:
+            must_be = self.tr("one of {0}").format(", ".join(job.choices))
+        else:
+            must_be = self.tr("text")
+        temperature = job.sampling.temperature
+        values = (
+            job.input,
+            job.output,
+            self._model_text(entry),
+            self._sent_text(entry),
+            count(job.sampling.max_tokens),
+            self.tr("0 (the likeliest token)") if temperature == 0 else number(temperature, 2),
+            must_be,
+            job.system or self.tr("none"),
+        )
+        for label, value in zip(self._values, values, strict=True):
+            label.set_full_text(value if label not in self._values[:2] else _name(value))
+            if label in self._values[:2]:
+                label.setToolTip(value)
+
+    def _model_text(self, entry: JobEntry) -> str:
+        if entry.job.is_remote and not entry.job.ray:
+            return self.tr("the servers' own")
+        return _name(entry.model) or self.tr("the loaded one")
+
+    def _sent_text(self, entry: JobEntry) -> str:
+        if not entry.job.is_remote:
+            return self.tr("nobody: answered on this PC")
+        if entry.job.ray:
+            return self.tr("the Ray cluster at {0}").format(entry.job.ray)
+        hosts = [named_at(place.name, place.host) for place in entry.places if place.host]
+        return ", ".join(hosts or (name for name in entry.job.endpoints if name != HERE))
+
+
+def _name(path: str) -> str:
+    return path.replace("\\", "/").rstrip("/").rsplit("/", 1)[-1]
+
 
 SIDE_PX = 320
 NARROW_PX = 860
@@ -55,7 +150,6 @@ class PlaceRows(QWidget):
         self.hide()
 
     def show_places(self, places: Sequence[PlacePace]) -> None:
-        """Shows these places."""
         while len(self._lines) < len(places):
             self._add_line()
         for line, place in zip(self._lines, places, strict=False):
@@ -69,9 +163,9 @@ class PlaceRows(QWidget):
             )
             cost.setText(cost_text(place))
         costs = any(place.cost is not None for place in places)  # else its column would leave a gap at the right
-        for number, line in enumerate(self._lines):
+        for at, line in enumerate(self._lines):
             for label in line:
-                label.setVisible(number < len(places) and (costs or label is not line[-1]))
+                label.setVisible(at < len(places) and (costs or label is not line[-1]))
         self.setVisible(bool(places))
         self.setAccessibleDescription(
             ". ".join(f"{place_name(place)}: {place_text(place)}, {count(place.rows)}" for place in places)
@@ -96,37 +190,37 @@ class ProgressCard(QFrame):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("card", "true")
-        self._percent = QLabel(self)
+        self._percent = text_label(self)
         self._percent.setObjectName("percent")
-        self._rows = QLabel(self)
-        self._rows.setProperty("role", "lead")
-        self._rate = QLabel(self)
+        self._rows = ElidedLabel(self, role="lead")
+        self._rate = text_label(self)
         self._rate.setStyleSheet("font-weight: 600;")
-        self._end = QLabel(self)
-        self._end.setProperty("role", "lead")
+        self._end = text_label(self, role="lead")
         self._bar = QProgressBar(self)
         self._bar.setTextVisible(False)
         self._bar.setRange(0, 1000)
         self._bar.setAccessibleName(self.tr("Job progress"))
-        self._status = WrappedLabel("", self)
-        self._status.setProperty("role", "secondary")
+        self._status = WrappedLabel("", self, role="secondary")
         for label in (self._percent, self._rows, self._rate, self._end):
             use_tabular_figures(label)
         left = QWidget(self)
-        line = QHBoxLayout(left)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(10)
-        for label in (self._percent, self._rows):
-            line.addWidget(label, 0, Qt.AlignmentFlag.AlignBaseline)
+        hbox(
+            (self._percent, Qt.AlignmentFlag.AlignBaseline),
+            (self._rows, Qt.AlignmentFlag.AlignBaseline),
+            into=left,
+            gap=10,
+        )
         # An end on another day is long: in a narrow window it is below the rate.
         self._right = right = Flow(self._rate, self._end, parent=self, gap=10)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(16, 14, 16, 14)
-        column.setSpacing(10)
         right.hide()
-        column.addWidget(Flow(left, right, parent=self, ends_right=True))
-        column.addWidget(self._bar)
-        column.addWidget(self._status)
+        column = vbox(
+            Flow(left, right, parent=self, ends_right=True),
+            self._bar,
+            self._status,
+            into=self,
+            margins=(16, 14, 16, 14),
+            gap=10,
+        )
         self._places = PlaceRows(self)
         column.addWidget(self._places)
         self._column = column
@@ -145,10 +239,9 @@ class ProgressCard(QFrame):
             self._strip.setVisible(shown)
 
     def show_job(self, job: JobEntry) -> None:
-        """Shows this job's progress."""
         share = job.share
         self._percent.setText(percent(share) if share is not None else state_text(job).capitalize())
-        self._rows.setText(rows_text(job))
+        self._rows.set_full_text(rows_text(job))
         rate, end = pace_text(job)
         self._rate.setText(rate)
         self._end.setText(end)
@@ -164,7 +257,7 @@ class ProgressCard(QFrame):
         set_look(self._status, "tone", "warning" if warns else "")
         self._status.setText(status)
         self.setAccessibleName(self.tr("Job progress"))
-        self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.text()}. {rate} {end}. {status}")
+        self.setAccessibleDescription(f"{self._percent.text()}. {self._rows.full_text}. {rate} {end}. {status}")
 
 
 class JobView(QWidget):
@@ -183,24 +276,9 @@ class JobView(QWidget):
         self.rows.setMinimumHeight(LEAST_ROWS_PX)
         self._below = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._below.setSpacing(14)
-        self._below.addWidget(self.rows, 1)
-        self._below.addWidget(self._side)
-        holder = QWidget(self)
-        column = QVBoxLayout(holder)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(14)
-        column.addWidget(self.progress)
-        column.addLayout(self._below, 1)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setWidget(holder)
-        page = QVBoxLayout(self)
-        page.setContentsMargins(0, 0, 0, 0)
-        page.addWidget(scroll)
-        self._scroll = scroll
+        add_items(self._below, (self.rows, 1), self._side)
+        self._scroll = PageBody(self, self.progress, (self._below, 1), below=0)
+        vbox(self._scroll, into=self)
         self.rows.opened.connect(self._open_row)
         self.rows.moved.connect(self._move_to)
         self.rows.left.connect(self._close_row)
@@ -235,7 +313,6 @@ class JobView(QWidget):
             self.rows.add_latest(rows)
 
     def close_down(self) -> None:
-        """Waits for a running read."""
         self.rows.close_down()
         self.detail.close_down()
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from PySide6.QtCore import Qt, QTimer, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
 from app.services.batch_forecast import BatchForecasts
@@ -17,16 +17,13 @@ from app.services.batch_input import InputPreview, count_rows, look_at
 from app.services.batch_places import has_ray, offered_endpoints
 from app.services.batch_sample import BatchSample, SampleRate
 from app.services.engine_client import EngineClient
-from app.views.batch.answer_card import AnswerCard
-from app.views.batch.input_card import InputCard
-from app.views.batch.output_card import OutputCard
-from app.views.batch.phrases import sample_text, sampled_text
+from app.views.batch.answer_card import AnswerCard, SampleCard
+from app.views.batch.input_card import InputCard, OutputCard
+from app.views.batch.phrases import plan_text, sample_text, sampled_text
 from app.views.batch.places_card import PlacesCard
-from app.views.batch.plan_words import plan_text
-from app.views.batch.sample_card import SampleCard
 from app.views.batch.template_card import TemplateCard
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.page import BatchDraft
+from app.widgets.scaffold import Card, PageBody, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.batch_files.opening import InputForm
 from engine.batch_files.prepared_job import prepare
@@ -53,21 +50,16 @@ class FormFoot(QWidget):
         self.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
         self.plan = muted_label(self)
         self.trouble = warning_label(self)
-        self.cancel = QPushButton(self.tr("Cancel"), self)
-        self.cancel.clicked.connect(self.cancelled)
-        self.start = QPushButton(self.tr("Start"), self)
-        self.start.setProperty("kind", "primary")
-        self.start.clicked.connect(self.start_wanted)
-        words = QVBoxLayout()
-        words.setSpacing(2)
-        words.addWidget(self.trouble)
-        words.addWidget(self.plan)
-        line = QHBoxLayout(self)
-        line.setContentsMargins(20, 10, 20, 10)
-        line.setSpacing(12)
-        line.addLayout(words, 1)
-        line.addWidget(self.cancel)
-        line.addWidget(self.start)
+        self.cancel = push_button(self, self.tr("Cancel"), self.cancelled)
+        self.start = push_button(self, self.tr("Start"), self.start_wanted, kind="primary")
+        hbox(
+            (vbox(self.trouble, self.plan, gap=2), 1),
+            self.cancel,
+            self.start,
+            into=self,
+            margins=(20, 10, 20, 10),
+            gap=12,
+        )
 
     def show_state(self, *, able: bool, checking: bool, why_not: str, words: str) -> None:
         """Shows whether the job can be started.
@@ -192,7 +184,6 @@ class NewJob(QWidget):
         self._sampler.stop()
 
     def close_down(self) -> None:
-        """Stops background work."""
         self.leave()
         self._forecasts.close()
         for task in (self._looking, self._checks):
@@ -234,9 +225,9 @@ class NewJob(QWidget):
 
     def _focus_first_field(self, field: QWidget) -> None:
         """Shows the form from its top; focuses the field to fill in, unless it is out of view."""
-        self._column.activate()  # widgets just shown have no geometry before that
+        self._scroll.column.activate()  # widgets just shown have no geometry before that
         self._scroll.verticalScrollBar().setValue(0)
-        bottom = field.mapTo(self._sheet, field.rect().bottomLeft()).y()
+        bottom = field.mapTo(self._scroll.inside, field.rect().bottomLeft()).y()
         nobody_went_on = self.window().focusWidget() is self.input.change
         if nobody_went_on and bottom <= self._scroll.viewport().height():
             field.setFocus()
@@ -420,29 +411,10 @@ class NewJob(QWidget):
             self.output,
             self.sample,
         )
-        cards = QWidget(self)
-        cards.setMaximumWidth(WIDTH_PX + 40)
-        column = QVBoxLayout(cards)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(14)
         for card in self._cards:
-            column.addWidget(card)
             card.setVisible(card is self.input)
-        column.addStretch(1)
-        self._sheet, self._column = cards, column
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        scroll.setWidget(cards)
-        page = QVBoxLayout(self)
-        page.setContentsMargins(0, 0, 0, 0)
-        page.setSpacing(0)
-        page.addWidget(scroll, 1)
-        page.addWidget(self.foot)
-        self._scroll = scroll
+        self._scroll = PageBody(self, *self._cards, widest_px=WIDTH_PX + 40)
+        vbox((self._scroll, 1), self.foot, into=self, gap=0)
         self.setTabOrder(self.sample.button, self.foot.cancel)
         self.setTabOrder(self.foot.cancel, self.foot.start)
 

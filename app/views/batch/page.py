@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from PySide6.QtCore import QEvent, QObject, Qt, QUrl, Signal
+from PySide6.QtCore import QEvent, QObject, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -17,12 +17,7 @@ from PySide6.QtGui import (
 )
 from PySide6.QtWidgets import (
     QFrame,
-    QHBoxLayout,
-    QLabel,
-    QPushButton,
-    QScrollArea,
     QStackedWidget,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -34,19 +29,18 @@ from app.services.batch_jobs import BatchJobs
 from app.services.batch_sample import BatchSample
 from app.services.engine_client import EngineClient
 from app.theme import set_look
-from app.views.batch.dialogs import ask_folder, ask_input_files
-from app.views.batch.head import BatchHead
-from app.views.batch.job_strip import JobStrip
+from app.views.batch.head import BatchHead, JobStrip
 from app.views.batch.job_view import JobView
 from app.views.batch.new_job import NewJob
-from app.views.batch.phrases import job_text
-from app.widgets.asking import ask, before_loading
-from app.widgets.banner import Banner
-from app.widgets.dropped_model import dropped_model
+from app.views.batch.phrases import job_text, translate
+from app.widgets.asking import ask, ask_path, ask_paths, before_loading
+from app.widgets.banner import Banner, Toast
 from app.widgets.page import BatchDraft, Page
 from app.widgets.quantities import count
+from app.widgets.scaffold import CENTRE, STRETCH, PageBody, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import add_shortcut
-from app.widgets.toast import Toast
+from app.widgets.text_box import dropped_model
+from engine.batch_files.opening import INPUT_SUFFIXES
 from engine.common.config import BatchJob, BatchStart
 from engine.common.errors import ErrorCode
 from engine.protocol import Failed
@@ -55,7 +49,7 @@ ICON_PX = 36
 WIDTH_PX = 620
 
 
-class EmptyBatch(QScrollArea):
+class EmptyBatch(PageBody):
     """Scrolls if the window is too small.
 
     Signals: `file_wanted`, `folder_wanted`: to choose one.
@@ -64,65 +58,30 @@ class EmptyBatch(QScrollArea):
     file_wanted = Signal()
     folder_wanted = Signal()
 
-    def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setWidgetResizable(True)
-        self.setFrameShape(QFrame.Shape.NoFrame)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        content = QWidget(self)
-        self._area = QFrame(content)
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent, widest_px=WIDTH_PX + 40, margins=20, above=2, below=3)
+        self._area = QFrame(self.inside)
         self._area.setObjectName("dropArea")
-        self._area.setMaximumWidth(WIDTH_PX)
-        title = QLabel(self.tr("Drop a file of prompts here"), self._area)
-        title.setProperty("role", "title")
-        words = QLabel(
-            self.tr("Every row is answered, many at a time. The result file keeps the input's columns."), self._area
+        said = self.tr("Every row is answered, many at a time. The result file keeps the input's columns.")
+        kinds = self.tr(
+            "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html, a folder of such files, "
+            "and OpenAI batch files."
         )
-        kinds = QLabel(
-            self.tr(
-                "Accepted: csv, tsv, jsonl, parquet, xlsx, txt, md, pdf, docx and html, a folder of such files, "
-                "and OpenAI batch files."
-            ),
-            self._area,
+        self.choose = push_button(self._area, self.tr("Choose a file…"), self.file_wanted, kind="primary")
+        self.choose_folder = push_button(self._area, self.tr("Choose a folder…"), self.folder_wanted)
+        vbox(
+            (IconMark("batch", "muted", ICON_PX, self._area), CENTRE),
+            text_label(self._area, self.tr("Drop a file of prompts here"), role="title", align=CENTRE),
+            text_label(self._area, said, role="lead", wrap=True, align=CENTRE),
+            10,
+            hbox(STRETCH, self.choose, self.choose_folder, STRETCH, gap=12),
+            10,
+            text_label(self._area, kinds, role="secondary", wrap=True, align=CENTRE),
+            into=self._area,
+            margins=(32, 40, 32, 40),
+            gap=10,
         )
-        for label in (title, words, kinds):
-            label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        for label in (words, kinds):
-            label.setWordWrap(True)
-        words.setProperty("role", "lead")
-        kinds.setProperty("role", "secondary")
-        self.choose = QPushButton(self.tr("Choose a file…"), self._area)
-        self.choose.setProperty("kind", "primary")
-        self.choose.clicked.connect(self.file_wanted)
-        self.choose_folder = QPushButton(self.tr("Choose a folder…"), self._area)
-        self.choose_folder.clicked.connect(self.folder_wanted)
-        buttons = QHBoxLayout()
-        buttons.setSpacing(12)
-        buttons.addStretch(1)
-        buttons.addWidget(self.choose)
-        buttons.addWidget(self.choose_folder)
-        buttons.addStretch(1)
-        column = QVBoxLayout(self._area)
-        column.setContentsMargins(32, 40, 32, 40)
-        column.setSpacing(10)
-        column.addWidget(IconMark("batch", "muted", ICON_PX, self._area), 0, Qt.AlignmentFlag.AlignHCenter)
-        column.addWidget(title)
-        column.addWidget(words)
-        column.addSpacing(10)
-        column.addLayout(buttons)
-        column.addSpacing(10)
-        column.addWidget(kinds)
-        row = QHBoxLayout()
-        row.addStretch(1)
-        row.addWidget(self._area, 1000)
-        row.addStretch(1)
-        page = QVBoxLayout(content)
-        page.setContentsMargins(20, 20, 20, 20)
-        page.addStretch(2)
-        page.addLayout(row)
-        page.addStretch(3)
-        self.setWidget(content)
+        self.column.insertWidget(1, self._area)
 
     def set_over(self, over: bool) -> None:
         """Whether an accepted drag is over the page."""
@@ -209,13 +168,7 @@ class BatchPage(Page):
         for page in (self.empty, self.form, self.job_view):
             self.pages.addWidget(page)
         self.toast = Toast(self)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        for widget in (self.head, self.strip, self.trouble, self.handed):
-            column.addWidget(widget)
-        column.addWidget(self.pages, 1)
-        column.addWidget(self.toast)
+        self.lay_out(self.head, self.strip, self.trouble, self.handed, body=self.pages, foot=self.toast)
         self._connect()
         for entry in jobs.entries:
             self.model.put(entry)
@@ -283,7 +236,6 @@ class BatchPage(Page):
             self.show_job(before._shown)
 
     def close_down(self) -> None:
-        """Stops background work."""
         self.form.close_down()
         self.job_view.close_down()
 
@@ -294,7 +246,6 @@ class BatchPage(Page):
     # --- what is shown --------------------------------------------------------------------------------
 
     def show_job(self, key: str) -> None:
-        """Shows a job."""
         entry = self._jobs.entry(key)
         if entry is None:
             return
@@ -491,9 +442,8 @@ class BatchPage(Page):
         add_shortcut(self, QKeySequence.StandardKey.Open, self.tr("Choose a file of prompts"), self.choose_files)
 
     def choose_files(self) -> None:
-        """Asks for input files."""
-        ask_input_files(self, self.open_files)
+        words = translate("Batch", "Files of prompts")
+        ask_paths(self, words, self.open_files, kinds=f"{words} ({' '.join(f'*{each}' for each in INPUT_SUFFIXES)})")
 
     def choose_folder(self) -> None:
-        """Asks for an input folder."""
-        ask_folder(self, self.tr("Folder of prompts"), "", lambda path: self.open_files([path]))
+        ask_path(self, self.tr("Folder of prompts"), lambda path: self.open_files([path]), folder=True)

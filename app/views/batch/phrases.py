@@ -3,22 +3,137 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
-from PySide6.QtCore import QCoreApplication
+from PySide6.QtCore import QCoreApplication, QDate, QLocale, QTime
 
 from app.engine_words import said
 from app.services.batch_job import JobEntry, JobState
 from app.services.batch_sample import SampleRate
-from app.views.batch.figures import clock_text, rate_figure
-from app.views.batch.plan_words import planned_text, shared_text
 from app.widgets.quantities import SEPARATOR, count, number, percent
 from engine.batch_files.job_watcher import PlacePace
-from engine.batch_files.messages import BatchRow, BatchSampled
+from engine.batch_files.messages import BatchPlanned, BatchRow, BatchSampled
 from engine.common.config import HERE
+from engine.planner.batch_prediction import Bottleneck
 from engine.remote.endpoint import Endpoint, called, is_host_here, named_at
 
 translate = QCoreApplication.translate
+
+
+def rate_figure(tokens_per_s: float) -> str:
+    """With a decimal only where it is significant."""
+    return number(tokens_per_s, 1) if tokens_per_s < 10 else count(round(tokens_per_s))
+
+
+def clock_text(moment_s: float, now: datetime | None = None) -> str:
+    """A time of day; with the date if it is not today.
+
+    Args:
+        moment_s: seconds since 1970.
+    """
+    now = now or datetime.now()
+    moment = datetime.fromtimestamp(moment_s)
+    locale = QLocale()
+    time = locale.toString(QTime(moment.hour, moment.minute), QLocale.FormatType.ShortFormat)
+    days = (moment.date() - now.date()).days
+    if days <= 0:
+        return time
+    if days == 1:
+        return translate("Batch", "tomorrow {0}").format(time)
+    if days < 7:
+        return f"{locale.dayName(moment.isoweekday())} {time}"
+    wanted = translate("Batch", "d MMM") if moment.year == now.year else translate("Batch", "d MMM yyyy")
+    return locale.toString(QDate(moment.year, moment.month, moment.day), wanted)
+
+
+def plan_text(plan: BatchPlanned, now_s: float, alone_tokens_per_s: float = 0.0) -> str:
+    """A job before its start: rows that share weights, rate, end, bottleneck, and the uncertainty.
+
+    Args:
+        alone_tokens_per_s: one row at a time; 0 if unknown.
+    """
+    shared = shared_text(plan.rows_together) if plan.rows > 1 else translate("Batch", "One row")
+    rate = translate("Batch", "{0} to {1} tokens/s").format(*_rates(plan))
+    if plan.is_measured:
+        first, last = clock_text(now_s + plan.seconds_low), clock_text(now_s + plan.seconds_high)
+        end = translate("Batch", "done between {0} and {1}").format(first, last)
+        if first == last:
+            end = translate("Batch", "done at about {0}").format(first)
+        sure = translate("Batch", "Measured on the trial rows, ±{0}.").format(percent(_off(plan)))
+    else:
+        end = translate("Batch", "done by {0} even if every answer takes all {1} tokens").format(
+            clock_text(now_s + plan.seconds_high), count(round(plan.tokens_per_row))
+        )
+        sure = translate("Batch", "Predicted, ±{0}; a trial of the first rows is more exact.").format(
+            percent(_off(plan))
+        )
+    parts = [f"{shared}; {rate}; {end}.", limit_text(plan.bottleneck), sure]
+    if alone_tokens_per_s > 0 and plan.rows_together > 1:
+        one_by_one = translate("Batch", "One row at a time: {0} tokens/s.")
+        parts.insert(2, one_by_one.format(rate_figure(_two_digits(alone_tokens_per_s))))
+    return " ".join(part for part in parts if part)
+
+
+def shared_text(rows: int) -> str:
+    """How many rows share each weight load; the beginning of a sentence."""
+    if rows <= 1:
+        return translate("Batch", "Rows are answered one at a time")
+    return translate("Batch", "{0} rows share each load of a layer's weights").format(count(rows))
+
+
+def planned_text(plan: BatchPlanned, measured: float = 0.0) -> str:
+    """The prediction, next to what a running job measures.
+
+    Args:
+        measured: tokens/s so far; 0 if unknown.  A prediction that the measurement contradicts is reported as wrong,
+            and its bottleneck is left out.
+    """
+    low, high = _rates(plan)
+    if measured > 0 and measured < plan.tokens_per_s_low:
+        words = translate(
+            "Batch",
+            "Measured {2} tokens/s, slower than the {0} to {1} predicted: other programs may be busy, or rows longer "
+            "than the first ones. The time left is based on the measured rate.",
+        )
+        return words.format(low, high, rate_figure(measured))
+    if measured > plan.tokens_per_s_high:
+        words = translate(
+            "Batch",
+            "Measured {2} tokens/s, faster than the {0} to {1} predicted. The time left is based on the measured rate.",
+        )
+        return words.format(low, high, rate_figure(measured))
+    if measured > 0:
+        return limit_text(plan.bottleneck)
+    expected = translate("Batch", "Expected: {0} to {1} tokens/s.").format(low, high)
+    return f"{expected} {limit_text(plan.bottleneck)}".strip()
+
+
+def limit_text(bottleneck: str) -> str:
+    """A job's bottleneck, as a sentence; empty if this version does not know it."""
+    words: dict[str, str] = {
+        Bottleneck.ARITHMETIC: translate("Batch", "Limited by CPU compute."),
+        Bottleneck.WEIGHTS: translate("Batch", "Limited by reading weights from RAM."),
+        Bottleneck.ATTENTION: translate("Batch", "Limited by attention on the CPU."),
+        Bottleneck.DISK: translate("Batch", "Limited by reading experts from disk."),
+        Bottleneck.LINK: translate("Batch", "Limited by the link to the card."),
+        Bottleneck.CARD: translate("Batch", "Limited by GPU compute."),
+    }
+    return words.get(bottleneck, "")
+
+
+def _rates(plan: BatchPlanned) -> tuple[str, str]:
+    return rate_figure(_two_digits(plan.tokens_per_s_low)), rate_figure(_two_digits(plan.tokens_per_s_high))
+
+
+def _two_digits(value: float) -> float:
+    """More digits would claim more precision than there is."""
+    return float(f"{value:.2g}")
+
+
+def _off(plan: BatchPlanned) -> float:
+    both = plan.tokens_per_s_low + plan.tokens_per_s_high
+    return round((plan.tokens_per_s_high - plan.tokens_per_s_low) / both, 2) + 1e-9 if both > 0 else 0.0
 
 
 def state_text(job: JobEntry) -> str:
@@ -161,7 +276,6 @@ def _running_text(job: JobEntry) -> str:
 
 
 def end_text(row: BatchRow) -> str:
-    """How a row ended."""
     if row.problem:
         return translate("Batch", "failed")
     return {
@@ -261,7 +375,6 @@ def sampled_text(sampled: BatchSampled, rows: int | None) -> str:
 
 
 def sample_text(rate: SampleRate) -> str:
-    """What a sample measured."""
     one, more = (
         translate("Batch", "{0} row took {1} s, at {2} tokens/s."),
         translate("Batch", "{0} rows took {1} s, at {2} tokens/s.", "", rate.rows),

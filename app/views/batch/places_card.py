@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QCheckBox, QHBoxLayout, QLineEdit, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QCheckBox, QLineEdit, QWidget
 
 from app.views.batch.phrases import cluster_sent_text, host_text, sent_text
-from app.widgets.card import Card, muted_label, set_message
 from app.widgets.chip import ElidedLabel
+from app.widgets.scaffold import Card, add_items, hbox, muted_label, set_message, vbox
 from engine.common.config import HERE
 from engine.remote.endpoint import Endpoint
 
@@ -27,8 +27,7 @@ class PlacesCard(Card):
         self._endpoints: tuple[Endpoint, ...] = ()
         self._boxes: list[tuple[str, QCheckBox]] = []
         self._lines: list[QWidget] = []
-        self._list = QVBoxLayout()
-        self._list.setSpacing(6)
+        self._list = vbox(gap=6)
         self.sent = muted_label(self)
         self.twice = QCheckBox(self.tr("Ask two for slow last rows"), self)
         self.twice.setToolTip(
@@ -45,15 +44,8 @@ class PlacesCard(Card):
         self.address.setPlaceholderText(self.tr("auto, or 10.0.0.5:6379"))
         self.address.textChanged.connect(self._on_chosen)
         self._ray_is_here = False
-        of_cluster = QHBoxLayout()
-        of_cluster.setSpacing(8)
-        of_cluster.addWidget(self.cluster)
-        of_cluster.addWidget(self.address, 1)
-        self.body.addLayout(self._list)
-        self.body.addLayout(of_cluster)
-        self.body.addWidget(self.sent)
-        self.body.addWidget(self.twice)
-        self.body.addWidget(self.column)
+        of_cluster = hbox(self.cluster, (self.address, 1))
+        add_items(self.body, self._list, of_cluster, self.sent, self.twice, self.column)
         self.set_endpoints(())
 
     @property
@@ -67,7 +59,6 @@ class PlacesCard(Card):
         return self.address.text().strip() if self.cluster.isChecked() else ""
 
     def offer_cluster(self, offered: bool) -> None:
-        """Offers a cluster, or does not."""
         self._ray_is_here = offered
         self.cluster.setChecked(self.cluster.isChecked() and offered)
         self._show()
@@ -115,11 +106,7 @@ class PlacesCard(Card):
         box.setAccessibleDescription(where)
         place.setProperty("role", "secondary")
         place.set_full_text(where)
-        row = QHBoxLayout(line)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
-        row.addWidget(box)
-        row.addWidget(place, 1)
+        hbox(box, (place, 1), into=line)
         self._list.addWidget(line)
         self._boxes.append((name, box))
         self._lines.append(line)

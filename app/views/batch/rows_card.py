@@ -5,20 +5,107 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from PySide6.QtCore import QModelIndex, Qt, QTimer, Signal, SignalInstance
-from PySide6.QtWidgets import QButtonGroup, QLabel, QPushButton, QWidget
+from PySide6.QtCore import QModelIndex, Qt, Signal, SignalInstance
+from PySide6.QtGui import QGuiApplication, QKeyEvent
+from PySide6.QtWidgets import QButtonGroup, QLabel, QPlainTextEdit, QSizePolicy, QWidget
 
 from app.models.batch_rows import ROW_ROLE, AnsweredRowsModel, Column
-from app.services.background import LatestTask
-from app.services.batch_answers import PAGE_ROWS, JobAnswers
-from app.services.batch_job import RESUMABLE, UNDER_WAY, JobEntry, JobState
+from app.services.background import LatestTask, timer
+from app.services.batch_job import PAGE_ROWS, RESUMABLE, UNDER_WAY, JobAnswers, JobEntry, JobState
 from app.theme import use_tabular_figures
 from app.views.batch.phrases import end_text
-from app.widgets.card import Card
-from app.widgets.quantities import count
+from app.widgets.flow_layout import Flow
+from app.widgets.quantities import SEPARATOR, count
+from app.widgets.scaffold import RIGHT, Card, add_items, muted_label, push_button, text_label
 from app.widgets.text_table import TextTable
 from engine.batch_files.job_list import Ended
 from engine.batch_files.messages import BatchRow
+from engine.common.plain_text import few_marks
+
+BOX_PX = 96
+
+
+class RowDetail(Card):
+    """Signals: `closed`."""
+
+    closed = Signal()
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self._reading = LatestTask(self)
+        self._facts = muted_label(self)
+        self.prompt = self._box(self.tr("Prompt"))
+        self.reasoning = self._box(self.tr("Reasoning"))
+        self.answer = self._box(self.tr("Answer"))
+        copy = push_button(
+            self, self.tr("Copy"), lambda: QGuiApplication.clipboard().setText(self.answer.toPlainText())
+        )
+        copy.setProperty("compact", "true")
+        copy.setAccessibleName(self.tr("Copy the answer"))
+        close = push_button(self, self.tr("Close"), self.close_detail)
+        close.setProperty("compact", "true")
+        self.head.setSpacing(6)
+        add_items(self.head, copy, close)
+        self.body.setSpacing(6)
+        self.body.addWidget(self._facts)
+        self._labels: dict[QPlainTextEdit, QLabel] = {}
+        for box, share in ((self.prompt, 2), (self.reasoning, 2), (self.answer, 3)):
+            label = text_label(self, box.accessibleName(), role="caption", buddy=box)
+            add_items(self.body, label, (box, share))
+            self._labels[box] = label
+        self._show_reasoning("")
+
+    def show_row(self, row: BatchRow, answers: JobAnswers | None) -> None:
+        """Shows what is known of a row at once, and its full text once read."""
+        self._show(row)
+        if answers is not None:
+            self._reading.ask(lambda: answers.whole(row.row), self._on_whole)
+
+    def close_detail(self) -> None:
+        self._reading.forget()
+        self.closed.emit()
+
+    def close_down(self) -> None:
+        self._reading.close()
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        if event.key() == Qt.Key.Key_Escape:
+            self.close_detail()
+            return
+        super().keyPressEvent(event)
+
+    def _on_whole(self, row: BatchRow | None) -> None:
+        if row is not None:
+            self._show(row)
+
+    def _show(self, row: BatchRow) -> None:
+        self.set_heading(self.tr("Row {0}").format(count(row.row + 1)))
+        facts = [end_text(row), self.tr("{0} tokens").format(count(row.generated_tokens))]
+        if row.problem:
+            facts = [self.tr("Failed: the row {0}.").format(row.problem)]
+        self._facts.setText(SEPARATOR.join(facts))
+        if row.prompt or not self.prompt.toPlainText():
+            self.prompt.setPlainText(
+                few_marks(row.prompt) or self.tr("The input can no longer be read, or the row was not sent.")
+            )
+        self.answer.setPlainText(few_marks(row.answer))
+        self._show_reasoning(row.reasoning)
+
+    def _show_reasoning(self, text: str) -> None:
+        self.reasoning.setPlainText(text)
+        for widget in (self.reasoning, self._labels[self.reasoning]):
+            widget.setVisible(bool(text))
+
+    def _box(self, name: str) -> QPlainTextEdit:
+        box = QPlainTextEdit(self)
+        box.setReadOnly(True)
+        box.setAccessibleName(name)
+        box.setTabChangesFocus(True)
+        # Its own size hint would make the page scroll even while no row is open.
+        box.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Ignored)
+        box.setMinimumHeight(BOX_PX)
+        return box
+
 
 LATEST, ALL, FAILED, CUT_OFF = range(4)
 _ENDED: dict[int, Ended] = {FAILED: "failed", CUT_OFF: "cut_off"}
@@ -57,30 +144,26 @@ class RowsCard(Card):
         self.table.moved.connect(lambda index: self._pass_on(index, self.moved))
         self.table.left.connect(self.left)
         self.table.verticalScrollBar().valueChanged.connect(self._read_more)
-        self._nothing = QLabel(self)
-        self._nothing.setProperty("role", "secondary")
-        self._nothing.setAlignment(Qt.AlignmentFlag.AlignCenter)
-        self._nothing.setWordWrap(True)
-        self._again = QTimer(self, singleShot=True, interval=READ_AGAIN_MS)
-        self._again.timeout.connect(self._read_ended_again)
+        self._nothing = text_label(self, role="secondary", align=Qt.AlignmentFlag.AlignCenter, wrap=True)
+        self._again = timer(self, self._read_ended_again, READ_AGAIN_MS, once=True)
         self.filters = QButtonGroup(self)
+        chips = Flow(parent=self, gap=10)
         for number in (LATEST, ALL, FAILED, CUT_OFF):
-            chip = QPushButton(self._named(number), self)
-            chip.setProperty("kind", "chip")
-            chip.setCheckable(True)
+            chip = push_button(self, self._named(number), kind="chip", checkable=True)
             self.filters.addButton(chip, number)
-            self.head.addWidget(chip)
+            chips.add(chip)
+        self.head.addWidget(chips)
         self.filters.idClicked.connect(self._select)
-        self.redo = QPushButton(self.tr("Answer again with more tokens"), self)
-        self.redo.setToolTip(self.tr("Twice as many as each of them had"))
-        self.redo.clicked.connect(self.redo_wanted)
+        self.redo = push_button(
+            self,
+            self.tr("Answer again with more tokens"),
+            self.redo_wanted,
+            tip=self.tr("Twice as many as each of them had"),
+        )
         self.body.setContentsMargins(16, 14, 16, 10)
-        self.body.addWidget(self.table, 1)
-        self.body.addWidget(self._nothing, 1)
-        self.body.addWidget(self.redo, 0, Qt.AlignmentFlag.AlignRight)
+        add_items(self.body, (self.table, 1), (self._nothing, 1), (self.redo, RIGHT))
 
     def show_job(self, entry: JobEntry) -> None:
-        """Shows the rows of another job."""
         self._entry, self._answers = entry, JobAnswers(entry)
         self.model.set_beginning(entry.job.template.partition("{{")[0])
         running = entry.state in UNDER_WAY
@@ -89,7 +172,6 @@ class RowsCard(Card):
         self._select(LATEST if running else ALL)
 
     def update_job(self, entry: JobEntry) -> None:
-        """Updates the job that is shown."""
         before, self._entry = self._entry, entry
         if before is None:
             return
@@ -103,7 +185,6 @@ class RowsCard(Card):
         self._show_words()
 
     def add_latest(self, rows: Sequence[BatchRow]) -> None:
-        """Adds newly finished rows."""
         if self.filters.checkedId() == LATEST:
             at_top = self.table.verticalScrollBar().value() == 0
             self.model.put_latest(rows)
@@ -114,7 +195,6 @@ class RowsCard(Card):
             self._complete = False
 
     def close_down(self) -> None:
-        """Waits for a running read."""
         self._again.stop()
         self._reading.close()
 

@@ -6,12 +6,12 @@ import re
 
 from PySide6.QtCore import QEvent, QSignalBlocker, QSize, Signal
 from PySide6.QtGui import QFont, QSyntaxHighlighter, QTextCharFormat, QTextDocument
-from PySide6.QtWidgets import QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QSizePolicy, QWidget
 
 from app.theme import themed
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, warning_label
 from app.widgets.text_box import TextBox
 from engine.batch_files.prompts import parse_template
 from engine.common.errors import EngineError
@@ -103,8 +103,7 @@ class TemplateCard(Card):
             self, self.tr("Click a column to insert it at the cursor; it stands for each row's own text.")
         )
         self.trouble = warning_label(self)
-        self.pictures = ComboBox(self)
-        self.pictures.setAccessibleName(self.tr("Column of pictures"))
+        self.pictures = ComboBox(self, name=self.tr("Column of pictures"))
         self.pictures.setToolTip(
             self.tr("Its cells are paths of pictures, which begin in the file's folder, for a model that sees")
         )
@@ -116,8 +115,7 @@ class TemplateCard(Card):
         self.system.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
         self._blind = warning_label(self)
         column = Flow(self.pictures, parent=self)
-        for widget in (self._hint, self._chips, self.edit, self.trouble, column, self._blind, self.system):
-            self.body.addWidget(widget)
+        add_items(self.body, self._hint, self._chips, self.edit, self.trouble, column, self._blind, self.system)
         self.edit.textChanged.connect(self._on_edited)
         self.system.textChanged.connect(self.changed)
 
@@ -141,10 +139,13 @@ class TemplateCard(Card):
         self._chips.clear()
         before: QWidget = self.edit.previousInFocusChain() or self.edit
         for name in columns:
-            chip = QPushButton(name if len(name) <= 40 else f"{name[:39]}…", self._chips)
-            chip.setProperty("kind", "chip")
-            chip.setAccessibleName(self.tr("Insert column {0}").format(name))
-            chip.clicked.connect(lambda _=False, name=name: self.edit.insert_column(name))
+            chip = push_button(
+                self._chips,
+                name if len(name) <= 40 else f"{name[:39]}…",
+                lambda _=False, name=name: self.edit.insert_column(name),
+                kind="chip",
+                name=self.tr("Insert column {0}").format(name),
+            )
             self._chips.add(chip)
             self.setTabOrder(before, chip)  # in visual order, whenever they were created
             before = chip

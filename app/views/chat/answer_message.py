@@ -6,26 +6,24 @@ from typing import Literal
 
 from PySide6.QtCore import QEvent, QRect, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent, QTextCursor
-from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QFrame, QWidget
 
+from app.icons import IconButton
 from app.models.conversation import MessageRow
 from app.services.answer_queue import CANCELLED, Phase
 from app.services.chat_store import Message, MessageState
 from app.services.chat_store.records import shown_sources
 from app.theme import scaled, use_tabular_figures
 from app.views.chat.calls import CallsView
-from app.views.chat.icon_button import IconButton
-from app.views.chat.message_editor import MessageEditor
 from app.views.chat.phrases import phase_text, ran_out, stats_text, trouble_text
 from app.views.chat.source_row import SourceRow, source_words
-from app.views.chat.thought import Thought
-from app.views.chat.version_switch import VersionSwitch
+from app.views.chat.thought import MessageEditor, Thought, VersionSwitch
 from app.widgets.answer_text import AnswerView
 from app.widgets.answer_text.view import Match
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, vbox
 
 COPIED_MS = 1500
 ANSWER_PX = 680
@@ -66,8 +64,7 @@ class AnswerMessage(QWidget):
         self._note = self._build_note()
         self._versions = VersionSwitch(self)
         self._versions.step.connect(self.version_stepped)
-        self._figures = ElidedLabel(self)
-        self._figures.setProperty("role", "secondary")
+        self._figures = ElidedLabel(self, role="secondary")
         use_tabular_figures(self._figures)
         self._copy = IconButton("copy", self.tr("Copy the answer"), self._copy_text, self)
         self._again = IconButton("refresh", self.tr("Answer again"), lambda: self.acted.emit("regenerate"), self)
@@ -75,23 +72,14 @@ class AnswerMessage(QWidget):
         self._edit = IconButton("edit", self.tr("Edit the answer"), self.start_editing, self)
         self._delete = IconButton("trash", self.tr("Delete the answer"), lambda: self.acted.emit("delete"), self)
         self._editor: MessageEditor | None = None
-        self._continue = QPushButton(self.tr("Continue"), self)
-        self._continue.setProperty("kind", "quiet")
-        self._continue.setProperty("compact", True)
-        self._continue.clicked.connect(lambda: self.acted.emit("continue"))
+        self._continue = push_button(
+            self, self.tr("Continue"), lambda: self.acted.emit("continue"), kind="quiet", compact=True
+        )
         actions = QWidget(self)
-        below = QHBoxLayout(actions)
-        below.setContentsMargins(0, 0, 0, 0)
-        below.setSpacing(2)
-        for widget in (self._copy, self._again, self._branch, self._edit, self._delete, self._continue):
-            below.addWidget(widget)
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(8)
-        column.addWidget(self.body)
-        column.addWidget(self.sources)
-        column.addWidget(self._note)
-        column.addWidget(Flow(self._versions, self._figures, actions, parent=self))
+        hbox(self._copy, self._again, self._branch, self._edit, self._delete, self._continue, into=actions, gap=2)
+        self._column = vbox(
+            self.body, self.sources, self._note, Flow(self._versions, self._figures, actions, parent=self), into=self
+        )
         self._set_width()
         self.set_row(row)
 
@@ -101,7 +89,6 @@ class AnswerMessage(QWidget):
 
     @property
     def row(self) -> MessageRow:
-        """What is shown."""
         return self._row
 
     @property
@@ -222,23 +209,28 @@ class AnswerMessage(QWidget):
         note = QFrame(self)
         note.setProperty("note", True)
         self._note_label = WrappedLabel("", note)
-        self._restart = QPushButton(self.tr("Restart engine"), note)
-        self._restart.clicked.connect(lambda: self.acted.emit("restart"))
-        self._note_again = QPushButton(self.tr("Answer again"), note)
-        self._note_again.clicked.connect(lambda: self.acted.emit("regenerate"))
-        self._note_continue = QPushButton(self.tr("Continue"), note)
-        self._note_continue.clicked.connect(lambda: self.acted.emit("continue"))
-        self._note_fold = QPushButton(self.tr("Fold earlier turns"), note)
-        self._note_fold.setToolTip(self.tr("The model summarises them, and reads the summary instead."))
-        self._note_fold.clicked.connect(lambda: self.acted.emit("fold"))
-        self._note_drop = QPushButton(self.tr("Leave out the oldest"), note)
-        self._note_drop.clicked.connect(lambda: self.acted.emit("drop"))
+        self._restart = push_button(note, self.tr("Restart engine"), lambda: self.acted.emit("restart"))
+        self._note_again = push_button(note, self.tr("Answer again"), lambda: self.acted.emit("regenerate"))
+        self._note_continue = push_button(note, self.tr("Continue"), lambda: self.acted.emit("continue"))
+        self._note_fold = push_button(
+            note,
+            self.tr("Fold earlier turns"),
+            lambda: self.acted.emit("fold"),
+            tip=self.tr("The model summarises them, and reads the summary instead."),
+        )
+        self._note_drop = push_button(note, self.tr("Leave out the oldest"), lambda: self.acted.emit("drop"))
         self._note_row = row = QBoxLayout(QBoxLayout.Direction.LeftToRight, note)
         row.setContentsMargins(12, 8, 8, 8)
         row.setSpacing(8)
-        row.addWidget(self._note_label, 1)
-        for button in (self._restart, self._note_fold, self._note_drop, self._note_continue, self._note_again):
-            row.addWidget(button, 0, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
+        add_items(
+            row,
+            (self._note_label, 1),
+            (self._restart, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_fold, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_drop, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_continue, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+            (self._note_again, Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter),
+        )
         return note
 
     def changeEvent(self, event: QEvent) -> None:

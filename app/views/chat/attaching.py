@@ -16,11 +16,11 @@ from app.services.pictures import Pictures, Prepared, Source, is_picture, too_ma
 from app.services.thumbnails import size_of, tokens_of
 from app.services.token_counter import TokenCounter
 from app.views.chat.composer import Composer
-from app.views.chat.file_dialogs import ask_attachments
-from app.views.chat.phrases import no_documents_text, picture_text, text_only_text
+from app.views.chat.phrases import no_documents_text, picture_text, text_only_text, translate
 from app.views.chat.presenter import ChatPresenter
+from app.widgets.asking import ask_paths
 from engine.common.chat import Picture
-from engine.common.pictures import MOST_PICTURES
+from engine.common.pictures import MOST_PICTURES, SUFFIXES
 from engine.remote.endpoint import called
 
 MOST_DOCUMENTS = 50
@@ -56,7 +56,9 @@ class Attaching(QObject):
         self._presenter, self._composer, self._tell, self._page = presenter, composer, tell, page
         self._pictures, self._documents = Pictures(self), documents
         composer.files_wanted.connect(self.choose)
-        composer.folder_wanted.connect(lambda: ask_attachments(page, self.give, folder=True))
+        composer.folder_wanted.connect(
+            lambda: ask_paths(page, translate("Chat", "Attach a folder"), self.give, folder=True)
+        )
         composer.given.connect(self.give)
         composer.picture_removed.connect(self._remove)
         composer.attachment_removed.connect(self._remove_document)
@@ -113,8 +115,9 @@ class Attaching(QObject):
         self._documents.resume((*self._presenter.attachments, *in_turns))
 
     def choose(self) -> None:
-        """Asks for files."""
-        ask_attachments(self._page, self.give)
+        pictures = translate("Chat", "Pictures ({0})").format(" ".join(f"*{suffix}" for suffix in SUFFIXES))
+        kinds = f"{translate('Chat', 'All files (*)')};;{pictures}"
+        ask_paths(self._page, translate("Chat", "Attach files"), self.give, kinds=kinds)
 
     def give(self, sources: Sequence[Source]) -> None:
         """Attaches what can be; says what else there was."""

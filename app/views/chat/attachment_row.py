@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QKeyEvent, QMouseEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QScrollArea, QSizePolicy, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QScrollArea, QSizePolicy, QWidget
 
-from app.icons import IconMark
+from app.icons import SIDE_PX, IconButton, IconMark
 from app.services.chat_store import Attachment
 from app.theme import scaled, set_look
-from app.views.chat.icon_button import SIDE_PX, IconButton
 from app.views.chat.phrases import attachment_text
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import hbox, text_label, vbox
 
 WIDEST_PX, LEAST_PX = 300, 150
 GAP_PX = 8
@@ -139,19 +139,14 @@ class AttachmentChip(QFrame):
         self._mark = IconMark(icon, "muted", ICON_PX, self)
         self._warning = IconMark("warning", "danger", ICON_PX, self)
         self._name = ElidedLabel(self)
-        self._details = QLabel(self)
-        self._details.setProperty("role", "caption")
-        self._details.setWordWrap(True)
-        words = QVBoxLayout()
-        words.setSpacing(0)
-        words.addWidget(self._name)
-        words.addWidget(self._details)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(10, ABOVE_PX, 8, ABOVE_PX)
-        row.setSpacing(8)
-        row.addWidget(self._mark)
-        row.addWidget(self._warning)
-        row.addLayout(words, 1)
+        self._details = text_label(self, role="caption", wrap=True)
+        row = hbox(
+            self._mark,
+            self._warning,
+            (vbox(self._name, self._details, gap=0), 1),
+            into=self,
+            margins=(10, ABOVE_PX, 8, ABOVE_PX),
+        )
         self.button: IconButton | None = None
         if removable:
             name = self.tr("Remove {0}").format(attachment.name)

@@ -6,18 +6,17 @@ import json
 
 from PySide6.QtCore import QCoreApplication, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QFontDatabase
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QPlainTextEdit, QVBoxLayout, QWidget
 
 from app.engine_words import said
-from app.icons import icon
+from app.icons import ICON_PX, icon
 from app.services.chat_store import Message, MessageState, Step, ToolUse
 from app.theme import scaled, use_tabular_figures
-from app.views.chat.icon_button import ICON_PX
 from app.widgets.answer_text import AnswerView
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, duration
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, push_button, text_label, vbox
 
 translate = QCoreApplication.translate
 
@@ -37,9 +36,7 @@ class CallsView(QWidget):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self._column = QVBoxLayout(self)
-        self._column.setContentsMargins(0, 0, 0, 0)
-        self._column.setSpacing(6)
+        self._column = vbox(into=self, gap=6)
         self.rows: dict[str, CallRow] = {}
         self._texts: list[AnswerView] = []
         self._shown: tuple[Step, ...] = ()
@@ -72,27 +69,16 @@ class CallRow(QWidget):
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.use = ToolUse("", "")
-        self.header = QPushButton(self)
-        self.header.setProperty("kind", "fold")
-        self.header.setCheckable(True)
+        self.header = push_button(self, kind="fold", checkable=True)
         self.header.setIconSize(QSize(ICON_PX, ICON_PX))
         self.header.setCursor(Qt.CursorShape.PointingHandCursor)
         self.header.toggled.connect(self._show_fold)
         use_tabular_figures(self.header)
-        self._summary = ElidedLabel(self)
-        self._summary.setProperty("role", "secondary")
-        line = QHBoxLayout()
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(8)
-        line.addWidget(self.header)
-        line.addWidget(self._summary, 1)
+        self._summary = ElidedLabel(self, role="secondary")
         self.card: QFrame | None = None
         """The question whether it may run."""
         self._inside: QWidget | None = None
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(6)
-        column.addLayout(line)
+        self._column = vbox(hbox(self.header, (self._summary, 1)), into=self, gap=6)
 
     def set_use(self, use: ToolUse, *, is_open: bool) -> None:
         """Show where a call is; `is_open`: its answer has not ended."""
@@ -118,7 +104,7 @@ class CallRow(QWidget):
             words = self.tr("The model wants to call {0} of the server {1}.").format(self.use.name, self.use.server)
         asked = WrappedLabel(words, card)
         shown = pretty(self.use.arguments)
-        given = QLabel(shown if len(shown) <= _LONGEST_ASKED else f"{shown[:_LONGEST_ASKED]}…", card)
+        given = text_label(card, shown if len(shown) <= _LONGEST_ASKED else f"{shown[:_LONGEST_ASKED]}…")
         given.setTextFormat(Qt.TextFormat.PlainText)
         given.setWordWrap(True)
         given.setFont(QFontDatabase.systemFont(QFontDatabase.SystemFont.FixedFont))
@@ -129,19 +115,17 @@ class CallRow(QWidget):
             (self.tr("Always allow"), "always"),
             (self.tr("Deny"), "deny"),
         ):
-            button = QPushButton(text, card)
-            button.setProperty("compact", True)
-            button.setAccessibleName(f"{text}: {self.use.name}")
+            button = push_button(
+                card,
+                text,
+                lambda _on, answer=answer: QTimer.singleShot(0, self, lambda: self._say(answer)),
+                compact=True,
+                name=f"{text}: {self.use.name}",
+            )
             # Later, for an answer removes the card, and with it the button whose click this is.
-            button.clicked.connect(lambda _on, answer=answer: QTimer.singleShot(0, self, lambda: self._say(answer)))
             buttons.append(button)
         self.buttons = buttons
-        inside = QVBoxLayout(card)
-        inside.setContentsMargins(12, 10, 12, 10)
-        inside.setSpacing(8)
-        inside.addWidget(asked)
-        inside.addWidget(given)
-        inside.addWidget(Flow(*buttons, parent=card))
+        vbox(asked, given, Flow(*buttons, parent=card), into=card, margins=(12, 10, 12, 10))
         return card
 
     def _say(self, answer: str) -> None:
@@ -156,9 +140,7 @@ class CallRow(QWidget):
         self.header.setAccessibleDescription(f"{state}. {tip}")
         if is_open and self._inside is None:
             self._inside = QWidget(self)
-            column = QVBoxLayout(self._inside)
-            column.setContentsMargins(24, 0, 0, 4)
-            column.setSpacing(4)
+            column = vbox(into=self._inside, margins=(24, 0, 0, 4), gap=4)
             self._arguments = self._box(self.tr("Arguments"), column)
             self._result = self._box(self.tr("Result"), column)
             self._column.insertWidget(1, self._inside)
@@ -168,15 +150,13 @@ class CallRow(QWidget):
             _fill(self._result, self.use.result if self.use.state == "done" else said(self.use.result))
 
     def _box(self, name: str, column: QVBoxLayout) -> QPlainTextEdit:
-        label = QLabel(name, self)
-        label.setProperty("role", "secondary")
+        label = text_label(self, name, role="secondary")
         box = QPlainTextEdit(self)
         box.setReadOnly(True)
         box.setAccessibleName(name)
         box.setFont(QFontDatabase.systemFont(QFontDatabase.SystemFont.FixedFont))
         box.setTabChangesFocus(True)
-        column.addWidget(label)
-        column.addWidget(box)
+        add_items(column, label, box)
         return box
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PySide6.QtCore import QCoreApplication, QObject, QTimer
+from PySide6.QtCore import QCoreApplication, QObject
 from PySide6.QtWidgets import QDialog, QWidget
 
-from app.services.chat_files import ChatFiles, ImportReport
+from app.services.background import timer
+from app.services.chat_files import ChatFiles, ImportReport, file_name
 from app.services.chat_store import ChatStore, Conversation, Message
+from app.services.chat_store.json_format import Merged
 from app.services.chat_store.other_programs import LeftOut
-from app.services.chat_store.transfer import Merged
 from app.services.formulas import formulas
-from app.views.chat.file_dialogs import ask_export_path, ask_import_paths
 from app.views.chat.presenter import ChatPresenter
-from app.widgets.banner import Banner
+from app.widgets.asking import ask_paths, ask_where
+from app.widgets.banner import Banner, Toast
 from app.widgets.chat_document import put_on_paper, write_html, write_pdf
 from app.widgets.quantities import count, percent
-from app.widgets.toast import Toast
 from engine.common.errors import CancelCheck
 
 translate = QCoreApplication.translate
@@ -42,8 +42,7 @@ class ChatTransfer(QObject):
         self._close = self.banner.add_action(self.tr("Dismiss"), self.banner.hide, kind="quiet")
         self._doing = ""
         self._unlisted: list[Conversation] = []
-        self._listing = QTimer(self, singleShot=True, interval=LISTED_MS)
-        self._listing.timeout.connect(self._list)
+        self._listing = timer(self, self._list, LISTED_MS, once=True)
         self.files.progressed.connect(self._on_progress)
         self.files.merged.connect(self._on_merged)
         self.files.imported.connect(self._on_imported)
@@ -54,11 +53,22 @@ class ChatTransfer(QObject):
         """Asks for a file for these chats; None is for all."""
         ids = conversation_ids or [conversation.id for conversation in self._presenter.list_model.kept]
         one = self._presenter.list_model.conversation(ids[0]) if conversation_ids and len(ids) == 1 else None
-        ask_export_path(self._page, one, lambda path: self.export(ids, path))
+        suffixes = (
+            {translate("Chat", "Markdown and JSON of every chat (*.zip)"): "zip"}
+            if one is None
+            else {
+                translate("Chat", "Markdown, as shown (*.md)"): "md",
+                translate("Chat", "PDF, as shown (*.pdf)"): "pdf",
+                translate("Chat", "Web page, as shown (*.html)"): "html",
+                translate("Chat", "JSON, with all versions and branches (*.json)"): "json",
+            }
+        )
+        name = translate("Chat", "Switchyard chats") if one is None else file_name(one)
+        ask_where(self._page, translate("Chat", "Export"), name, suffixes, lambda path: self.export(ids, path))
 
     def ask_import(self) -> None:
-        """Asks for files with chats."""
-        ask_import_paths(self._page, self.import_files)
+        kinds = translate("Chat", "Chats of Switchyard, ChatGPT and LM Studio (*.zip *.json *.md *.markdown)")
+        ask_paths(self._page, translate("Chat", "Import chats"), self.import_files, kinds=kinds)
 
     def export(self, conversation_ids: Sequence[str], path: Path) -> None:
         """Writes chats to a file."""
@@ -67,13 +77,11 @@ class ChatTransfer(QObject):
         self.files.export(conversation_ids, path)
 
     def import_files(self, paths: Sequence[Path]) -> None:
-        """Reads chats from files."""
         names = paths[0].name if len(paths) == 1 else self.tr("{0} files", "", len(paths)).format(count(len(paths)))
         self._begin(self.tr("Importing {0}…").format(names))
         self.files.import_files(paths)
 
     def print_chat(self, conversation_id: str) -> None:
-        """Asks for a printer, and prints a chat."""
         from PySide6.QtPrintSupport import QPrintDialog, QPrinter  # imported late: few print
 
         printer = QPrinter(QPrinter.PrinterMode.HighResolution)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import QEvent, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -16,7 +16,7 @@ from PySide6.QtGui import (
     QResizeEvent,
     QShowEvent,
 )
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QMessageBox, QStackedWidget, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QMessageBox, QStackedWidget, QWidget
 
 from app.models.conversation_list import ConversationListModel, Group
 from app.services.answer_queue import AnswerQueue
@@ -34,12 +34,11 @@ from app.services.thumbnails import Thumbnails
 from app.services.token_counter import TokenCounter
 from app.theme import scaled
 from app.views.chat.attaching import Attaching
-from app.views.chat.batch_hint import BatchHint
 from app.views.chat.close_guard import UnsavedTextGuard
 from app.views.chat.composer import Composer
 from app.views.chat.context_room import ContextRoom
 from app.views.chat.conversation_panel import ConversationPanel
-from app.views.chat.empty_chat import EmptyChat
+from app.views.chat.empty_chat import BatchHint, EmptyChat
 from app.views.chat.find_bar import FindBar, FindInChat
 from app.views.chat.folders import Folders
 from app.views.chat.message_edits import MessageEdits
@@ -60,12 +59,12 @@ from app.views.chat.title_bar import TitleBar
 from app.views.chat.transcript import COLUMN_PX, Transcript
 from app.widgets.answer_text import import_parser
 from app.widgets.asking import ask
-from app.widgets.banner import Banner
-from app.widgets.dropped_model import dropped_model
+from app.widgets.banner import Banner, Toast
 from app.widgets.page import BATCH, FIRST_RUN, MODELS, Page
 from app.widgets.quantities import percent
+from app.widgets.scaffold import CENTRE, hbox, set_message, text_label, vbox
 from app.widgets.shortcuts import add_shortcut, note_keys
-from app.widgets.toast import Toast
+from app.widgets.text_box import dropped_model
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.common.settings import STARTER
@@ -78,6 +77,8 @@ if TYPE_CHECKING:
 
 PANEL_FROM_PX = 672
 """Page width, at the standard font size, from which the list of chats fits beside the chat."""
+NOTE_FROM_PX = 260
+"""Height of the page, at the standard size of text, from which it says what the starter is."""
 ANSWER_TOKENS = 1200
 """Of the context, left to an answer where documents could take all of it."""
 _BEGINNING = 3
@@ -178,52 +179,34 @@ class ChatView(Page):
     def _lay_out(self) -> None:
         self._pages.addWidget(self.empty)
         self._pages.addWidget(self.transcript)
-        self._box_row = box_row = QHBoxLayout()
-        box_row.setContentsMargins(24, 0, 24, 0)
-        box_row.addWidget(self.composer)
-        self.model_note = QLabel(
-            self.tr("The starter is a small demo model: it gets facts wrong and may repeat itself."), self
+        self._box_row = box_row = hbox(self.composer, margins=(24, 0, 24, 0), gap=-1)
+        self.model_note = text_label(
+            self,
+            self.tr("The starter is a small demo model: it gets facts wrong and may repeat itself."),
+            role="caption",
+            wrap=True,
+            align=CENTRE,
         )
-        self.model_note.setProperty("role", "caption")
-        self.model_note.setWordWrap(True)
-        self.model_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        note_row = QVBoxLayout()
-        note_row.setContentsMargins(24, 6, 24, 10)
-        self.sent_note = QLabel(self)
-        self.sent_note.setProperty("role", "secondary")
-        self.sent_note.setWordWrap(True)
-        self.sent_note.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        note_row.addWidget(self.sent_note)
-        note_row.addWidget(self.model_note)
+        self.sent_note = text_label(self, role="secondary", wrap=True, align=CENTRE)
         self._beside = QWidget(self)
-        right = QVBoxLayout(self._beside)
-        right.setContentsMargins(0, 0, 0, 0)
-        right.setSpacing(0)
-        for widget in (self.trouble_banner, self.notice_banner, self.files_banner, self.scratch_banner, self.find_bar):
-            right.addWidget(widget)
-        right.addWidget(self._pages, 1)
-        toast_row = QHBoxLayout()
-        toast_row.addWidget(self.toast)
-        right.addLayout(toast_row)
-        self._strip_row = QHBoxLayout()
-        self._strip_row.setContentsMargins(24, 0, 24, 0)
-        right.addLayout(self._strip_row)
-        hint_row = QHBoxLayout()
-        hint_row.setContentsMargins(24, 0, 24, 0)
-        hint_row.addWidget(self.batch_hint)
-        right.addLayout(hint_row)
-        right.addWidget(self.room.banner)
-        right.addLayout(box_row)
-        right.addLayout(note_row)
-        below = QHBoxLayout()
-        below.setSpacing(0)
-        below.addWidget(self.panel)
-        below.addWidget(self._beside, 1)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        column.addWidget(self.title_bar)
-        column.addLayout(below, 1)
+        self._strip_row = hbox(margins=(24, 0, 24, 0), gap=-1)
+        vbox(
+            self.trouble_banner,
+            self.notice_banner,
+            self.files_banner,
+            self.scratch_banner,
+            self.find_bar,
+            (self._pages, 1),
+            hbox(self.toast, gap=-1),
+            self._strip_row,
+            hbox(self.batch_hint, margins=(24, 0, 24, 0), gap=-1),
+            self.room.banner,
+            box_row,
+            vbox(self.sent_note, self.model_note, margins=(24, 6, 24, 10), gap=-1),
+            into=self._beside,
+            gap=0,
+        )
+        vbox(self.title_bar, (hbox(self.panel, (self._beside, 1), gap=0), 1), into=self, gap=0)
 
     def _connect_page(self) -> None:
         do, panel = self.presenter, self.panel
@@ -351,12 +334,10 @@ class ChatView(Page):
     # --- actions of the page ---
 
     def search(self) -> None:
-        """Focus the search field."""
         self._show_chats(True)
         self.panel.focus_search()
 
     def new_chat(self) -> None:
-        """Start a chat."""
         self._show_chats(False)
         self.panel.search.clear()
         self.presenter.new_chat()
@@ -374,7 +355,6 @@ class ChatView(Page):
         self.composer.setFocus()
 
     def find_in_chat(self) -> None:
-        """Find a text in the chat on screen."""
         self._show_chats(False)
         self.finding.open()
 
@@ -475,6 +455,7 @@ class ChatView(Page):
         self.panel.setVisible(not narrow or over)
         self._beside.setVisible(not over)
         self.composer.box.fit()
+        self._show_hint()
         self.title_bar.offer_chats(narrow, shown=over)
 
     def _send_example(self, text: str) -> None:
@@ -596,7 +577,6 @@ class ChatView(Page):
 
     @cached_property
     def transfer(self) -> ChatTransfer:
-        """Chats to files and in from them."""
         from app.views.chat.chat_transfer import ChatTransfer  # imported late: the window opens sooner
 
         return ChatTransfer(self.presenter, self._store, self.files_banner, self.toast, self)
@@ -625,7 +605,6 @@ class ChatView(Page):
         self.presenter.list_model.put(chat)
 
     def open_chat(self, chat_id: str) -> None:
-        """Shows a chat."""
         self._open(chat_id, "")
 
     side_by_side: SideBySide | None = None
@@ -722,8 +701,7 @@ class ChatView(Page):
             there = self.presenter.model.pictures or self.presenter.pictures
             unseen = unseen_text() if remote is not None else unseen_here_text(self.attaching.seeing())
             words = f"{words} {unseen}".strip() if there else words
-        self.sent_note.setText(words)
-        self.sent_note.setVisible(bool(words))
+        set_message(self.sent_note, words)
         self._show_hint()
 
     def _sent_words(self, remote: RemoteModel) -> str:
@@ -808,13 +786,13 @@ class ChatView(Page):
         else:
             hint = self.tr("{0} runs on this machine; nothing you write leaves it.").format(model.name)
         self.empty.set_hint(hint, offer_models=model is None and state is EngineState.READY)
-        self.model_note.setVisible(model is not None and model.name.casefold() == STARTER)
+        is_starter = model is not None and model.name.casefold() == STARTER
+        self.model_note.setVisible(is_starter and self.height() >= scaled(NOTE_FROM_PX))
 
     def _set_widths(self) -> None:
         width = scaled(COLUMN_PX)
         self.composer.setMaximumWidth(width)
         self.batch_hint.setMaximumWidth(width)
-        self.empty.set_column_width(width)
         self.toast.set_widest(width)
         self._fit()
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QEvent, QPoint, QSize, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QMenu, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QMenu, QPushButton, QWidget
 
-from app.icons import icon
+from app.icons import IconButton, icon
 from app.models.context_use import ContextUse
 from app.services.chat_store import Attachment, Conversation
 from app.services.kept import SavedPresets
@@ -16,10 +16,10 @@ from app.theme import set_look
 from app.views.chat.attachment_row import AttachmentRow, Shelf
 from app.views.chat.context_meter import ContextMeter
 from app.views.chat.growing_edit import LARGEST_SHARE, GrowingEdit
-from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
 from app.widgets.popover import Popover
 from app.widgets.sampling_popover import SamplingPopover
+from app.widgets.scaffold import STRETCH, add_items, hbox, push_button, text_label, vbox
 from app.widgets.text_box import TextBox
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
@@ -40,20 +40,21 @@ class SystemPromptPopover(Popover):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(self.tr("System prompt"), parent)
-        hint = QLabel(self.tr("Instructions the model reads first, such as who it is and how to answer."), self)
-        hint.setProperty("role", "secondary")
-        hint.setWordWrap(True)
+        hint = text_label(
+            self,
+            self.tr("Instructions the model reads first, such as who it is and how to answer."),
+            role="secondary",
+            wrap=True,
+        )
         self.text = TextBox(self)
         self.text.setPlaceholderText(self.tr("You are a helpful assistant that answers in one sentence."))
         self.text.setAccessibleName(self.tr("System prompt"))
         self.text.setTabChangesFocus(True)
         self.text.setMinimumSize(380, 130)
         self.text.textChanged.connect(lambda: self.changed.emit(self.text.toPlainText()))
-        self.column.addWidget(hint)
-        self.column.addWidget(self.text)
+        add_items(self.column, hint, self.text)
 
     def edit(self, system_prompt: str, button: QWidget) -> None:
-        """Open with this text."""
         self.text.blockSignals(True)
         self.text.setPlainText(system_prompt)
         self.text.blockSignals(False)
@@ -117,34 +118,25 @@ class Composer(QFrame):
         for chip in (self.system_button, self.sampling_button):
             chip.setMinimumWidth(LEAST_CHIP_PX)  # of a page that is not shown, which keeps the list of chats beside it
         self.meter = ContextMeter(self)
-        self.send_button = QPushButton(self)
-        self.send_button.clicked.connect(self._on_button)
+        self.send_button = push_button(self, do=self._on_button)
         self._system = SystemPromptPopover(page)
         self._system.changed.connect(self.system_prompt_changed)
         self._sampling = SamplingPopover(page, presets)
         self._sampling.changed.connect(self.sampling_changed)
         if presets is not None:
             presets.changed.connect(self._on_presets)
-        self._row = row = QHBoxLayout()
-        row.setSpacing(SPACING_PX)
         self._tools: list[IconButton] = [self.attach_button, self.tools_button]
-        self._tool_row = QHBoxLayout()
-        self._tool_row.setSpacing(TOOL_SPACING_PX)
-        self._tool_row.addWidget(self.attach_button)
-        self._tool_row.addWidget(self.tools_button)
-        row.addLayout(self._tool_row)
-        row.addWidget(self.system_button)
-        row.addWidget(self.sampling_button)
-        row.addStretch(1)
-        row.addWidget(self.meter)
-        row.addWidget(self.send_button)
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(15, 13, 13, 12)
-        column.setSpacing(12)
-        for shelf in self._shelves:
-            column.addWidget(shelf)
-        column.addWidget(self.box)
-        column.addLayout(row)
+        self._tool_row = hbox(self.attach_button, self.tools_button, gap=TOOL_SPACING_PX)
+        self._row = row = hbox(
+            self._tool_row,
+            self.system_button,
+            self.sampling_button,
+            STRETCH,
+            self.meter,
+            self.send_button,
+            gap=SPACING_PX,
+        )
+        self._column = vbox(*self._shelves, self.box, row, into=self, margins=(15, 13, 13, 12), gap=12)
         self.setFocusProxy(self.box)
         self._show_button()
 
@@ -342,18 +334,15 @@ class Composer(QFrame):
         self.system_button.setAccessibleName(self._system_name(is_short=False))
 
     def edit_system_prompt(self) -> None:
-        """Open the system prompt popover."""
         if self._conversation is not None:
             self._system.edit(self._conversation.system_prompt, self.system_button)
 
     def edit_sampling(self) -> None:
-        """Open the sampling popover."""
         if self._conversation is not None:
             self._sampling.edit(self._conversation.sampling, self.sampling_button)
 
     def _chip(self, text: str) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", "chip")
+        button = push_button(self, text, kind="chip")
         button.setCursor(Qt.CursorShape.PointingHandCursor)
         return button
 

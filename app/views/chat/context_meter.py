@@ -15,6 +15,7 @@ from app.theme import set_look, use_tabular_figures
 from app.widgets.fields import Slider, SpinBox
 from app.widgets.popover import Popover
 from app.widgets.quantities import count, memory, percent
+from app.widgets.scaffold import LEFT, add_items, push_button, text_label
 from engine.common.config import LEAST_CONTEXT
 
 ICON_PX = 14
@@ -142,8 +143,7 @@ class ContextPopover(Popover):
         self.bar = QProgressBar(self)
         self.bar.setTextVisible(False)
         self.bar.setRange(0, 1000)
-        self.slider = Slider(self)
-        self.slider.setAccessibleName(self.tr("Length of the context, in steps"))
+        self.slider = Slider(self, name=self.tr("Length of the context, in steps"))
         self.slider.valueChanged.connect(self._on_slider)
         self.tokens = SpinBox(self)
         self.tokens.setGroupSeparatorShown(True)
@@ -155,34 +155,35 @@ class ContextPopover(Popover):
         self.tokens.valueChanged.connect(self._on_tokens)
         self.cost = self._label("secondary")
         self.reload_note = self._label("secondary")
-        self.reload_button = QPushButton(self.tr("Reload model"), self)
+        self.reload_button = push_button(self, self.tr("Reload model"))
         self.reload_button.clicked.connect(self.reload_wanted)
         self.reload_button.clicked.connect(self.hide)
-        self.fold_button = QPushButton(self.tr("Fold earlier turns into a summary"), self)
+        self.fold_button = push_button(self, self.tr("Fold earlier turns into a summary"))
         self.fold_button.clicked.connect(self.hide)
         self.fold_button.clicked.connect(self.fold_wanted)
-        self.drop_button = QPushButton(self.tr("Leave out the oldest turns"), self)
+        self.drop_button = push_button(self, self.tr("Leave out the oldest turns"))
         self.drop_button.clicked.connect(self.hide)
         self.drop_button.clicked.connect(self.drop_wanted)
-        self.column.addWidget(self.used)
-        self.column.addWidget(self.bar)
+        add_items(self.column, self.used, self.bar)
         self.fields = QWidget(self)
         grid = QGridLayout(self.fields)
         grid.setContentsMargins(0, 4, 0, 0)
         grid.setSpacing(8)
-        name = QLabel(self.tr("Length"), self)
-        name.setBuddy(self.tokens)
+        name = text_label(self, self.tr("Length"), buddy=self.tokens)
         grid.addWidget(name, 0, 0)
         grid.addWidget(self.slider, 0, 1)
         grid.addWidget(self.tokens, 0, 2)
         grid.setColumnStretch(1, 1)
-        self.column.addWidget(self.fields)
-        self.column.addWidget(self.cost)
-        self.column.addWidget(self.reload_note)
-        self.column.addWidget(self.reload_button, 0, Qt.AlignmentFlag.AlignLeft)
-        self.column.addSpacing(4)
-        self.column.addWidget(self.fold_button)
-        self.column.addWidget(self.drop_button)
+        add_items(
+            self.column,
+            self.fields,
+            self.cost,
+            self.reload_note,
+            (self.reload_button, LEFT),
+            4,
+            self.fold_button,
+            self.drop_button,
+        )
 
     def edit(self, use: ContextUse, length: ContextLength, button: QWidget, *, folds: bool) -> None:
         """Opens with these; `folds` if there are turns that can make room."""
@@ -259,11 +260,7 @@ class ContextPopover(Popover):
         self.slider.blockSignals(False)
 
     def _label(self, role: str) -> QLabel:
-        label = QLabel(self)
-        label.setProperty("role", role)
-        label.setWordWrap(True)
-        use_tabular_figures(label)
-        return label
+        return text_label(self, role=role, wrap=True, tabular=True)
 
 
 def _steps(longest: int) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from PySide6.QtCore import QObject, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QProgressBar, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QProgressBar, QPushButton, QWidget
 
 from app.icons import IconMark
 from app.models.context_use import KEPT_SHARE, ContextUse, Level, turns_to_fold
@@ -27,7 +27,7 @@ from app.views.chat.message_edits import MessageEdits
 from app.views.chat.phrases import filling_text, folding_text, full_text, ran_out, too_long_text, translate
 from app.views.chat.presenter import ROOM_UNKNOWN, ChatPresenter
 from app.widgets.flow_layout import Flow
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import WrappedLabel, hbox, push_button, vbox
 from engine.common.chat import Picture
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, called
@@ -61,14 +61,20 @@ class RoomBanner(QFrame):
         self._text = WrappedLabel("", self)
         self._mark = IconMark("warning", "danger", 20, self)
         self._info = IconMark("info", "accent_text", 20, self)
-        self.fold_button = QPushButton(translate("Chat", "Fold earlier turns"), self)
-        self.drop_button = QPushButton(translate("Chat", "Leave out the oldest"), self)
-        self.new_button = QPushButton(translate("Chat", "Ask in a new chat"), self)
-        self.anyway_button = QPushButton(translate("Chat", "Send anyway"), self)
-        self.later_button = QPushButton(translate("Chat", "Not now"), self)
-        self.cancel_button = QPushButton(translate("Chat", "Cancel"), self)
-        self.fold_button.setToolTip(translate("Chat", "The model summarises them, and reads the summary instead."))
-        self.drop_button.setToolTip(translate("Chat", "The model reads nothing of them; they are kept."))
+        self.fold_button = push_button(
+            self,
+            translate("Chat", "Fold earlier turns"),
+            tip=translate("Chat", "The model summarises them, and reads the summary instead."),
+        )
+        self.drop_button = push_button(
+            self,
+            translate("Chat", "Leave out the oldest"),
+            tip=translate("Chat", "The model reads nothing of them; they are kept."),
+        )
+        self.new_button = push_button(self, translate("Chat", "Ask in a new chat"))
+        self.anyway_button = push_button(self, translate("Chat", "Send anyway"))
+        self.later_button = push_button(self, translate("Chat", "Not now"))
+        self.cancel_button = push_button(self, translate("Chat", "Cancel"))
         self._buttons = (
             self.fold_button,
             self.drop_button,
@@ -84,20 +90,10 @@ class RoomBanner(QFrame):
         self.bar.setTextVisible(False)
         self.bar.setRange(0, 1000)
         self._flow = Flow(self.fold_button, self.drop_button, self.new_button, parent=self)
-        column = QVBoxLayout()
-        column.setSpacing(8)
-        column.addWidget(self._text)
         self._working = QWidget(self)
-        working = QHBoxLayout(self._working)
-        working.setContentsMargins(0, 0, 0, 0)
-        working.setSpacing(12)
-        working.addWidget(self.bar, 1)
-        working.addWidget(self.cancel_button)
-        column.addWidget(self._working)
-        column.addWidget(self._flow)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(16, 10, 16, 10)
-        row.setSpacing(12)
+        hbox((self.bar, 1), self.cancel_button, into=self._working, gap=12)
+        column = vbox(self._text, self._working, self._flow)
+        row = hbox(into=self, margins=(16, 10, 16, 10), gap=12)
         for mark in (self._mark, self._info):
             mark.setFixedSize(mark.sizeHint())
             row.addWidget(mark, 0, Qt.AlignmentFlag.AlignTop)
@@ -465,7 +461,6 @@ class ContextRoom(QObject):
         return ContextLength(limit, shown, longest, model.kv_bytes_per_token, place)
 
     def _longest(self, model: ModelInfo, limit: int) -> int:
-        """The model's own limit."""
         entry = self._library.entry(model.path)
         known = entry.context_tokens if entry is not None else self._settings.get("longest_context", {}).get(model.path)
         return max(limit, known if type(known) is int else 0)

@@ -9,13 +9,9 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QAbstractItemView,
     QFrame,
-    QHBoxLayout,
-    QLabel,
-    QLineEdit,
     QListView,
     QMenu,
     QToolButton,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -24,6 +20,7 @@ from app.models.conversation_list import ENTRY_ROLE, ConversationListModel, Entr
 from app.services.chat_store import Conversation, Folder
 from app.theme import scaled
 from app.views.chat.conversation_delegate import ConversationDelegate
+from app.widgets.scaffold import hbox, line_edit, text_label, vbox
 
 WIDTH_PX = 232
 SEARCH_MS = 150
@@ -53,10 +50,7 @@ class ConversationPanel(QFrame):
         self._model = model
         self._current = ""
         self.setObjectName("chatPanel")
-        self.search = QLineEdit(self)
-        self.search.setPlaceholderText(self.tr("Search chats"))
-        self.search.setAccessibleName(self.tr("Search chats"))
-        self.search.setClearButtonEnabled(True)
+        self.search = line_edit(self, self.tr("Search chats"), clears=True, hints=True)
         self.search.installEventFilter(self)
         self._search_timer = QTimer(self, singleShot=True, interval=SEARCH_MS)
         self.search.textChanged.connect(lambda: self._search_timer.start())
@@ -90,22 +84,17 @@ class ConversationPanel(QFrame):
         self.list.clicked.connect(self._open_index)
         self.list.activated.connect(self._open_index)
         self.list.installEventFilter(self)
-        self.nothing = QLabel(self.tr("No chat contains these words."), self)
-        self.nothing.setProperty("role", "secondary")
-        self.nothing.setWordWrap(True)
+        self.nothing = text_label(self, self.tr("No chat contains these words."), role="secondary", wrap=True)
         self.nothing.setContentsMargins(9, 4, 9, 0)
         self.nothing.hide()
-        top = QHBoxLayout()
-        top.setContentsMargins(0, 0, 0, 0)
-        top.setSpacing(4)
-        top.addWidget(self.search, 1)
-        top.addWidget(self.more)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(12, 12, 12, 8)
-        column.setSpacing(6)
-        column.addLayout(top)
-        column.addWidget(self.nothing)
-        column.addWidget(self.list, 1)
+        vbox(
+            hbox((self.search, 1), self.more, gap=4),
+            self.nothing,
+            (self.list, 1),
+            into=self,
+            margins=(12, 12, 12, 8),
+            gap=6,
+        )
         model.rowsInserted.connect(self._select_current)
 
     def fill(self, filling: bool) -> None:
@@ -126,12 +115,10 @@ class ConversationPanel(QFrame):
     _fills = False
 
     def set_current(self, conversation_id: str) -> None:
-        """Select the current chat."""
         self._current = conversation_id
         self._select_current()
 
     def focus_search(self) -> None:
-        """Focus the search field."""
         self.search.setFocus(Qt.FocusReason.ShortcutFocusReason)
         self.search.selectAll()
 
@@ -152,7 +139,6 @@ class ConversationPanel(QFrame):
             self.list.edit(index)
 
     def set_nothing_found(self, nothing: bool) -> None:
-        """Show that a search found nothing."""
         self.nothing.setVisible(nothing)
 
     def eventFilter(self, watched: object, event: QEvent) -> bool:
@@ -261,7 +247,6 @@ class ConversationPanel(QFrame):
             menu.popup(self.list.viewport().mapToGlobal(at))
 
     def menu_for(self, conversation: Conversation) -> QMenu:
-        """A chat's context menu."""
         id_, menu = conversation.id, QMenu(self)
         menu.addAction(icon("edit"), self.tr("Rename\tF2"), lambda: self.rename(id_))
         if self._model.is_scratch(id_):
@@ -291,7 +276,6 @@ class ConversationPanel(QFrame):
         return menu
 
     def folder_menu(self, folder: Folder | None) -> QMenu:
-        """A folder's context menu."""
         menu = QMenu(self)
         if folder is not None:
             fold = self.tr("Collapse") if folder.is_open else self.tr("Expand")

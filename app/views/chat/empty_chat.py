@@ -5,24 +5,95 @@ from __future__ import annotations
 from PySide6.QtCore import QRect, QSize, Qt, Signal
 from PySide6.QtGui import QPaintEvent, QResizeEvent
 from PySide6.QtWidgets import (
-    QFrame,
     QGridLayout,
-    QHBoxLayout,
-    QLabel,
     QPushButton,
-    QScrollArea,
     QSizePolicy,
     QStyle,
     QStyleOptionButton,
     QStylePainter,
-    QVBoxLayout,
     QWidget,
 )
+
+from app.services.engine_client import EngineClient, EngineState
+from app.services.engine_request import BatchRun
+from app.widgets.chip import Dot, ElidedLabel
+from app.widgets.quantities import percent
+from app.widgets.scaffold import CENTRE, PageBody, hbox, push_button, text_label, vbox
+from engine.batch_files.messages import BatchFinished, BatchProgress
+from engine.common.errors import ErrorCode
+from engine.protocol import Failed
+
+
+class BatchHint(QWidget):
+    """Follows the engine; visible only while a job runs, or stays paused because the engine stopped.
+
+    Signals: `opened`, to show the job.
+    """
+
+    opened = Signal()
+
+    def __init__(self, client: EngineClient, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._client = client
+        self._is_running = False
+        self._share: float | None = None
+        self._is_left = False
+        self._dot = Dot(self, "cpu")
+        self._words = ElidedLabel(self, role="secondary")
+        self.button = push_button(self, self.tr("Show job"), self._on_opened, kind="quiet")
+        self.button.setProperty("compact", "true")
+        hbox(self._dot, (self._words, 1), self.button, into=self, margins=(4, 0, 0, 4))
+        client.batch_began.connect(self._follow)
+        client.state_changed.connect(self._refresh)
+        self.hide()
+
+    @property
+    def text(self) -> str:
+        return self._words.full_text
+
+    def _follow(self, run: BatchRun) -> None:
+        run.progressed.connect(self._on_progressed)
+        run.finished.connect(self._on_finished)
+
+    def _on_progressed(self, event: BatchProgress) -> None:
+        self._is_running, self._is_left = True, False
+        self._share = min(1.0, event.done / event.total) if event.total > 0 else None
+        self._refresh()
+
+    def _on_finished(self, event: BatchFinished | Failed) -> None:
+        was_running, self._is_running = self._is_running, False
+        if was_running:
+            self._is_left = isinstance(event, Failed) and event.code is ErrorCode.ENGINE_DIED
+            self._refresh()
+
+    def _on_opened(self) -> None:
+        self._is_left = False
+        self._refresh()
+        self.opened.emit()
+
+    def _refresh(self, *_: object) -> None:
+        self.setVisible(self._is_running or self._is_left)
+        if self._is_left:
+            self._words.set_full_text(
+                self.tr("The engine stopped, so the batch job is paused; no answered row is lost.")
+            )
+        if not self._is_running:
+            return
+        share = "" if self._share is None else f" ({percent(self._share)})"
+        if self._client.state is EngineState.BUSY:
+            words = self.tr(
+                "The batch job{0} shares the engine with your chat: both are slower until the answer is complete."
+            )
+        else:
+            words = self.tr("A batch job is running{0}. Your chats share the engine with it and come first.")
+        self._words.set_full_text(words.format(share))
+
 
 PADDING = QSize(17, 13)
 """Padding around a card's text, border included, as in the style sheet."""
 
 SIDE_PX = 24
+WIDEST_PX = 744 + 2 * SIDE_PX
 GAP_PX = 10
 
 
@@ -62,7 +133,7 @@ class ExampleCard(QPushButton):
         painter.drawText(room, flags, text)
 
 
-class EmptyChat(QScrollArea):
+class EmptyChat(PageBody):
     """Scrolls if the window is too small.
 
     Signals: `example_chosen`, the text of an example; `model_wanted`: no model is loaded, and the user wants one.
@@ -71,59 +142,28 @@ class EmptyChat(QScrollArea):
     example_chosen = Signal(str)
     model_wanted = Signal()
 
-    def __init__(self, parent: QWidget | None = None) -> None:
-        super().__init__(parent)
-        self.setWidgetResizable(True)
-        self.setFrameShape(QFrame.Shape.NoFrame)
-        self.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        page = QWidget(self)
-        self._greeting = QLabel(self.tr("Ask something to begin"), page)
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent, widest_px=WIDEST_PX, margins=(SIDE_PX, 12, SIDE_PX, 12), gap=6, above=2, below=3)
+        inside = self.inside
+        self._greeting = text_label(inside, self.tr("Ask something to begin"), wrap=True, align=CENTRE)
         self._greeting.setObjectName("greeting")
-        self._greeting.setWordWrap(True)
-        self._hint = QLabel(page)
-        self._hint.setProperty("role", "secondary")
-        self._hint.setWordWrap(True)
-        for label in (self._greeting, self._hint):
-            label.setAlignment(Qt.AlignmentFlag.AlignHCenter)
-        self.choose_button = QPushButton(self.tr("Choose a model"), page)
-        self.choose_button.clicked.connect(self.model_wanted)
+        self._hint = text_label(inside, role="secondary", wrap=True, align=CENTRE)
+        self.choose_button = push_button(inside, self.tr("Choose a model"), self.model_wanted)
         self.choose_button.hide()
-        self.examples = [ExampleCard(text, page) for text in self._texts()]
+        self.examples = [ExampleCard(text, inside) for text in self._texts()]
         for button in self.examples:
             button.clicked.connect(lambda _=False, button=button: self.example_chosen.emit(button.text()))
         self._grid = QGridLayout()
         self._grid.setSpacing(GAP_PX)
         self._columns = 0
-        self._middle = QWidget(page)
-        column = QVBoxLayout(self._middle)
-        column.setContentsMargins(0, 12, 0, 12)
-        column.addStretch(2)
-        column.addWidget(self._greeting)
-        column.addSpacing(6)
-        column.addWidget(self._hint)
-        column.addSpacing(6)
-        column.addWidget(self.choose_button, 0, Qt.AlignmentFlag.AlignHCenter)
-        column.addSpacing(16)
-        column.addLayout(self._grid)
-        column.addStretch(3)
-        row = QHBoxLayout(page)
-        row.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
-        row.addStretch(1)
-        row.addWidget(self._middle, 1000)
-        row.addStretch(1)
-        self.setWidget(page)
+        parts = vbox(self._greeting, 6, self._hint, 6, (self.choose_button, CENTRE), 16, self._grid, gap=-1)
+        self.column.insertLayout(1, parts)
         self._arrange()
 
     def set_hint(self, text: str, *, offer_models: bool = False) -> None:
         """The line under the greeting: what is happening, or what to expect; perhaps a button to choose a model."""
         self._hint.setText(text)
         self.choose_button.setVisible(offer_models)
-
-    def set_column_width(self, width: int) -> None:
-        """Sets the examples' maximum width."""
-        self._middle.setMaximumWidth(width)
-        self._arrange()
 
     @property
     def hint(self) -> str:
@@ -135,7 +175,7 @@ class EmptyChat(QScrollArea):
 
     def _arrange(self) -> None:
         """Two cards side by side if each text fits on one line, else one."""
-        room = min(self.viewport().width() - 2 * SIDE_PX, self._middle.maximumWidth())
+        room = min(self.viewport().width(), self.inside.maximumWidth()) - 2 * SIDE_PX
         widest = max(button.sizeHint().width() for button in self.examples)
         columns = 2 if room >= 2 * widest + GAP_PX else 1
         if columns != self._columns:

@@ -6,15 +6,17 @@ import re
 import time
 from typing import Protocol
 
-from PySide6.QtCore import QEvent, QObject, QRect, Qt, QTimer, Signal
+from PySide6.QtCore import QEvent, QObject, QRect, Qt, Signal
 from PySide6.QtGui import QKeyEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QLineEdit, QWidget
+from PySide6.QtWidgets import QFrame, QWidget
 
+from app.icons import IconButton
 from app.models.conversation import ConversationModel
-from app.theme import scaled, use_tabular_figures
-from app.views.chat.icon_button import IconButton
+from app.services.background import timer
+from app.theme import scaled
 from app.views.chat.transcript import Transcript
 from app.widgets.quantities import count
+from app.widgets.scaffold import STRETCH, hbox, line_edit, text_label
 
 LOOK_MS = 150
 """After the last key, or the last change of an answer."""
@@ -42,28 +44,15 @@ class FindBar(QFrame):
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self.setProperty("findBar", True)
-        self.field = QLineEdit(self)
-        self.field.setPlaceholderText(self.tr("Find in this chat"))
-        self.field.setAccessibleName(self.tr("Find in this chat"))
-        self.field.setClearButtonEnabled(True)
+        self.field = line_edit(self, self.tr("Find in this chat"), clears=True, hints=True)
         self.field.setMaximumWidth(scaled(320))
         self.field.textChanged.connect(self.searched)
         self.field.installEventFilter(self)
-        self.count = QLabel(self)
-        self.count.setProperty("role", "secondary")
-        use_tabular_figures(self.count)
+        self.count = text_label(self, role="secondary", tabular=True)
         before = IconButton("chevron-up", self.tr("Previous match  Shift+F3"), lambda: self.stepped.emit(-1), self)
         after = IconButton("chevron-down", self.tr("Next match  F3"), lambda: self.stepped.emit(1), self)
         close = IconButton("close", self.tr("Close  Esc"), self.closed.emit, self)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(20, 8, 16, 8)
-        row.setSpacing(6)
-        row.addWidget(self.field, 1)
-        row.addWidget(self.count)
-        for button in (before, after):
-            row.addWidget(button)
-        row.addStretch(1)
-        row.addWidget(close)
+        hbox((self.field, 1), self.count, before, after, STRETCH, close, into=self, margins=(20, 8, 16, 8), gap=6)
         self.hide()
 
     def show_count(self, number: int, total: int, *, is_looking: bool) -> None:
@@ -110,10 +99,8 @@ class FindInChat(QObject):
         self._at = 0
         self._wanted = ""
         """The message whose first match is to be shown."""
-        self._soon = QTimer(self, singleShot=True, interval=LOOK_MS)
-        self._soon.timeout.connect(self._begin)
-        self._slices = QTimer(self, singleShot=True, interval=0)
-        self._slices.timeout.connect(self._look)
+        self._soon = timer(self, self._begin, LOOK_MS, once=True)
+        self._slices = timer(self, self._look, 0, once=True)
         bar.searched.connect(lambda _text: self._soon.start())
         bar.stepped.connect(self.step)
         bar.closed.connect(self.close)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Literal
 
-from PySide6.QtCore import QEvent, QRect, QSize, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QVBoxLayout, QWidget
+from PySide6.QtCore import QEvent, QRect, QSize, Signal
+from PySide6.QtWidgets import QFrame, QPushButton, QSizePolicy, QWidget
 
 from app.icons import IconMark
 from app.models.conversation import FoldCard as Card
 from app.models.conversation import MessageRow
 from app.theme import scaled
-from app.views.chat.message_editor import MessageEditor
+from app.views.chat.thought import MessageEditor
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import count
-from app.widgets.wrapped_label import WrappedLabel
+from app.widgets.scaffold import TOP, WrappedLabel, hbox, push_button, text_label, vbox
 
 CARD_PX = 680
 
@@ -32,16 +32,10 @@ class FoldCard(QFrame):
         self.setProperty("card", "true")
         self._row = row
         self._editor: MessageEditor | None = None
-        self._title = QLabel(self)
-        self._title.setProperty("role", "heading")
-        self._title.setWordWrap(True)
-        head = QHBoxLayout()
-        head.setSpacing(8)
-        head.addWidget(IconMark("fold", "muted", 18, self), 0, Qt.AlignmentFlag.AlignTop)
-        head.addWidget(self._title, 1)
+        self._title = text_label(self, role="heading", wrap=True)
+        head = hbox((IconMark("fold", "muted", 18, self), TOP), (self._title, 1))
         self.summary = WrappedLabel("", self)
-        self.note = WrappedLabel("", self)
-        self.note.setProperty("role", "secondary")
+        self.note = WrappedLabel("", self, role="secondary")
         self.show_button = self._button("", self._toggle)
         self.edit_button = self._button(self.tr("Edit the summary"), self.start_editing)
         self.again_button = self._button(self.tr("Summarise again"), lambda: self.acted.emit("again"))
@@ -50,13 +44,7 @@ class FoldCard(QFrame):
         self._actions = Flow(
             self.show_button, self.edit_button, self.again_button, self.unfold_button, parent=self, gap=4
         )
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(16, 12, 12, 10)
-        column.setSpacing(8)
-        column.addLayout(head)
-        column.addWidget(self.summary)
-        column.addWidget(self.note)
-        column.addWidget(self._actions)
+        self._column = vbox(head, self.summary, self.note, self._actions, into=self, margins=(16, 12, 12, 10))
         policy = QSizePolicy(QSizePolicy.Policy.Preferred, QSizePolicy.Policy.Preferred)
         policy.setHeightForWidth(True)
         self.setSizePolicy(policy)
@@ -77,7 +65,6 @@ class FoldCard(QFrame):
         return self._editor
 
     def set_row(self, row: MessageRow) -> None:
-        """Show this fold."""
         self._row = row
         card = row.card
         assert card is not None
@@ -114,7 +101,6 @@ class FoldCard(QFrame):
         editor.box.setFocus()
 
     def stop_editing(self) -> None:
-        """Show the summary as it is."""
         if self._editor is not None:
             self._editor.hide()
             self._editor.deleteLater()
@@ -158,8 +144,7 @@ class FoldCard(QFrame):
         return self.tr("The model reads this instead of the turns, which are kept. Written by {0}.").format(by)
 
     def _button(self, text: str, do: object) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", "quiet")
+        button = push_button(self, text, kind="quiet")
         button.setProperty("compact", "true")
         button.clicked.connect(lambda: do())  # type: ignore[operator]
         return button

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from PySide6.QtCore import QObject, QPoint, Signal
 from PySide6.QtWidgets import QMenu, QWidget
 
-from app.icons import icon
+from app.icons import IconButton, icon
 from app.services.kept import SavedPrompts
 from app.views.chat.composer import Composer
-from app.views.chat.icon_button import IconButton
 from app.views.chat.presenter import ChatPresenter
 from app.views.chat.prompt_popover import PromptPopover
 from app.widgets.page import BatchDraft
@@ -52,7 +51,6 @@ class MessageTools(QObject):
         self._on_prompts()
 
     def open_prompts(self) -> None:
-        """Lists the saved prompts."""
         self.popover.open_list(self.prompts_button, self._composer.text)
 
     def compare(self) -> None:

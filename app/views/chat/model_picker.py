@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from PySide6.QtCore import (
@@ -24,16 +24,12 @@ from PySide6.QtWidgets import (
     QAbstractItemView,
     QApplication,
     QFrame,
-    QHBoxLayout,
-    QLabel,
-    QLineEdit,
     QListView,
     QProgressBar,
     QPushButton,
     QStyle,
     QStyledItemDelegate,
     QStyleOptionViewItem,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -46,8 +42,10 @@ from app.services.model_speeds import ModelSpeeds
 from app.services.settings import Settings
 from app.theme import BODY_PX, ColourName, scaled, tabular, themed
 from app.views.chat.phrases import about_text, choice_text, sent_text, speed_text, title_text
+from app.widgets.flow_layout import Flow
 from app.widgets.popover import Popover
 from app.widgets.quantities import SEPARATOR, duration, file_size
+from app.widgets.scaffold import add_items, hbox, line_edit, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.starter_offer import StarterOffer
 from engine.remote.endpoint import is_remote, remote_name
@@ -199,10 +197,7 @@ class ModelPicker(Popover):
         self._models = LibraryTable(("",), lambda row, _column: title_text(row), choice_text, self)
         self.rows = FoundModels(self)
         self.rows.setSourceModel(self._models)
-        self.filter = QLineEdit(self)
-        self.filter.setPlaceholderText(self.tr("Find a model"))
-        self.filter.setAccessibleName(self.tr("Find a model"))
-        self.filter.setClearButtonEnabled(True)
+        self.filter = line_edit(self, self.tr("Find a model"), clears=True, hints=True)
         self.list = QListView(self)
         self.list.setAccessibleName(self.tr("Models"))
         self.list.setModel(self.rows)
@@ -210,11 +205,8 @@ class ModelPicker(Popover):
         self.list.setMouseTracking(True)
         self.list.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
         self.list.setVerticalScrollMode(QAbstractItemView.ScrollMode.ScrollPerPixel)
-        self.nothing = QLabel(self)
-        self.nothing.setProperty("role", "secondary")
-        self.nothing.setWordWrap(True)
-        self.loading_words = QLabel(self)
-        self.loading_words.setProperty("role", "secondary")
+        self.nothing = text_label(self, role="secondary", wrap=True)
+        self.loading_words = text_label(self, role="secondary")
         self.loading_bar = QProgressBar(self)
         self.loading_bar.setTextVisible(False)
         self.loading_bar.setAccessibleName(self.tr("Loading the model"))
@@ -227,46 +219,22 @@ class ModelPicker(Popover):
         self._connect()
 
     def add_starter(self, offer: StarterOffer) -> None:
-        """Below the list."""
         self.column.insertWidget(self.column.indexOf(self.nothing) + 1, offer)
         offer.follow(self._library)
 
     # --- building ---
 
-    def _action(self, text: str, do: object, *, kind: str = "") -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", kind)
-        button.clicked.connect(do)
-        return button
+    def _action(self, text: str, do: Callable[[], object], *, kind: str = "") -> QPushButton:
+        return push_button(self, text, do, kind=kind)
 
     def _lay_out(self) -> None:
         self._loading = QWidget(self)
-        bar_row = QHBoxLayout()
-        bar_row.setSpacing(12)
-        bar_row.addWidget(self.loading_bar, 1)
-        bar_row.addWidget(self.cancel_button)
-        loading = QVBoxLayout(self._loading)
-        loading.setContentsMargins(0, 0, 0, 0)
-        loading.setSpacing(4)
-        loading.addWidget(self.loading_words)
-        loading.addLayout(bar_row)
-        actions = QHBoxLayout()
-        actions.setSpacing(8)
-        actions.addWidget(self.load_button)
-        actions.addWidget(self.default_button)
-        actions.addStretch(1)
+        vbox(self.loading_words, hbox((self.loading_bar, 1), self.cancel_button, gap=12), into=self._loading, gap=4)
+        actions = Flow(self.load_button, self.default_button, parent=self)
         line = QFrame(self)
         line.setProperty("line", "true")
-        ways = QHBoxLayout()
-        ways.setSpacing(4)
-        ways.addWidget(self.file_button)
-        ways.addStretch(1)
-        ways.addWidget(self.more_button)
-        for widget in (self._loading, self.filter, self.list, self.nothing):
-            self.column.addWidget(widget)
-        self.column.addLayout(actions)
-        self.column.addWidget(line)
-        self.column.addLayout(ways)
+        ways = Flow(self.file_button, self.more_button, parent=self, gap=4, ends_right=True)
+        add_items(self.column, self._loading, self.filter, self.list, self.nothing, actions, line, ways)
         self.column.setContentsMargins(16, 14, 16, 10)
 
     def _connect(self) -> None:
@@ -380,7 +348,6 @@ class ModelPicker(Popover):
 
     @property
     def current(self) -> ModelRow | None:
-        """The model that the buttons are about."""
         row = self.list.currentIndex().data(ROW_ROLE)
         return row if isinstance(row, ModelRow) else None
 

@@ -138,7 +138,6 @@ def _ran_out(message: Message) -> str:
 
 
 def model_text(model: ModelInfo) -> str:
-    """Name and precision."""
     return f"{model.name} · {model.precision}"
 
 
@@ -168,7 +167,6 @@ def speed_text(row: ModelRow) -> tuple[str, str]:
 
 
 def title_text(row: ModelRow) -> str:
-    """What a model is called."""
     if row.remote:
         return row.entry.name or translate("Chat", "The only model there")
     return translate("Chat", "Starter") if row.entry.name == STARTER else row.entry.name
@@ -376,7 +374,6 @@ def gone_text(model: str) -> str:
 
 
 def device_text(model: ModelInfo) -> str:
-    """Where the model runs."""
     threads = (
         translate("Chat", "1 thread")
         if model.threads == 1

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from PySide6.QtCore import QSize, Qt, Signal
+from PySide6.QtCore import QSize, Signal
 from PySide6.QtGui import QPixmap
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QSizePolicy, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QLabel, QSizePolicy, QWidget
 
+from app.icons import IconButton
 from app.services.pictures import fitting
 from app.services.thumbnails import Thumbnail, Thumbnails, size_of
 from app.theme import scaled, set_look
-from app.views.chat.icon_button import IconButton
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import LEFT, STRETCH, TOP, hbox, text_label, vbox
 from app.widgets.small_font import small_font
 from engine.common.chat import Picture
 
@@ -69,28 +70,18 @@ class PictureRow(Flow):
         if not self._removable:
             return shown
         frame = QWidget(self)
-        line = QHBoxLayout(frame)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(2)
-        line.addWidget(shown)
         name = self.tr("Remove picture {0}").format(number + 1)
         button = IconButton("close", name, lambda: self.removed.emit(number), frame)
-        line.addWidget(button, 0, Qt.AlignmentFlag.AlignTop)
+        hbox(shown, (button, TOP), into=frame, gap=2)
         self.buttons.append(button)
         caption = self._captions[number] if number < len(self._captions) else ""
         if not caption:
             return frame
         column = QWidget(self)
-        below = QVBoxLayout(column)
-        below.setContentsMargins(0, 0, 0, 0)
-        below.setSpacing(2)
-        words = QLabel(caption, column)
-        words.setProperty("role", "secondary")
+        words = text_label(column, caption, role="secondary")
         words.setFont(small_font(words.font(), CAPTION_PX))
         column.setMinimumHeight(scaled(HEIGHT_PX) + 2 + words.sizeHint().height())  # so that captions are on one line
-        below.addStretch(1)
-        below.addWidget(frame, 0, Qt.AlignmentFlag.AlignLeft)
-        below.addWidget(words, 0, Qt.AlignmentFlag.AlignLeft)
+        vbox(STRETCH, (frame, LEFT), (words, LEFT), into=column, gap=2)
         shown.setAccessibleDescription(caption)
         return column
 
@@ -98,7 +89,7 @@ class PictureRow(Flow):
         """Where a picture is shown, as large as it will be."""
         ratio = self.devicePixelRatioF()
         most = QSize(scaled(WIDEST_PX), scaled(HEIGHT_PX)) * ratio
-        place = QLabel(self)
+        place = text_label(self)
         place.setProperty("picture", "awaited")
         pixels = size_of(picture)
         self._name(place, number, pixels)

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from PySide6.QtCore import QObject, QTimer, Signal
+from PySide6.QtCore import QObject, Signal
 
 from app.engine_words import said
 from app.models.conversation import ConversationModel
-from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
 from app.services.answer_queue import AnswerQueue, Stage, ToolOffer, instructions_with, prompt_of, sent_text
+from app.services.background import timer
 from app.services.chat_store import Attachment, ChatStore, Conversation, Message, MessageState, MessageTree, new_id
-from app.services.chat_store.records import new_conversation
+from app.services.chat_store.records import new_conversation, title_from
 from app.services.chat_store.tree import without_deleted
 from app.services.documents import Asked, Documents, Given
 from app.services.endpoints import Endpoints
@@ -111,8 +111,7 @@ class ChatPresenter(QObject):
         """Whether what another one showed is shown."""
         self._conversation = self._new_conversation()
         self._is_stored = False
-        self._draft_timer = QTimer(self, singleShot=True, interval=DRAFT_MS)
-        self._draft_timer.timeout.connect(self._save_draft)
+        self._draft_timer = timer(self, self._save_draft, DRAFT_MS, once=True)
         self._draft = ""
         self.queue.changed.connect(self._on_answer)
         documents.changed.connect(self._on_document)

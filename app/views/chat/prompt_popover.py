@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 from PySide6.QtCore import QEvent, Qt, Signal
@@ -9,8 +10,6 @@ from PySide6.QtGui import QKeyEvent
 from PySide6.QtWidgets import (
     QFormLayout,
     QHBoxLayout,
-    QLabel,
-    QLineEdit,
     QListWidget,
     QListWidgetItem,
     QPushButton,
@@ -21,9 +20,9 @@ from PySide6.QtWidgets import (
 from app.services.kept import Named, SavedPrompts, fill, name_for, variables
 from app.theme import scaled
 from app.widgets.popover import Popover
+from app.widgets.scaffold import WrappedLabel, add_items, hbox, line_edit, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 
 WIDTH_PX = 440
 MOST_ROWS = 6
@@ -54,8 +53,7 @@ class PromptPopover(Popover):
         self._make_list()
         self._make_form()
         self._make_editor()
-        for part in (self._list_part, self._form_part, self._edit_part):
-            self.column.addWidget(part)
+        add_items(self.column, self._list_part, self._form_part, self._edit_part)
         prompts.changed.connect(self._show_found)
         self._show(self._list_part)
 
@@ -94,10 +92,7 @@ class PromptPopover(Popover):
 
     def _make_list(self) -> None:
         self._list_part, column = self._part()
-        self.filter = QLineEdit(self)
-        self.filter.setPlaceholderText(self.tr("Find a prompt"))
-        self.filter.setAccessibleName(self.tr("Find a prompt"))
-        self.filter.setClearButtonEnabled(True)
+        self.filter = line_edit(self, self.tr("Find a prompt"), clears=True, hints=True)
         self.filter.textChanged.connect(self._show_found)
         self.filter.installEventFilter(self)
         self.list = QListWidget(self)
@@ -108,18 +103,18 @@ class PromptPopover(Popover):
         self.list.itemActivated.connect(self._choose)
         self.list.itemClicked.connect(self._choose)
         note_keys(self.list, ((self.tr("/"), self.tr("Saved prompts, in an empty message")),))
-        self.preview = WrappedLabel("", self)
-        self.preview.setProperty("role", "secondary")
+        self.preview = WrappedLabel("", self, role="secondary")
         self.save_button = self._action(self.tr("Save this message…"), self._save_message)
         self.new_button = self._action(self.tr("New…"), lambda: self.open_editor(self, ""))
         self.edit_button = self._action(self.tr("Edit…"), self._edit)
         self.remove_button = self._action(self.tr("Delete"), self._remove)
         self.undo_button = self._action(self.tr("Undo"), self._undo)
-        column.addWidget(self.filter)
-        column.addWidget(self.list)
-        column.addWidget(self.preview)
-        column.addLayout(
-            _row(self.save_button, self.new_button, None, self.undo_button, self.edit_button, self.remove_button)
+        add_items(
+            column,
+            self.filter,
+            self.list,
+            self.preview,
+            _row(self.save_button, self.new_button, None, self.undo_button, self.edit_button, self.remove_button),
         )
 
     def _show_found(self) -> None:
@@ -202,16 +197,12 @@ class PromptPopover(Popover):
 
     def _make_form(self) -> None:
         self._form_part, column = self._part()
-        self._form_name = QLabel(self)
-        self._form_name.setProperty("tone", "head")
-        self._form_name.setWordWrap(True)
+        self._form_name = text_label(self, tone="head", wrap=True)
         self._fields_holder = QWidget(self)
         self.fields: dict[str, TextBox] = {}
         self.insert_button = self._action(self.tr("Insert"), self._insert, kind="primary")
         back = self._action(self.tr("Back"), self._back)
-        column.addWidget(self._form_name)
-        column.addWidget(self._fields_holder)
-        column.addLayout(_row(None, back, self.insert_button))
+        add_items(column, self._form_name, self._fields_holder, _row(None, back, self.insert_button))
 
     def _open_form(self, entry: Named[str]) -> None:
         self._filling, self._by_slash = entry, False
@@ -227,8 +218,7 @@ class PromptPopover(Popover):
             field.setAccessibleName(name)
             field.setFixedHeight(2 * field.fontMetrics().lineSpacing() + 20)
             field.installEventFilter(self)
-            label = QLabel(name, self._fields_holder)
-            label.setProperty("role", "secondary")
+            label = text_label(self._fields_holder, name, role="secondary")
             form.addRow(label, field)
             self.fields[name] = field
         layout = self._form_part.layout()
@@ -256,26 +246,22 @@ class PromptPopover(Popover):
 
     def _make_editor(self) -> None:
         self._edit_part, column = self._part()
-        self.name = QLineEdit(self)
-        self.name.setPlaceholderText(self.tr("Name"))
-        self.name.setAccessibleName(self.tr("Name of the prompt"))
+        self.name = line_edit(self, self.tr("Name of the prompt"), hint=self.tr("Name"))
         self.text = TextBox(self)
         self.text.setAccessibleName(self.tr("Prompt"))
         self.text.setTabChangesFocus(True)
         self.text.setMinimumHeight(8 * self.text.fontMetrics().lineSpacing())
         self.text.setPlaceholderText(self.tr("Summarise {{text}} in {{number}} sentences."))
-        hint = WrappedLabel(self.tr("A name between double braces, such as {{topic}}, is asked for each time."), self)
-        hint.setProperty("role", "secondary")
+        hint = WrappedLabel(
+            self.tr("A name between double braces, such as {{topic}}, is asked for each time."), self, role="secondary"
+        )
         self.keep_button = self._action(self.tr("Save"), self._keep, kind="primary")
         back = self._action(self.tr("Back"), self._back)
         self.name.textChanged.connect(self._on_edited)
         self.name.returnPressed.connect(self._keep)
         self.text.textChanged.connect(self._on_edited)
-        self._taken = WrappedLabel("", self)
-        self._taken.setProperty("role", "secondary")
-        for widget in (self.name, self.text, hint, self._taken):
-            column.addWidget(widget)
-        column.addLayout(_row(None, back, self.keep_button))
+        self._taken = WrappedLabel("", self, role="secondary")
+        add_items(column, self.name, self.text, hint, self._taken, _row(None, back, self.keep_button))
         self._on_edited()
 
     def _on_edited(self) -> None:
@@ -316,23 +302,16 @@ class PromptPopover(Popover):
 
     def _part(self) -> tuple[QWidget, QVBoxLayout]:
         part = QWidget(self)
-        column = QVBoxLayout(part)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(10)
+        column = vbox(into=part, gap=10)
         return part, column
 
-    def _action(self, text: str, do: object, *, kind: str = "") -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", kind)
-        button.setProperty("compact", True)
-        button.clicked.connect(do)
-        return button
+    def _action(self, text: str, do: Callable[[], object], *, kind: str = "") -> QPushButton:
+        return push_button(self, text, do, kind=kind, compact=True)
 
 
 def _row(*widgets: QWidget | None) -> QHBoxLayout:
     """Buttons in a line; None is where it stretches."""
-    row = QHBoxLayout()
-    row.setSpacing(8)
+    row = hbox()
     for widget in widgets:
         if widget is None:
             row.addStretch(1)

@@ -11,7 +11,7 @@ from functools import partial
 
 from PySide6.QtCore import QObject, QSize, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices, QKeySequence
-from PySide6.QtWidgets import QDialog, QFrame, QHBoxLayout, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QDialog, QFrame, QPushButton, QScrollArea, QWidget
 
 from app.models.conversation import MessageRow
 from app.services.answer_queue import Phase
@@ -27,9 +27,9 @@ from app.views.chat.presenter import ChatPresenter, Way
 from app.views.chat.turn_column import TurnColumn
 from app.widgets.fields import ComboBox
 from app.widgets.sampling_popover import SamplingPopover
+from app.widgets.scaffold import RIGHT, WrappedLabel, hbox, push_button, set_message, vbox
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 from engine.common.config import SamplingParams
 from engine.common.model_info import ModelInfo
 from engine.remote.endpoint import RemoteModel, is_remote, remote_name
@@ -50,16 +50,12 @@ class Column(QFrame):
         super().__init__(parent)
         self.setProperty("card", "true")
         names = (self.tr("First"), self.tr("Second"))
-        self.model = ComboBox(self)
-        self.model.setAccessibleName(self.tr("{0}: model").format(names[number]))
+        self.model = ComboBox(self, name=self.tr("{0}: model").format(names[number]))
         self.model.setMinimumWidth(60)
         self.model.activated.connect(self.changed)
-        self.sampling_button = QPushButton(self)
-        self.sampling_button.setProperty("kind", "chip")
-        self.sampling_button.setAccessibleName(self.tr("{0}: sampling").format(names[number]))
+        self.sampling_button = push_button(self, kind="chip", name=self.tr("{0}: sampling").format(names[number]))
         self.sampling: SamplingParams | None = None
-        self.words = WrappedLabel("", self)
-        self.words.setProperty("role", "secondary")
+        self.words = WrappedLabel("", self, role="secondary")
         self._scroll = QScrollArea(self)
         self._scroll.setWidgetResizable(True)
         self._scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
@@ -67,21 +63,21 @@ class Column(QFrame):
         self._turns = TurnColumn(self._scroll, 0)
         self._scroll.setWidget(self._turns)
         self.answer: AnswerMessage | None = None
-        self.pick_button = QPushButton(self.tr("Go on with this"), self)
-        self.pick_button.setAccessibleName(self.tr("Go on with the {0} answer").format(names[number].lower()))
-        self.pick_button.clicked.connect(self.picked)
+        self.pick_button = push_button(
+            self,
+            self.tr("Go on with this"),
+            self.picked,
+            name=self.tr("Go on with the {0} answer").format(names[number].lower()),
+        )
         self.pick_button.setEnabled(False)
-        top = QHBoxLayout()
-        top.setSpacing(8)
-        top.addWidget(self.model, 1)
-        top.addWidget(self.sampling_button)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(14, 12, 14, 12)
-        column.setSpacing(8)
-        column.addLayout(top)
-        column.addWidget(self.words)
-        column.addWidget(self._scroll, 1)
-        column.addWidget(self.pick_button, 0, Qt.AlignmentFlag.AlignRight)
+        vbox(
+            hbox((self.model, 1), self.sampling_button),
+            self.words,
+            (self._scroll, 1),
+            (self.pick_button, RIGHT),
+            into=self,
+            margins=(14, 12, 14, 12),
+        )
         self.say("")
 
     @property
@@ -90,8 +86,7 @@ class Column(QFrame):
 
     def say(self, words: str) -> None:
         """What it waits for, or why it has no answer."""
-        self.words.setText(words)
-        self.words.setVisible(bool(words))
+        set_message(self.words, words)
 
     def show_answer(self, message: Message) -> None:
         """Shows an answer, which may be growing."""
@@ -273,14 +268,15 @@ class SideBySide(QDialog):
         self._popover.set_model(client.model)
         self._popover.changed.connect(self._on_sampling)
         self._edited = 0
-        self.ask_button = QPushButton(self.tr("Ask both"), self)
-        self.ask_button.setProperty("kind", "primary")
-        self.ask_button.setToolTip(QKeySequence("Ctrl+Return").toString(QKeySequence.SequenceFormat.NativeText))
-        self.ask_button.clicked.connect(self._on_button)
-        self.note = WrappedLabel("", self)
-        self.note.setProperty("role", "secondary")
-        close = QPushButton(self.tr("Close"), self)
-        close.clicked.connect(self.close)
+        self.ask_button = push_button(
+            self,
+            self.tr("Ask both"),
+            self._on_button,
+            kind="primary",
+            tip=QKeySequence("Ctrl+Return").toString(QKeySequence.SequenceFormat.NativeText),
+        )
+        self.note = WrappedLabel("", self, role="secondary")
+        close = push_button(self, self.tr("Close"), self.close)
         self._lay_out(close)
         self._connect()
         self._fill_models()
@@ -309,23 +305,17 @@ class SideBySide(QDialog):
     # --- building ---
 
     def _lay_out(self, close: QPushButton) -> None:
-        beside = QHBoxLayout()
-        beside.setSpacing(12)
+        beside = hbox(gap=12)
         for column in self.columns:
             beside.addWidget(column, 1)
-        below = QHBoxLayout()
-        below.addWidget(self.note, 1)
-        below.addWidget(close)
-        asking = QHBoxLayout()
-        asking.setSpacing(12)
-        asking.addWidget(self.question, 1)
-        asking.addWidget(self.ask_button, 0, Qt.AlignmentFlag.AlignBottom)
-        column_of_all = QVBoxLayout(self)
-        column_of_all.setContentsMargins(16, 16, 16, 14)
-        column_of_all.setSpacing(12)
-        column_of_all.addLayout(asking)
-        column_of_all.addLayout(beside, 1)
-        column_of_all.addLayout(below)
+        vbox(
+            hbox((self.question, 1), (self.ask_button, Qt.AlignmentFlag.AlignBottom), gap=12),
+            (beside, 1),
+            hbox((self.note, 1), close, gap=-1),
+            into=self,
+            margins=(16, 16, 16, 14),
+            gap=12,
+        )
 
     def _connect(self) -> None:
         add_shortcut(self, "Ctrl+Return", self.tr("Ask both"), self.ask_button.click)

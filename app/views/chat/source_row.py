@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 from PySide6.QtCore import QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QColor, QTextCharFormat, QTextCursor
-from PySide6.QtWidgets import QDialog, QHBoxLayout, QLabel, QPlainTextEdit, QPushButton, QTextEdit, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QDialog, QPlainTextEdit, QPushButton, QTextEdit, QWidget
 
 from app.services.chat_store import Source
 from app.theme import themed
 from app.views.chat.phrases import source_place
 from app.widgets.chip import ElidedLabel
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
 from engine.common.plain_text import few_marks
 
 _MOST_NAME = 34
@@ -27,15 +28,10 @@ class SourceRow(QWidget):
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
         self._shown: tuple[Source, ...] = ()
-        self._title = QLabel(self.tr("Sources"), self)
-        self._title.setProperty("role", "secondary")
+        self._title = text_label(self, self.tr("Sources"), role="secondary")
         self._flow = Flow(parent=self, gap=6)
         self.buttons: list[QPushButton] = []
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 2, 0, 2)
-        column.setSpacing(5)
-        column.addWidget(self._title)
-        column.addWidget(self._flow)
+        vbox(self._title, self._flow, into=self, margins=(0, 2, 0, 2), gap=5)
         self.hide()
 
     def show_sources(self, sources: Sequence[Source]) -> None:
@@ -56,18 +52,20 @@ class SourceRow(QWidget):
         name = few_marks(source.name.rsplit("/", 1)[-1])
         short = name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 10]}…{name[-9:]}"
         page = self.tr(" p. {0}").format(source.page) if source.page else ""
-        button = QPushButton(f"[{source.number}] {short}{page}".replace("&", "&&"), self._flow)
-        button.setProperty("kind", "chip")
+        button = push_button(
+            self._flow,
+            f"[{source.number}] {short}{page}".replace("&", "&&"),
+            lambda: self.opened.emit(source),
+            kind="chip",
+        )
         button.setCursor(Qt.CursorShape.PointingHandCursor)
         words = source_words(source)
         button.setToolTip(words)
         button.setAccessibleName(self.tr("Source {0}: {1}").format(source.number, words))
-        button.clicked.connect(lambda: self.opened.emit(source))
         return button
 
 
 def source_words(source: Source) -> str:
-    """Its document, and where in it."""
     return f"{source.name}, {source_place(source)}".rstrip(", ")
 
 
@@ -85,10 +83,9 @@ class PassageDialog(QDialog):
         super().__init__(parent)
         self.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
         self.setWindowTitle(self.tr("Source {0}").format(source.number) if source.number else self.tr("Document"))
-        name = ElidedLabel(self)
-        name.setProperty("role", "heading")
+        name = ElidedLabel(self, role="heading")
         name.set_full_text(source.name)
-        place = QLabel(few_marks(source_place(source)), self)
+        place = text_label(self, few_marks(source_place(source)))
         place.setTextFormat(Qt.TextFormat.PlainText)
         place.setProperty("role", "secondary")
         place.setWordWrap(True)
@@ -100,19 +97,9 @@ class PassageDialog(QDialog):
             Qt.TextInteractionFlag.TextSelectableByMouse | Qt.TextInteractionFlag.TextSelectableByKeyboard
         )
         self.text.setPlaceholderText(self.tr("Looking for the passage…"))
-        close = QPushButton(self.tr("Close"), self)
+        close = push_button(self, self.tr("Close"), self.accept)
         close.setDefault(True)
-        close.clicked.connect(self.accept)
-        below = QHBoxLayout()
-        below.addStretch(1)
-        below.addWidget(close)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 18, 20, 16)
-        column.setSpacing(8)
-        column.addWidget(name)
-        column.addWidget(place)
-        column.addWidget(self.text, 1)
-        column.addLayout(below)
+        vbox(name, place, (self.text, 1), hbox(STRETCH, close, gap=-1), into=self, margins=(20, 18, 20, 16))
         room = parent.window().size()
         self.resize(min(720, room.width() - 80), min(560, room.height() - 80))
         self._is_there = True

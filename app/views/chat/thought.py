@@ -1,19 +1,98 @@
-"""What a model thought before its answer: one quiet line, which opens."""
+"""Parts of a turn: its versions, its editor, and what a model thought before its answer."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from time import monotonic
 
-from PySide6.QtCore import QSize, Qt, QTimer, QUrl, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtCore import QEvent, QObject, QSize, Qt, QTimer, QUrl, Signal
+from PySide6.QtGui import QKeyEvent
+from PySide6.QtWidgets import QFrame, QWidget
 
-from app.icons import icon
+from app.icons import ICON_PX, IconButton, icon
+from app.services.background import timer
 from app.services.chat_store import Message, MessageState
 from app.theme import Theme, colours, use_tabular_figures
-from app.views.chat.icon_button import ICON_PX, IconButton
+from app.views.chat.growing_edit import GrowingEdit
 from app.views.chat.phrases import thought_text
 from app.widgets.answer_text import AnswerView
+from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
+from app.widgets.text_box import TextBox
+
+
+class _LongEdit(GrowingEdit):
+    """Enter starts a new line, and Ctrl+Enter submits."""
+
+    most_lines = 24
+    largest_share = 0.4
+
+    def keyPressEvent(self, event: QKeyEvent) -> None:
+        enter = event.key() in (Qt.Key.Key_Return, Qt.Key.Key_Enter)
+        if enter and event.modifiers() & Qt.KeyboardModifier.ControlModifier:
+            self.entered.emit()
+        else:
+            TextBox.keyPressEvent(self, event)
+
+
+class MessageEditor(QFrame):
+    """Signals: `saved` (the text), `cancelled` (also by Esc)."""
+
+    saved = Signal(str)
+    cancelled = Signal()
+
+    def __init__(self, text: str, name: str, parent: QWidget) -> None:
+        super().__init__(parent)
+        self.setProperty("editor", True)
+        self.box = _LongEdit(self)
+        self.box.setAccessibleName(name)
+        self.box.setPlainText(text)
+        self.box.entered.connect(self._save)
+        self.box.installEventFilter(self)
+        cancel = push_button(self, self.tr("Cancel"), self.cancelled, kind="quiet")
+        self.save_button = push_button(self, self.tr("Save"), self._save, tip=self.tr("Ctrl+Enter"))
+        vbox(self.box, hbox(STRETCH, cancel, self.save_button, gap=-1), into=self, margins=(12, 10, 10, 10))
+
+    def eventFilter(self, _watched: QObject, event: QEvent) -> bool:
+        if isinstance(event, QKeyEvent) and event.key() == Qt.Key.Key_Escape:
+            if event.type() == QEvent.Type.ShortcutOverride:
+                event.accept()
+                return True
+            if event.type() == QEvent.Type.KeyPress:
+                self.cancelled.emit()
+                return True
+        return False
+
+    def _save(self) -> None:
+        self.saved.emit(self.box.toPlainText())
+
+
+class VersionSwitch(QWidget):
+    """Hidden while there is only one version.
+
+    Signals: `step`, -1 or 1.
+    """
+
+    step = Signal(int)
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._back = IconButton("chevron-left", self.tr("Earlier version"), lambda: self.step.emit(-1), self)
+        self._on = IconButton("chevron-right", self.tr("Later version"), lambda: self.step.emit(1), self)
+        self._label = text_label(self, role="secondary")
+        hbox(self._back, self._label, self._on, into=self, margins=(0, 0, 6, 0), gap=2)
+        self.hide()
+
+    @property
+    def text(self) -> str:
+        return self._label.text()
+
+    def show_version(self, version: int, versions: int) -> None:
+        """Show which version of how many."""
+        self._label.setText(self.tr("{0} of {1}").format(version, versions))
+        self._back.setEnabled(version > 1)
+        self._on.setEnabled(version < versions)
+        self.setVisible(versions > 1)
+
 
 COPIED_MS = 1500
 TICK_MS = 1000
@@ -42,26 +121,14 @@ class Thought(QWidget):
         self._told_s = 0.0
         self.body: ThoughtText | None = None
         """The text, once it has been opened."""
-        self.header = QPushButton(self)
-        self.header.setProperty("kind", "fold")
-        self.header.setCheckable(True)
+        self.header = push_button(self, kind="fold", checkable=True)
         self.header.setIconSize(QSize(ICON_PX, ICON_PX))
         self.header.setCursor(Qt.CursorShape.PointingHandCursor)
         self.header.toggled.connect(self._on_toggled)
         use_tabular_figures(self.header)
         self.copy_button = IconButton("copy", self.tr("Copy what it thought"), self._copy, self)
-        self._tick = QTimer(self, interval=TICK_MS)
-        self._tick.timeout.connect(self._show_header)
-        line = QHBoxLayout()
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(2)
-        line.addWidget(self.header)
-        line.addWidget(self.copy_button)
-        line.addStretch(1)
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(6)
-        column.addLayout(line)
+        self._tick = timer(self, self._show_header, TICK_MS)
+        self._column = vbox(hbox(self.header, self.copy_button, STRETCH, gap=2), into=self, gap=6)
         self._show_fold()
 
     @property
@@ -114,11 +181,7 @@ class Thought(QWidget):
             self._indented = QWidget(self)
             bar = QFrame(self._indented)
             bar.setProperty("line", "thick")
-            indented = QHBoxLayout(self._indented)
-            indented.setContentsMargins(2, 0, 0, 4)
-            indented.setSpacing(INDENT_PX)
-            indented.addWidget(bar)
-            indented.addWidget(body)
+            hbox(bar, body, into=self._indented, margins=(2, 0, 0, 4), gap=INDENT_PX)
             self._column.addWidget(self._indented)
             QWidget.setTabOrder(self.copy_button, body)
         if self.body is not None:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 from PySide6.QtCore import QEvent, Qt, Signal
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QSizePolicy, QToolButton, QWidget
+from PySide6.QtWidgets import QFrame, QSizePolicy, QToolButton, QWidget
 
-from app.icons import icon
+from app.icons import IconButton, icon
 from app.services.engine_client import EngineClient, EngineState
 from app.services.library import Library
-from app.views.chat.icon_button import IconButton
 from app.views.chat.phrases import device_text, model_text, rate, sent_text
 from app.widgets.chip import Chip, ChipButton, ElidedLabel
 from app.widgets.quantities import percent
+from app.widgets.scaffold import hbox, push_button, text_label
 from engine.protocol import Finished
 from engine.remote.endpoint import RemoteModel
 
@@ -44,21 +44,17 @@ class TitleBar(QFrame):
         super().__init__(parent)
         self._client, self._library = client, library
         self.setObjectName("chatTitleBar")
-        self._title = ElidedLabel(self)
-        self._title.setProperty("role", "title")
+        self._title = ElidedLabel(self, role="title")
         self._title.setSizePolicy(QSizePolicy.Policy.Ignored, QSizePolicy.Policy.Preferred)
         self.model_button = ChipButton(self.tr("Model: {0}"), self)
         self.model_button.clicked.connect(self.models_wanted)
         self.cancel_button = IconButton("close", self.tr("Cancel loading"), self.cancel_wanted.emit, self)
         self._tokens_per_s = 0.0
         self.device_chip = Chip(self)
-        self.new_button = QPushButton(self)
-        self.new_button.setToolTip(self.tr("Start a new chat"))
-        self.new_button.setAccessibleName(self.tr("New chat"))
-        self.new_button.clicked.connect(self.new_chat)
-        self._inside = inside = QHBoxLayout(self.new_button)
-        inside.setContentsMargins(14, 0, 14, 0)
-        words, key = QLabel(self.tr("New chat"), self.new_button), QLabel(self.tr("Ctrl N"), self.new_button)
+        self.new_button = push_button(self, do=self.new_chat, tip=self.tr("Start a new chat"), name=self.tr("New chat"))
+        self._inside = inside = hbox(into=self.new_button, margins=(14, 0, 14, 0), gap=-1)
+        words = text_label(self.new_button, self.tr("New chat"))
+        key = text_label(self.new_button, self.tr("Ctrl N"))
         self._key = key
         words.setStyleSheet("font-weight: 600;")
         key.setProperty("role", "secondary")
@@ -73,13 +69,17 @@ class TitleBar(QFrame):
         self.chats_button.setAccessibleName(self.tr("List of chats"))
         self.chats_button.clicked.connect(self.chats_wanted)
         self.chats_button.hide()
-        self._row = row = QHBoxLayout(self)
-        row.setContentsMargins(20, 0, 20, 0)
-        row.setSpacing(SPACING_PX)
-        row.addWidget(self.chats_button)
-        row.addWidget(self._title, 1)
-        for widget in (self.model_button, self.cancel_button, self.device_chip, self.new_button):
-            row.addWidget(widget)
+        self._row = hbox(
+            self.chats_button,
+            (self._title, 1),
+            self.model_button,
+            self.cancel_button,
+            self.device_chip,
+            self.new_button,
+            into=self,
+            margins=(20, 0, 20, 0),
+            gap=SPACING_PX,
+        )
         self.setMinimumHeight(HEIGHT)
         for signal in (client.state_changed, client.loading_changed, client.model_loaded, client.responding_changed):
             signal.connect(self._refresh)

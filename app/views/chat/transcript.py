@@ -6,17 +6,19 @@ import time
 
 from PySide6.QtCore import QEvent, QMargins, QModelIndex, QRect, QSize, Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QPushButton, QScrollArea, QWidget
+from PySide6.QtWidgets import QScrollArea, QWidget
 
 from app.icons import icon
 from app.models.conversation import ConversationModel, MessageRow
 from app.services.answer_queue import Phase
+from app.services.background import timer
 from app.services.thumbnails import Thumbnails
 from app.theme import scaled
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.fold_card import FoldCard
 from app.views.chat.turn_column import TurnColumn
 from app.views.chat.user_message import UserMessage
+from app.widgets.scaffold import push_button
 
 COLUMN_PX = 744
 """Maximum width of the transcript and the composer, at the standard font size."""
@@ -72,16 +74,14 @@ class Transcript(QScrollArea):
         self.setAccessibleName(self.tr("Conversation"))
         self._column = TurnColumn(self, TURN_GAP)
         self.setWidget(self._column)
-        self._jump = QPushButton(self)
+        self._jump = push_button(self, do=self.jump_to_end)
         self._jump.setObjectName("jumpToLatest")
         self._jump.setIcon(icon("chevron-down"))
         self._jump.setFixedSize(QSize(32, 32))
         self._jump.setToolTip(self.tr("Jump to the latest"))
         self._jump.setAccessibleName(self.tr("Jump to the latest"))
-        self._jump.clicked.connect(self.jump_to_end)
         self._jump.hide()
-        self._build = QTimer(self, singleShot=True, interval=0)
-        self._build.timeout.connect(self._build_some)
+        self._build = timer(self, self._build_some, 0, once=True)
         bar = self.verticalScrollBar()
         bar.rangeChanged.connect(self._on_range)
         bar.valueChanged.connect(self._on_scrolled)

@@ -32,7 +32,6 @@ class TurnColumn(QWidget):
         self.setSizePolicy(policy)
 
     def insert(self, number: int, turn: QWidget) -> None:
-        """Shows a turn at this place."""
         self._turns.insert(number, turn)
         self._heights.insert(number, 0)
         self._placed = min(self._placed, number)

@@ -7,17 +7,18 @@ import re
 
 from PySide6.QtCore import QEvent, QRect, QSize, Qt, Signal
 from PySide6.QtGui import QFontMetrics, QGuiApplication, QKeyEvent, QResizeEvent
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QWidget
 
+from app.icons import IconButton
 from app.models.conversation import MessageRow
 from app.services.thumbnails import Thumbnails
 from app.theme import scaled
 from app.views.chat.attachment_row import AttachmentRow
 from app.views.chat.growing_edit import GrowingEdit
-from app.views.chat.icon_button import IconButton
 from app.views.chat.picture_row import PictureRow
-from app.views.chat.version_switch import VersionSwitch
-from app.widgets.text_marks import MOST_MATCHES, mark_format
+from app.views.chat.thought import VersionSwitch
+from app.widgets.answer_text.style import MOST_MATCHES, mark_format
+from app.widgets.scaffold import STRETCH, hbox, push_button, text_label, vbox
 from engine.common.plain_text import few_marks
 
 BUBBLE_PX = 540
@@ -47,15 +48,15 @@ class UserMessage(QWidget):
         self._match: int | None = None
         self._bubble = QFrame(self)
         self._bubble.setProperty("bubble", True)
-        self._text = QLabel(self._bubble)
+        self._text = text_label(self._bubble)
         self._text.setTextFormat(Qt.TextFormat.RichText)
         self._text.setWordWrap(True)
         self._text.setTextInteractionFlags(
             Qt.TextInteractionFlag.TextSelectableByMouse | Qt.TextInteractionFlag.TextSelectableByKeyboard
         )
-        self._inside = QVBoxLayout(self._bubble)
-        self._inside.setContentsMargins(PADDING.width(), PADDING.height(), PADDING.width(), PADDING.height())
-        self._inside.setSpacing(8)
+        self._inside = vbox(
+            into=self._bubble, margins=(PADDING.width(), PADDING.height(), PADDING.width(), PADDING.height())
+        )
         self._pictures = PictureRow(thumbnails, self._bubble)
         self._pictures.resized.connect(self._fit)
         self.attachments = AttachmentRow(self._bubble)
@@ -69,10 +70,7 @@ class UserMessage(QWidget):
         rows = IconButton("rows", self.tr("Ask this of every row of a file"), self._to_rows, self)
         delete = IconButton("trash", self.tr("Delete this message"), self.deleted.emit, self)
         self._buttons = (copy, edit, rows, delete)
-        row_layout = QHBoxLayout(self)
-        row_layout.setContentsMargins(0, 0, 0, 0)
-        row_layout.setSpacing(2)
-        row_layout.addStretch(1)
+        row_layout = hbox(STRETCH, into=self, gap=2)
         for button in self._buttons:
             button.is_shy = True
         for widget in (*self._buttons, self._versions):
@@ -87,7 +85,6 @@ class UserMessage(QWidget):
         return self._row.message.id
 
     def set_row(self, row: MessageRow) -> None:
-        """Show this turn."""
         if row.message.content != self._row.message.content:
             self._matches, self._match = [], None
         self._row = row
@@ -147,20 +144,12 @@ class UserMessage(QWidget):
         editor.installEventFilter(self)
         self._inside.addWidget(editor)
         self._actions = QWidget(self._bubble)
-        line = QHBoxLayout(self._actions)
-        line.setContentsMargins(0, 6, 0, 0)
-        line.addStretch(1)
-        cancel = QPushButton(self.tr("Cancel"), self._actions)
-        cancel.setProperty("kind", "quiet")
-        cancel.clicked.connect(self.stop_editing)
-        save = QPushButton(self.tr("Save"), self._actions)
-        save.setToolTip(self.tr("Changes the message; the answers after it stay."))
-        save.clicked.connect(self._save)
-        send = QPushButton(self.tr("Send as new version"), self._actions)
-        send.clicked.connect(self._resend)
-        line.addWidget(cancel)
-        line.addWidget(save)
-        line.addWidget(send)
+        cancel = push_button(self._actions, self.tr("Cancel"), self.stop_editing, kind="quiet")
+        save = push_button(
+            self._actions, self.tr("Save"), self._save, tip=self.tr("Changes the message; the answers after it stay.")
+        )
+        send = push_button(self._actions, self.tr("Send as new version"), self._resend)
+        hbox(STRETCH, cancel, save, send, into=self._actions, margins=(0, 6, 0, 0), gap=-1)
         self._inside.addWidget(self._actions)
         for button in self._buttons:
             button.hide()

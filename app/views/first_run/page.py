@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QEvent, Qt, Signal
+from PySide6.QtCore import QEvent, Signal
 from PySide6.QtGui import QHideEvent, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QBoxLayout, QFrame, QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QProgressBar, QPushButton, QWidget
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient, EngineState
-from app.services.engine_part import EnginePart
+from app.services.engine_part import EnginePart, PartStage
 from app.services.hub import Hub
 from app.services.library import Library
 from app.services.settings import Settings
 from app.services.starter_download import StarterDownload
 from app.theme import scaled
-from app.views.first_run.engine_card import EngineCard
-from app.views.first_run.phrases import meaning_words, parts_words
-from app.widgets.card import Card, muted_label, set_message, warning_label
+from app.views.first_run.phrases import engine_words, meaning_words, parts_words, step_words
+from app.widgets.asking import ask_path
 from app.widgets.chip import ElidedLabel
-from app.widgets.downloads_card import DownloadsCard, before_cancelling
+from app.widgets.downloads_card import DownloadsCard, before_cancelling, download_words
 from app.widgets.fit_words import Presence
 from app.widgets.flow_layout import Flow
 from app.widgets.folder_choice import FolderChoice
 from app.widgets.page import CHAT, MODELS, SETTINGS, Page
 from app.widgets.quantities import file_size
 from app.widgets.recommendations import RecommendationList
+from app.widgets.scaffold import (
+    STRETCH,
+    Card,
+    PageBody,
+    add_items,
+    hbox,
+    muted_label,
+    push_button,
+    set_message,
+    text_label,
+    vbox,
+    warning_label,
+)
 from app.widgets.starter_offer import StarterOffer
 from app.widgets.token_dialog import ask_token_of
 from engine.common.settings import STARTER
@@ -37,11 +49,98 @@ if TYPE_CHECKING:
     from engine.checkpoint.library import LibraryEntry
     from engine.tuning.fit import Recommendation
 
+
+_OFFERS = (PartStage.OFFERED, PartStage.FAILED)
+_BAR_STEPS = 1000
+
+
+class EngineCard(Card):
+    """Hidden where the engine is there.
+
+    Signals: `settings_wanted`, for a mirror or a proxy.
+    """
+
+    settings_wanted = Signal()
+
+    def __init__(self, part: EnginePart, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.set_heading(self.tr("First, the engine"))
+        self._part = part
+        self.text = muted_label(self, role="")
+        self.why = muted_label(self)
+        self.state = muted_label(self)
+        self.problem = warning_label(self)
+        self.bar = QProgressBar(self)
+        self.bar.setTextVisible(False)
+        self.bar.setAccessibleName(self.tr("Progress of the engine"))
+        self.get = self._button(self.tr("Get the engine and the starter"), lambda: part.fetch(starter=True))
+        self.get.setProperty("kind", "primary")
+        self.alone = self._button(self.tr("Engine only"), part.fetch)
+        self.resume = self._button(self.tr("Resume"), part.fetch)
+        self.again = self._button(self.tr("Try again"), part.fetch)
+        self.pause = self._button(self.tr("Pause"), part.pause)
+        self.cancel = self._button(self.tr("Cancel"), part.cancel)
+        self.file = self._button(self.tr("Use a file…"), self._choose)
+        self.file.setToolTip(self.tr("For a computer without a network: files that another computer has fetched"))
+        self.network = self._button(self.tr("Mirror and proxy…"), self.settings_wanted.emit)
+        for quiet in (self.file, self.network):
+            quiet.setProperty("kind", "quiet")
+        add_items(self.body, self.text, self.why, self.bar, self.state, self.problem)
+        self.head.addWidget(self.network)
+        buttons = (self.get, self.alone, self.resume, self.again, self.pause, self.cancel, self.file)
+        self.body.addWidget(Flow(*buttons, parent=self))
+        part.changed.connect(self._show_state)
+        part.ready.connect(self._show_state)
+        self._show_state()
+
+    def _button(self, text: str, do: Callable[[], object]) -> QPushButton:
+        return push_button(self, text, lambda: do())  # without Qt's "checked"
+
+    def _choose(self) -> None:
+        kinds = self.tr("The engine's files (*.zip *.whl)")
+        ask_path(self, self.tr("The engine's files"), self._part.use_files, kinds=kinds)
+
+    def _show_state(self) -> None:
+        part, stage = self._part, self._part.stage
+        had_focus = any(button.hasFocus() for button in (self.get, self.alone, self.resume, self.pause, self.again))
+        download = part.download
+        about, why = engine_words(part.choice)
+        self.text.setText(about)
+        set_message(self.why, why)
+        set_message(self.problem, part.problem if stage is PartStage.FAILED else "")
+        on_way = stage in (PartStage.FETCHING, PartStage.PAUSED)
+        words = download_words(download) if on_way and download is not None else step_words(stage, part.step)
+        set_message(self.state, words)
+        self.bar.setVisible(on_way or stage is PartStage.INSTALLING)
+        if on_way and download is not None and download.total_bytes:
+            self.bar.setRange(0, _BAR_STEPS)
+            self.bar.setValue(_BAR_STEPS * download.done_bytes // download.total_bytes)
+        else:
+            self.bar.setRange(0, 0)
+        shown = {
+            self.get: stage is PartStage.OFFERED,
+            self.alone: stage is PartStage.OFFERED,
+            self.resume: stage is PartStage.PAUSED,
+            self.again: stage is PartStage.FAILED,
+            self.pause: stage is PartStage.FETCHING and download is not None,
+            self.cancel: on_way and download is not None,
+            self.file: stage in _OFFERS and part.choice is not None,
+            self.network: stage in (*_OFFERS, PartStage.FETCHING, PartStage.PAUSED),
+        }
+        for button, is_shown in shown.items():
+            button.setVisible(is_shown)
+        if had_focus:  # not to Cancel, which the next key would press
+            following = next((each for each in (self.resume, self.pause, self.again) if shown[each]), None)
+            if following is not None:
+                following.setFocus()
+        self.setVisible(part.is_needed)
+
+
 WANTED_KEY = "first_model"
 """Setting: the download to load when it is here, be it in a later window."""
 SIDE_PX = 28
 GAP_PX = 16
-WIDEST_PX = 1080
+WIDEST_PX = 1136
 COLUMNS_FROM_PX = 840
 """Page width, at the standard font size, from which there are two columns."""
 
@@ -72,7 +171,6 @@ class HereCard(Card):
         return tuple(button for row in self._rows for button in row.findChildren(QPushButton))
 
     def show_models(self, entries: Sequence[LibraryEntry]) -> None:
-        """Shows those that can be used."""
         usable = sorted((one for one in entries if not one.problem), key=lambda one: -one.bytes_on_disk)
         if tuple(usable) != self._shown:
             self._shown = tuple(usable)
@@ -94,25 +192,15 @@ class HereCard(Card):
 
     def _row(self, entry: LibraryEntry) -> QWidget:
         row = QWidget(self)
-        name = ElidedLabel(row)
-        name.setProperty("tone", "head")
+        name = ElidedLabel(row, tone="head")
         name.set_full_text(entry.name)
         where = entry.origin if entry.is_in_place else ""
-        about = ElidedLabel(row)
-        about.setProperty("role", "secondary")
+        about = ElidedLabel(row, role="secondary")
         about.set_full_text(" · ".join(filter(None, (file_size(entry.bytes_on_disk), entry.precision_words, where))))
-        button = QPushButton(self.tr("Use"), row)
-        button.setAccessibleName(self.tr("Use {0}").format(entry.name))
-        button.clicked.connect(lambda: self.chosen.emit(entry))
-        words = QVBoxLayout()
-        words.setSpacing(0)
-        words.addWidget(name)
-        words.addWidget(about)
-        line = QHBoxLayout(row)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(12)
-        line.addLayout(words, 1)
-        line.addWidget(button)
+        button = push_button(
+            row, self.tr("Use"), lambda: self.chosen.emit(entry), name=self.tr("Use {0}").format(entry.name)
+        )
+        hbox((vbox(name, about, gap=0), 1), button, into=row, gap=12)
         return row
 
 
@@ -170,19 +258,16 @@ class FirstRunPage(Page):
         self.setAccessibleName(self.tr("Choose a first model"))
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.folder.close_down()
 
     # --- building ---
 
     def _lay_out(self) -> None:
-        greeting = QLabel(self.tr("Welcome to Switchyard"), self)
+        greeting = text_label(self, self.tr("Welcome to Switchyard"))
         greeting.setObjectName("greeting")
         self._lead = muted_label(self, role="lead")
-        self.machine.body.addWidget(self._parts)
-        self.machine.body.addWidget(self._meaning)
-        self.recommended.body.addWidget(self._note)
-        self.recommended.body.addWidget(self.list)
+        add_items(self.machine.body, self._parts, self._meaning)
+        add_items(self.recommended.body, self._note, self.list)
         ways = (
             (self.tr("Open a model file…"), self.file_wanted.emit),
             (self.tr("Search for others…"), lambda: self.page_wanted.emit(MODELS)),
@@ -190,55 +275,29 @@ class FirstRunPage(Page):
             (self.tr("Go to the chats"), lambda: self.page_wanted.emit(CHAT)),
         )
         self.ways = [self._way(text, do) for text, do in ways]
-        left, right = QVBoxLayout(), QVBoxLayout()
+        left = vbox(gap=-1)
+        right = vbox(gap=-1)
         for column, cards in (
             (left, (self.engine, self.progress, self.recommended)),
             (right, (self.machine, self.here)),
         ):
             column.setSpacing(GAP_PX)
-            for card in cards:
-                column.addWidget(card)
+            add_items(column, *cards)
         right.addWidget(self.starter_card)
-        left.addWidget(Flow(*self.ways, parent=self))
-        left.addStretch(1)
+        add_items(left, Flow(*self.ways, parent=self), STRETCH)
         right.addStretch(1)
         self._columns = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._columns.setSpacing(GAP_PX)
         self._columns.addLayout(left, 5)
         self._columns.addLayout(right, 3)
-        self._middle = QWidget(self)
-        column = QVBoxLayout(self._middle)
-        column.setContentsMargins(0, SIDE_PX, 0, SIDE_PX)
-        column.setSpacing(6)
-        column.addWidget(greeting)
-        column.addWidget(self._lead)
-        column.addWidget(self.problem)
-        column.addSpacing(8)
-        column.addLayout(self._columns)
-        column.addStretch(1)
-        inside = QWidget(self)
-        around = QBoxLayout(QBoxLayout.Direction.LeftToRight, inside)
-        around.setContentsMargins(SIDE_PX, 0, SIDE_PX, 0)
-        around.addStretch(1)
-        around.addWidget(self._middle, 1000)
-        around.addStretch(1)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setWidget(inside)
-        whole = QVBoxLayout(self)
-        whole.setContentsMargins(0, 0, 0, 0)
-        whole.addWidget(scroll)
+        above = (greeting, self._lead, self.problem, 8)
+        body = PageBody(self, *above, self._columns, widest_px=WIDEST_PX, margins=SIDE_PX, gap=6)
+        self.lay_out(body=body)
         self._show_lead()
         self._fit()
 
-    def _way(self, text: str, do: object) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", "quiet")
-        button.clicked.connect(do)
-        return button
+    def _way(self, text: str, do: Callable[[], object]) -> QPushButton:
+        return push_button(self, text, do, kind="quiet")
 
     def _connect(self) -> None:
         self._client.model_loaded.connect(self._end)
@@ -287,7 +346,6 @@ class FirstRunPage(Page):
         wide = self.width() >= scaled(COLUMNS_FROM_PX)
         direction = QBoxLayout.Direction
         self._columns.setDirection(direction.LeftToRight if wide else direction.TopToBottom)
-        self._middle.setMaximumWidth(scaled(WIDEST_PX))
 
     def _show_lead(self) -> None:
         self.starter_card.setVisible(not self._part.is_needed)  # it comes with the engine, or after it

@@ -37,7 +37,6 @@ def parts_words(look: MachineLook) -> str:
 
 
 def meaning_words(look: MachineLook) -> str:
-    """What that means for models."""
     probe, gpu = look.probe, look.probe.compute_gpu
     room = probe.ram_available_bytes + ((gpu.free_bytes or 0) if gpu is not None and look.device else 0)
     fits = translate(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QFrame, QLabel, QVBoxLayout, QWidget
+from PySide6.QtCore import Signal
+from PySide6.QtWidgets import QFrame, QLabel, QWidget
 
+from app.icons import IconButton
 from app.services.device_monitor import DeviceMonitor
 from app.services.engine_client import EngineClient, EngineState
-from app.widgets.memory_bar import BarPart
-from app.widgets.memory_gauge import MemoryGauge, MemoryLegend
+from app.widgets.memory_bar import BarPart, MemoryGauge, MemoryLegend
+from app.widgets.scaffold import hbox, text_label, vbox
 from engine.common.model_info import ModelInfo
 from engine.hardware.gpu_info import CARD_NAMES
 from engine.hardware.probe import GpuInfo, Probe
@@ -19,7 +21,12 @@ _NOTHING = Telemetry(0, 0, 0, 0, 0, 0.0)
 
 
 class MachineFooter(QWidget):
-    """Follows the engine and the device monitor; keeps only their latest values."""
+    """Follows the engine and the device monitor; keeps only their latest values.
+
+    Signals: `folded(bool)`, when people fold it into one bar or unfold it.
+    """
+
+    folded = Signal(bool)
 
     def __init__(self, client: EngineClient, devices: DeviceMonitor, parent: QWidget | None = None) -> None:
         super().__init__(parent)
@@ -28,7 +35,9 @@ class MachineFooter(QWidget):
         self._held = _NOTHING
         self._gpu: GpuInfo | None = None
         self._profile: Probe | None = None
-        self._is_narrow = False
+        self._is_narrow = self._is_folded = self._has_vram = False
+        self._heading = text_label(self, self.tr("Memory"), role="caption")
+        self.fold = IconButton("chevron-down", "", self._fold, self)
         self._ram_bar = MemoryGauge(self.tr("RAM"), self)
         self._vram_bar = MemoryGauge(self.tr("VRAM"), self)
         self._legend = MemoryLegend(self)
@@ -38,21 +47,19 @@ class MachineFooter(QWidget):
         self._where = _caption(self)
         line = QFrame(self)
         line.setProperty("line", "true")
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(6)
-        column.addWidget(line)
-        self._inner = inner = QVBoxLayout()
-        inner.setContentsMargins(8, 6, 8, 0)
-        inner.setSpacing(SPACING_PX)
-        inner.addWidget(self._vram_bar)
-        inner.addWidget(self._ram_bar)
-        inner.addWidget(self._legend)
-        inner.addWidget(self._where)
-        inner.addWidget(self._hardware)
-        inner.addWidget(self._no_gpu)
-        column.addLayout(inner)
-        self._vram_bar.hide()
+        self._inner = inner = vbox(
+            hbox((self._heading, 1), self.fold),
+            self._vram_bar,
+            self._ram_bar,
+            self._legend,
+            self._where,
+            self._hardware,
+            self._no_gpu,
+            margins=(8, 6, 8, 0),
+            gap=SPACING_PX,
+        )
+        vbox(line, inner, into=self, gap=6)
+        self.set_folded(False)
         self._no_gpu.setText(self.tr("No GPU in use"))
 
         devices.sampled.connect(self._on_sample)
@@ -63,9 +70,33 @@ class MachineFooter(QWidget):
         client.model_loaded.connect(self._say_where)
         self._say_where()
 
+    def set_folded(self, folded: bool) -> None:
+        """Shows one bar only: of the VRAM, or of the RAM where no card is in use."""
+        self._is_folded = folded
+        words = self.tr("Show what holds the memory") if folded else self.tr("Fold the memory into one bar")
+        self.fold.set_icon("chevron-up" if folded else "chevron-down", words)
+        self._show_bars()
+        self.updateGeometry()
+
+    def _fold(self) -> None:
+        self.set_folded(not self._is_folded)
+        self.folded.emit(self._is_folded)
+
+    def _show_bars(self) -> None:
+        self._vram_bar.setVisible(self._has_vram)
+        self._ram_bar.setVisible(not (self._is_folded and self._has_vram))
+        for widget in (self._heading, self.fold):
+            widget.setVisible(not self._is_narrow)
+
+    def _show_vram(self, has_vram: bool) -> None:
+        if has_vram != self._has_vram:
+            self._has_vram = has_vram
+            self._show_bars()
+
     def set_narrow(self, narrow: bool) -> None:
         """Shows only the bars, for the icon rail."""
         self._is_narrow = narrow
+        self._show_bars()
         side = 2 if narrow else 8
         self._inner.setContentsMargins(side, 6, side, 0)
         for bar in (self._vram_bar, self._ram_bar):
@@ -78,7 +109,8 @@ class MachineFooter(QWidget):
         bars = [bar for bar in (self._vram_bar, self._ram_bar) if not bar.isHidden()]
         left = height - 1 - SPACING_PX - margins.top()
         left -= sum(bar.sizeHint().height() + SPACING_PX for bar in bars)
-        is_room = not self._is_narrow
+        left -= 0 if self._is_narrow else self.fold.height() + SPACING_PX
+        is_room = not self._is_narrow and not self._is_folded
         for part in (self._legend, self._where, self._hardware, self._no_gpu):
             if part is self._legend:
                 needed = part.sizeHint().height() if is_room else 0
@@ -92,7 +124,8 @@ class MachineFooter(QWidget):
     def _tell_rest(self) -> None:
         """Puts into the tooltip what does not fit."""
         hidden = [label.text() for label in (self._where, self._hardware, self._no_gpu) if label.isHidden()]
-        self.setToolTip("\n".join(filter(None, hidden)))
+        bars = [bar.accessibleName() for bar in (self._vram_bar, self._ram_bar) if self._is_folded and bar.isHidden()]
+        self.setToolTip("\n".join(filter(None, (*hidden, *(bars if self._has_vram else ())))))
 
     def take_over(self, before: MachineFooter) -> None:
         """Shows what another has heard of."""
@@ -132,7 +165,7 @@ class MachineFooter(QWidget):
             self._show_emulated_memory()
             return
         card = sample.gpus[0] if sample.gpus else None
-        self._vram_bar.setVisible(card is not None and card.vram_total is not None)
+        self._show_vram(card is not None and card.vram_total is not None)
         if card is not None and card.vram_total is not None and card.vram_used is not None:
             used = card.vram_used
             in_vram = (held.weights_bytes, held.device_experts_bytes, held.kv_bytes) if on_gpu else (0, 0, 0)
@@ -150,7 +183,7 @@ class MachineFooter(QWidget):
             held.device_experts_bytes,
             held.kv_bytes,
         )
-        self._vram_bar.setVisible(True)
+        self._show_vram(True)
         parts = self._parts(used - experts - kv, experts, kv, 0, 0)
         source = self.tr("Memory of the emulated graphics card: from the engine.")
         self._vram_bar.show_parts(parts, used, total, source=source)
@@ -219,10 +252,7 @@ class MachineFooter(QWidget):
 
 
 def _caption(parent: QWidget) -> QLabel:
-    label = QLabel(parent)
-    label.setProperty("role", "caption")
-    label.setWordWrap(True)
-    return label
+    return text_label(parent, role="caption", wrap=True)
 
 
 def _short_cpu_name(name: str) -> str:

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from PySide6.QtCore import QEvent, QSize, Qt, Signal
 from PySide6.QtGui import QKeySequence, QResizeEvent
-from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QButtonGroup, QPushButton, QWidget
 
 from app.icons import IconMark, icon
 from app.theme import BODY_PX, body_px
 from app.views.main_window.machine_footer import MachineFooter
 from app.widgets.page import MODELS, PageEntry
+from app.widgets.scaffold import LEFT, STRETCH, add_items, hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import add_shortcut
 
 if TYPE_CHECKING:
@@ -88,34 +89,28 @@ class Sidebar(QWidget):
         self._pages = tuple(pages)
         self._footer = footer
         self._is_rail = False
-        self._name = QLabel("Switchyard", self)
-        self._name.setProperty("role", "title")
+        self._name = text_label(self, "Switchyard", role="title")
         self._head = QWidget(self)
-        head = QHBoxLayout(self._head)
-        head.setContentsMargins(10, 0, 0, 14)
-        head.setSpacing(8)
-        head.addWidget(IconMark("logo", "text", LOGO_PX, self._head), 0, Qt.AlignmentFlag.AlignLeft)
-        head.addWidget(self._name, 1)
+        hbox(
+            (IconMark("logo", "text", LOGO_PX, self._head), LEFT),
+            (self._name, 1),
+            into=self._head,
+            margins=(10, 0, 0, 14),
+        )
 
-        self._column = column = QVBoxLayout(self)
-        column.setContentsMargins(MARGIN_PX, 18, MARGIN_PX, 14)
-        column.setSpacing(4)
-        column.addWidget(self._head)
+        self._column = column = vbox(self._head, into=self, margins=(MARGIN_PX, 18, MARGIN_PX, 14), gap=4)
         self._group = QButtonGroup(self)
         self._buttons: dict[str, QPushButton] = {}
         for index, page in enumerate(self._pages):
             column.addWidget(self._button(index, page))
         self.downloads = DownloadsMark(self)
-        column.addWidget(self.downloads)
-        column.addStretch(1)
-        column.addWidget(footer)
+        add_items(column, self.downloads, STRETCH, footer)
         self.downloads.clicked.connect(lambda: self._go(MODELS))
         self._group.idClicked.connect(lambda index: self.page_chosen.emit(self._pages[index].name))
         self._show_labels()
         self._apply()
 
     def follow_window(self, width: int) -> None:
-        """Adapts to a window of this width."""
         rail = width < RAIL_BELOW_PX * body_px() / BODY_PX
         if rail != self._is_rail:
             self._is_rail = rail
@@ -144,7 +139,6 @@ class Sidebar(QWidget):
         self.button(name).setChecked(True)
 
     def has_focus(self) -> bool:
-        """Whether one of its buttons has the focus."""
         return any(button.hasFocus() for button in self._group.buttons())
 
     def button(self, name: str) -> QPushButton:
@@ -152,9 +146,7 @@ class Sidebar(QWidget):
         return self._buttons[name]
 
     def _button(self, index: int, page: PageEntry) -> QPushButton:
-        button = QPushButton(self)
-        button.setCheckable(True)
-        button.setProperty("kind", "navigation")
+        button = push_button(self, checkable=True, kind="navigation")
         button.setIcon(icon(page.name, "muted", "accent_text"))
         button.setAccessibleName(page.label)
         keys = QKeySequence(f"Ctrl+{index + 1}")

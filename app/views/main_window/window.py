@@ -13,12 +13,9 @@ from PySide6.QtWidgets import (
     QDialogButtonBox,
     QFrame,
     QGridLayout,
-    QHBoxLayout,
-    QLabel,
     QMainWindow,
     QScrollArea,
     QStackedWidget,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -30,14 +27,14 @@ from app.services.engine_part import is_needed
 from app.services.updates import can_update
 from app.views.main_window.machine_footer import MachineFooter
 from app.views.main_window.sidebar import Sidebar
+from app.widgets.asking import ask_where_to_report
 from app.widgets.banner import Banner, BannerStack, Kind
 from app.widgets.charts_ready import are_ready, load_charts, when_ready
-from app.widgets.dropped_model import dropped_model, model_at
 from app.widgets.page import BATCH, CHAT, FIRST_RUN, MODELS, TUNE, BatchDraft, Page, PageEntry
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import figures
-from app.widgets.report_file import ask_where
+from app.widgets.scaffold import TOP, PageHeader, hbox, text_label, vbox
 from app.widgets.shortcuts import Key, add_shortcut, keys_of
+from app.widgets.text_box import dropped_model, model_at
 from engine.common.settings import STARTER
 from engine.remote.endpoint import is_remote
 
@@ -69,15 +66,13 @@ class ShortcutsDialog(QDialog):
         for name, keys in groups:
             if not keys:
                 continue
-            heading = QLabel(name, listed)
-            heading.setProperty("role", "heading")
+            heading = text_label(listed, name, role="heading")
             heading.setContentsMargins(0, 8 if grid.rowCount() > 1 else 0, 0, 2)
             grid.addWidget(heading, grid.rowCount(), 0, 1, 2)
             for pressed, words in keys:
                 row = grid.rowCount()
-                key, what = QLabel(pressed, listed), QLabel(words, listed)
-                what.setProperty("role", "secondary")
-                what.setWordWrap(True)
+                key = text_label(listed, pressed)
+                what = text_label(listed, words, role="secondary", wrap=True)
                 grid.addWidget(key, row, 0, Qt.AlignmentFlag.AlignTop)
                 grid.addWidget(what, row, 1)
         grid.setRowStretch(grid.rowCount(), 1)
@@ -89,11 +84,7 @@ class ShortcutsDialog(QDialog):
         scroll.setWidget(listed)
         buttons = QDialogButtonBox(QDialogButtonBox.StandardButton.Close, self)
         buttons.rejected.connect(self.reject)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 20, 20, 20)
-        column.setSpacing(16)
-        column.addWidget(scroll, 1)
-        column.addWidget(buttons)
+        vbox((scroll, 1), buttons, into=self, margins=(20, 20, 20, 20), gap=16)
         wanted = listed.sizeHint()
         room = parent.window().size() if parent is not None else wanted
         wide, high = max(460, wanted.width() + 60), wanted.height() + 120
@@ -185,7 +176,6 @@ class MainWindow(QMainWindow):
         return [(name, getattr(self, name).text) for name in names if not getattr(self, name).isHidden()]
 
     def show_page(self, name: str) -> None:
-        """Shows the page of this name."""
         if name == FIRST_RUN:
             self._needs_model, name = True, CHAT
         self.sidebar.choose(name)
@@ -206,9 +196,7 @@ class MainWindow(QMainWindow):
     def _show_frame(self, name: str) -> None:
         """Shows the page's place, until charts are there to fill it."""
         frame = QWidget(self.pages)
-        column = QVBoxLayout(frame)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.addWidget(PageHeader(self._entries[name].label, frame), 0, Qt.AlignmentFlag.AlignTop)
+        vbox((PageHeader(self._entries[name].label, frame), TOP), into=frame, gap=-1)
         self.pages.addWidget(frame)
         self.pages.setCurrentWidget(frame)
 
@@ -291,7 +279,6 @@ class MainWindow(QMainWindow):
         self.activateWindow()
 
     def restart_engine(self) -> None:
-        """Restarts the engine with the same model."""
         self.engine_banner.hide()
         self.services.model_start.restart()
 
@@ -338,7 +325,7 @@ class MainWindow(QMainWindow):
 
         self._crash_report = (report, dismiss)
         copied = self.crash_banner.add_action(self.tr("Copy report"), copy)
-        self.crash_banner.add_action(self.tr("Save report…"), lambda: ask_where(self, save))
+        self.crash_banner.add_action(self.tr("Save report…"), lambda: ask_where_to_report(self, save))
         self.crash_banner.add_action(self.tr("Dismiss"), forget, kind="quiet")
         self.crash_banner.show_text(
             self.tr(
@@ -440,7 +427,10 @@ class MainWindow(QMainWindow):
         """Everything in the window but its pages."""
         self._entries = {entry.name: entry for entry in (*pages, first_run)}
         centre = QWidget(self)
+        settings = self.services.settings
         self._footer = MachineFooter(self.services.client, self.services.devices)
+        self._footer.set_folded(settings.memory_folded)
+        self._footer.folded.connect(lambda on: settings.set("memory_folded", on))
         self.sidebar = Sidebar(pages, self._footer, centre)
         self.sidebar.page_chosen.connect(self.show_page)
         self.engine_banner = Banner("danger", centre)
@@ -462,19 +452,15 @@ class MainWindow(QMainWindow):
     def _lay_out(self, centre: QWidget) -> None:
         line = QFrame(centre)
         line.setProperty("line", "vertical")
-        right = QVBoxLayout()
-        right.setSpacing(0)
         passing = (self.problem_banner, self.notice_banner, self.card_banner)
-        right.addWidget(BannerStack((self.engine_banner, *passing, self.tune_banner, self.crash_banner), centre))
-        right.addWidget(self.pages, 1)
+        right = vbox(
+            BannerStack((self.engine_banner, *passing, self.tune_banner, self.crash_banner), centre),
+            (self.pages, 1),
+            gap=0,
+        )
         centre.setProperty("pane", "background")
         centre.setAttribute(Qt.WidgetAttribute.WA_StyledBackground)
-        row = QHBoxLayout(centre)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(0)
-        row.addWidget(self.sidebar)
-        row.addWidget(line)
-        row.addLayout(right, 1)
+        hbox(self.sidebar, line, (right, 1), into=centre, gap=0)
 
     def dragEnterEvent(self, event: QDragEnterEvent) -> None:
         if dropped_model(event.mimeData()) is not None:

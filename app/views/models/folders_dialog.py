@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from PySide6.QtCore import QDir, Qt, QUrl, Signal
+from PySide6.QtCore import Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QDialog, QFileDialog, QHBoxLayout, QListWidget, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QDialog, QListWidget, QWidget
 
 from app.services.background import TaskQueue
-from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.asking import ask_path
+from app.widgets.scaffold import STRETCH, hbox, muted_label, push_button, set_message, vbox, warning_label
 from engine.checkpoint.model_directories import add_model_folder, drop_model_folder, model_folders
 from engine.common.errors import EngineError
 
@@ -39,26 +40,20 @@ class FoldersDialog(QDialog):
         self.list.setAccessibleName(self.tr("Model folders"))
         self.list.setTextElideMode(Qt.TextElideMode.ElideMiddle)
         self.trouble = warning_label(self)
-        self.add = QPushButton(self.tr("Add a folder…"), self)
-        self.drop = QPushButton(self.tr("Remove from list"), self)
-        self.open_ = QPushButton(self.tr("Open"), self)
-        close = QPushButton(self.tr("Close"), self)
-        row = QHBoxLayout()
-        for button in (self.add, self.drop, self.open_):
-            row.addWidget(button)
-        row.addStretch(1)
-        row.addWidget(close)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 18, 20, 18)
-        column.setSpacing(10)
-        for widget in (words, self.list, self.trouble):
-            column.addWidget(widget)
-        column.addLayout(row)
+        self.add = push_button(self, self.tr("Add a folder…"), self._ask)
+        self.drop = push_button(self, self.tr("Remove from list"), self._drop)
+        self.open_ = push_button(self, self.tr("Open"), self._open)
+        close = push_button(self, self.tr("Close"), self.accept)
+        vbox(
+            words,
+            self.list,
+            self.trouble,
+            hbox(self.add, self.drop, self.open_, STRETCH, close, gap=-1),
+            into=self,
+            margins=(20, 18, 20, 18),
+            gap=10,
+        )
         self.resize(560, 320)
-        self.add.clicked.connect(self._ask)
-        self.drop.clicked.connect(self._drop)
-        self.open_.clicked.connect(self._open)
-        close.clicked.connect(self.accept)
         self.list.currentRowChanged.connect(lambda _at: self._show_buttons())
         self.finished.connect(lambda _result: self._delete_when_idle())
         self._show(model_folders())
@@ -68,12 +63,7 @@ class FoldersDialog(QDialog):
         self._change(lambda: add_model_folder(folder))
 
     def _ask(self) -> None:
-        dialog = QFileDialog(self, self.tr("Folder with models"), QDir.homePath())
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.setFileMode(QFileDialog.FileMode.Directory)
-        dialog.setOption(QFileDialog.Option.ShowDirsOnly)
-        dialog.fileSelected.connect(lambda path: self.add_folder(Path(path)))
-        dialog.open()
+        ask_path(self, self.tr("Folder with models"), self.add_folder, folder=True)
 
     def _drop(self) -> None:
         item = self.list.currentItem()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QAbstractListModel, QModelIndex, QPersistentModelIndex, QPointF, QRectF, QSize, Qt, Signal
+from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPointF, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QFont, QFontMetricsF, QPainter, QPen
 from PySide6.QtWidgets import (
     QAbstractItemView,
@@ -14,6 +14,7 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.models.headed_table import ROW_ROLE, HeadedTable
 from app.theme import ColourName, scaled, themed
 from app.views.models.phrases import badges, found_text, found_words, offer_line, offer_text
 from app.widgets.fit_table import draw_verdict_mark
@@ -22,7 +23,6 @@ from app.widgets.small_font import draw_elided, draw_pills, pills_width, small_f
 from engine.checkpoint.hub import Found
 from engine.tuning.fit import Recommendation
 
-ROW_ROLE = Qt.ItemDataRole.UserRole + 1
 _LIST_PX, _ROWS, _ROWS_ABOVE = 330, 8, 4
 _MARK_PX = 12
 
@@ -30,33 +30,12 @@ Row = Recommendation | Found
 _Index = QModelIndex | QPersistentModelIndex
 
 
-class _Rows(QAbstractListModel):
-    """`ROW_ROLE` gives a `Row`."""
+def _name(row: Row, _column: int) -> str:
+    return row.entry.name if isinstance(row, Recommendation) else row.id
 
-    def __init__(self, parent: QWidget) -> None:
-        super().__init__(parent)
-        self.rows: tuple[Row, ...] = ()
 
-    def show(self, rows: tuple[Row, ...]) -> None:
-        self.beginResetModel()
-        self.rows = rows
-        self.endResetModel()
-
-    def rowCount(self, parent: _Index | None = None) -> int:
-        return 0 if parent is not None and parent.isValid() else len(self.rows)
-
-    def data(self, index: _Index, role: int = Qt.ItemDataRole.DisplayRole) -> object:
-        if not index.isValid():
-            return None
-        row = self.rows[index.row()]
-        if role == ROW_ROLE:
-            return row
-        is_offer = isinstance(row, Recommendation)
-        if role == Qt.ItemDataRole.DisplayRole:
-            return row.entry.name if isinstance(row, Recommendation) else row.id
-        if role == Qt.ItemDataRole.AccessibleTextRole or (role == Qt.ItemDataRole.ToolTipRole and not is_offer):
-            return offer_text(row) if isinstance(row, Recommendation) else found_text(row)
-        return None
+def _words(row: Row) -> str:
+    return offer_text(row) if isinstance(row, Recommendation) else found_text(row)
 
 
 class FoundList(QListView):
@@ -66,7 +45,7 @@ class FoundList(QListView):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self.rows = _Rows(self)
+        self.rows = HeadedTable(parent=self, cell=_name, describe=_words)
         self._most = _ROWS
         self.setModel(self.rows)
         self.setItemDelegate(_Delegate(self))
@@ -79,20 +58,19 @@ class FoundList(QListView):
 
     @property
     def row(self) -> Row | None:
-        """The chosen one."""
         row = self.currentIndex().data(ROW_ROLE)
         return row if isinstance(row, Recommendation | Found) else None
 
     def show_rows(self, rows: tuple[Row, ...]) -> None:
         """Shows these; none is chosen if they are others than before."""
         if rows != self.rows.rows:
-            self.rows.show(rows)
+            self.rows.show_rows(rows)
         self.setVisible(bool(rows))
         self._fit_height()
 
     def choose(self, at: int) -> None:
         """Makes the one at this place current."""
-        self.setCurrentIndex(self.rows.index(at))
+        self.setCurrentIndex(self.rows.index(at, 0))
 
     def fit(self, *, wide: bool) -> None:
         """Beside the chosen one, or above it."""

@@ -8,10 +8,8 @@ from typing import Any
 from PySide6.QtCore import QModelIndex, QPersistentModelIndex, QPoint, QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QAction, QFont, QFontMetricsF, QKeyEvent, QPainter
 from PySide6.QtWidgets import (
-    QHBoxLayout,
     QMenu,
     QProgressBar,
-    QPushButton,
     QStyle,
     QStyledItemDelegate,
     QStyleOptionViewItem,
@@ -32,11 +30,11 @@ from app.views.models.phrases import (
     speed_sentence,
     work_words,
 )
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.flow_layout import Flow
 from app.widgets.quantities import SEPARATOR, file_size
+from app.widgets.scaffold import Card, hbox, muted_label, push_button, set_message, warning_label
 from app.widgets.shortcuts import native, note_keys
 from app.widgets.small_font import draw_pills, pills_width, small_font
 from app.widgets.text_table import TextTable
@@ -79,8 +77,7 @@ class OnThisPcCard(Card):
             self.tr("Tokens/s"),
             self.tr("Used"),
         )
-        self.able = ComboBox(self)
-        self.able.setAccessibleName(self.tr("What a model can do"))
+        self.able = ComboBox(self, name=self.tr("What a model can do"))
         self.able.addItem(self.tr("Any ability"), -1)
         for at, words in enumerate(able_choices()):
             self.able.addItem(words, at)
@@ -92,16 +89,14 @@ class OnThisPcCard(Card):
         self.table = ModelTable(self.rows, self.tr("Models on this PC"), self)
         self.nothing = muted_label(self)
         self.trouble = warning_label(self)
-        self.name = ElidedLabel(self)
-        self.name.setProperty("tone", "head")
+        self.name = ElidedLabel(self, tone="head")
         self.facts = muted_label(self)
-        self.place = ElidedLabel(self)
-        self.place.setProperty("role", "secondary")
+        self.place = ElidedLabel(self, role="secondary")
         self.problem = warning_label(self)
-        self.load = QPushButton(self.tr("Load"), self)
-        self.unload = QPushButton(self.tr("Unload"), self)
-        self.default = QPushButton(self.tr("Set as default"), self)
-        self.more = QPushButton(self.tr("More"), self)
+        self.load = push_button(self, self.tr("Load"))
+        self.unload = push_button(self, self.tr("Unload"))
+        self.default = push_button(self, self.tr("Set as default"))
+        self.more = push_button(self, self.tr("More"))
         self.menu = QMenu(self)
         self.verify = self.menu.addAction(self.tr("Verify files"))
         self.reveal = self.menu.addAction(self.tr("Show in folder"))
@@ -119,7 +114,6 @@ class OnThisPcCard(Card):
 
     @property
     def entry(self) -> LibraryEntry | None:
-        """The chosen model."""
         row = self._row
         return row.entry if row is not None else None
 
@@ -139,7 +133,6 @@ class OnThisPcCard(Card):
         self._show_chosen()
 
     def _show_chosen(self) -> None:
-        """Shows those of the chosen ability."""
         able = -1 if self.able.isHidden() else int(self.able.currentData())
         entries = tuple(entry for entry in self._shown if able < 0 or abilities_of(entry)[able])
         before, loaded = self.entry, self._of_rows["loaded"]
@@ -319,14 +312,9 @@ class WorkLine(QWidget):
         self._bar = QProgressBar(self)
         self._bar.setTextVisible(False)
         self._bar.setMaximumWidth(160)
-        self.cancel = QPushButton(self.tr("Stop"), self)
+        self.cancel = push_button(self, self.tr("Stop"))
         self.cancel.setProperty("compact", "true")
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 4, 0, 0)
-        row.setSpacing(10)
-        row.addWidget(self._words, 2)
-        row.addWidget(self._bar, 1)
-        row.addWidget(self.cancel)
+        hbox((self._words, 2), (self._bar, 1), self.cancel, into=self, margins=(0, 4, 0, 0), gap=10)
         self.hide()
 
     def show_work(self, work: Work | None) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 
-from PySide6.QtCore import QDir, Qt, QTimer, QUrl, Signal
+from PySide6.QtCore import Qt, QTimer, QUrl, Signal
 from PySide6.QtGui import (
     QDesktopServices,
     QDragEnterEvent,
@@ -14,7 +13,7 @@ from PySide6.QtGui import (
     QKeySequence,
     QShowEvent,
 )
-from PySide6.QtWidgets import QFileDialog, QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.downloads import Downloads
 from app.services.engine_client import EngineClient
@@ -26,19 +25,17 @@ from app.views.models.folders_dialog import FoldersDialog
 from app.views.models.on_this_pc import OnThisPcCard
 from app.views.models.phrases import ended_words
 from app.views.models.search_card import SearchCard, SearchLine, page_of
-from app.widgets.asking import ask
-from app.widgets.banner import Banner
+from app.widgets.asking import ask, ask_model, ask_path
+from app.widgets.banner import Banner, Toast
 from app.widgets.downloads_card import DownloadsCard, before_cancelling
-from app.widgets.dropped_model import dropped_model
 from app.widgets.fit_words import Presence
 from app.widgets.folder_choice import FolderChoice
-from app.widgets.model_dialog import ask_model
 from app.widgets.page import Page
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import file_size
+from app.widgets.scaffold import PageBody, PageHeader, push_button
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
-from app.widgets.toast import Toast
+from app.widgets.text_box import dropped_model
 from app.widgets.token_dialog import TokenDialog, ask_token_of
 from engine.checkpoint.downloads.queue import Download, line_speed
 from engine.checkpoint.hub import Candidate
@@ -82,8 +79,8 @@ class ModelsPage(Page):
         # In the order in which Tab goes through them.
         self.header = PageHeader(self.tr("Models"), self)
         self.search_line = SearchLine(self)
-        self.folders_button = QPushButton(self.tr("Folders…"), self)
-        self.import_button = QPushButton(self.tr("Import…"), self)
+        self.folders_button = push_button(self, self.tr("Folders…"))
+        self.import_button = push_button(self, self.tr("Import…"))
         self.trouble = Banner("warning", self)
         self.trouble.add_action(self.tr("Dismiss"), self.trouble.hide, kind="quiet")
         self.downloads = DownloadsCard(self)
@@ -103,7 +100,6 @@ class ModelsPage(Page):
         offer.follow(self._library)
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.folder.close_down()
 
     # --- files dropped on the page --------------------------------------------------------------------
@@ -178,14 +174,6 @@ class ModelsPage(Page):
     def _set_default(self, model: LibraryEntry) -> None:
         self._settings.default_model = model.name if self._library.entry(model.name) is model else str(model.path)
 
-    def _ask_folder(self, title: str, then: Callable[[Path], object]) -> None:
-        dialog = QFileDialog(self, title, QDir.homePath())
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.setFileMode(QFileDialog.FileMode.Directory)
-        dialog.setOption(QFileDialog.Option.ShowDirsOnly)
-        dialog.fileSelected.connect(lambda path: then(Path(path)))
-        dialog.open()
-
     def _ask_remove(self, model: LibraryEntry) -> None:
         words = self.tr("It frees {0} once the trash is emptied. Its converted weights are deleted.").format(
             file_size(model.bytes_on_disk)
@@ -218,7 +206,6 @@ class ModelsPage(Page):
             self.toast.show_text(words)
 
     def open_folders(self) -> FoldersDialog:
-        """The dialog of model folders."""
         dialog = FoldersDialog(self)
         dialog.changed.connect(self._library.look)
         dialog.changed.connect(self.folder.look)
@@ -372,10 +359,14 @@ class ModelsPage(Page):
         here.verify_wanted.connect(library.verify)
         here.folder_wanted.connect(self._reveal)
         here.move_wanted.connect(
-            lambda model: self._ask_folder(self.tr("Folder to move it to"), lambda to: library.move(model, to))
+            lambda model: ask_path(
+                self, self.tr("Folder to move it to"), lambda to: library.move(model, to), folder=True
+            )
         )
         here.export_wanted.connect(
-            lambda model: self._ask_folder(self.tr("Folder for the copy"), lambda to: library.export(model, to))
+            lambda model: ask_path(
+                self, self.tr("Folder for the copy"), lambda to: library.export(model, to), folder=True
+            )
         )
         here.converted_wanted.connect(library.remove_converted)
         here.remove_wanted.connect(self._ask_remove)
@@ -420,26 +411,7 @@ class ModelsPage(Page):
 
     def _lay_out(self) -> None:
         self.header.set_middle(self.search_line, least_px=LEAST_SEARCH_PX, stretch=1)
-        for button in (self.folders_button, self.import_button):
-            self.header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
+        self.header.add_buttons(self.folders_button, self.import_button)
         self.search.head.addWidget(self.folder)
-        content = QWidget(self)
-        column = QVBoxLayout(content)
-        column.setContentsMargins(20, 16, 20, 18)
-        column.setSpacing(14)
-        for card in (self.downloads, self.here, self.search):
-            column.addWidget(card)
-        column.addStretch(1)
-        self.scrolling = QScrollArea(self)
-        self.scrolling.setWidgetResizable(True)
-        self.scrolling.setFrameShape(QFrame.Shape.NoFrame)
-        self.scrolling.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        self.scrolling.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.scrolling.setWidget(content)
-        whole = QVBoxLayout(self)
-        whole.setContentsMargins(0, 0, 0, 0)
-        whole.setSpacing(0)
-        whole.addWidget(self.header)
-        whole.addWidget(self.trouble)
-        whole.addWidget(self.scrolling, 1)
-        whole.addWidget(self.toast)
+        self.scrolling = PageBody(self, self.downloads, self.here, self.search)
+        self.lay_out(self.header, self.trouble, body=self.scrolling, foot=self.toast)

@@ -41,7 +41,6 @@ def also_words(entry: LibraryEntry) -> str:
 
 
 def cell_words(row: ModelRow, column: Column) -> str:
-    """A cell of the table."""
     entry = row.entry
     if column is Column.NAME:
         return entry.name
@@ -88,7 +87,6 @@ def used_words(last_used: float | None, now: float | None = None) -> str:
 
 
 def marks(row: ModelRow) -> list[str]:
-    """A model's labels."""
     said = []
     if row.is_loaded:
         said.append(translate("Models", "loaded"))
@@ -114,7 +112,6 @@ def abilities_of(entry: LibraryEntry) -> tuple[bool, ...]:
 
 
 def able_choices() -> tuple[str, ...]:
-    """The words for them, to choose by."""
     return (
         translate("Models", "Sees pictures"),
         translate("Models", "Calls tools"),

@@ -4,27 +4,145 @@ this machine."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from PySide6.QtCore import QEvent, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
-from PySide6.QtWidgets import QBoxLayout, QHBoxLayout, QLineEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QPushButton, QWidget
 
-from app.models.offers import OfferFilter, offered
 from app.services.hub import RepositoryAnswer, SearchAnswer, Trouble
 from app.views.models.found_list import FoundList, Row
-from app.views.models.offer_view import OfferView
-from app.views.models.phrases import ability_words
-from app.widgets.card import Card, muted_label, set_message, warning_label
+from app.views.models.phrases import ability_words, offer_facts
 from app.widgets.chip import ElidedLabel
 from app.widgets.fields import ComboBox
 from app.widgets.fit_card import FitCardView
-from app.widgets.fit_words import Presence
+from app.widgets.fit_words import Presence, range_words, speed_words, verdict_words
 from app.widgets.flow_layout import Flow
-from app.widgets.quantities import SEPARATOR
+from app.widgets.quantities import SEPARATOR, translate
+from app.widgets.recommendations import VerdictMark, figures_words, role_words, show_presence
+from app.widgets.scaffold import (
+    STRETCH,
+    TOP,
+    Card,
+    add_items,
+    hbox,
+    line_edit,
+    muted_label,
+    push_button,
+    set_message,
+    text_label,
+    vbox,
+    warning_label,
+)
 from engine.checkpoint.catalogue import ABILITIES
 from engine.checkpoint.hub import Found, Repository, is_reference
 from engine.checkpoint.hub.repository import HUGGINGFACE, MODELSCOPE, parse_reference
-from engine.tuning.fit import Recommendation
+from engine.tuning.fit import ROLES, Recommendation
+
+
+@dataclass(frozen=True, slots=True)
+class OfferFilter:
+    """An offer must hold all of these.
+
+    Attributes:
+        words: in its name, its maker's, or what it is good at.
+        most_bytes: of the download; 0 for any.
+        ability: one of `engine.checkpoint.catalogue.ABILITIES`; empty for any.
+        is_free: its licence allows every use.
+        runs_well: fast enough for a chat here.
+    """
+
+    words: str = ""
+    most_bytes: int = 0
+    ability: str = ""
+    is_free: bool = False
+    runs_well: bool = False
+
+    def takes(self, offer: Recommendation) -> bool:
+        entry = offer.entry
+        text = f"{entry.name} {entry.family} {entry.strengths} {entry.languages} {offer.reference}".casefold()
+        return (
+            all(word in text for word in self.words.casefold().split())
+            and (not self.most_bytes or offer.bytes <= self.most_bytes)
+            and (not self.ability or self.ability in entry.abilities)
+            and (not self.is_free or entry.is_free)
+            and (not self.runs_well or offer.verdict in ("fast", "works"))
+        )
+
+
+def offered(offers: tuple[Recommendation, ...], wanted: OfferFilter) -> tuple[Recommendation, ...]:
+    """Those that are wanted: first what is recommended, balanced before fast and large; then as the catalogue has
+    them."""
+    order = {"balanced": 0, **{role: at for at, role in enumerate(ROLES, 1) if role != "balanced"}}
+    return tuple(sorted(filter(wanted.takes, offers), key=lambda one: order.get(one.role, len(order) + 1)))
+
+
+class OfferView(QWidget):
+    """Signals: `wanted(Recommendation)`: download it, or load it if it is here; `files_wanted(str)`, a repository."""
+
+    wanted = Signal(object)
+    files_wanted = Signal(str)
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._offer: Recommendation | None = None
+        self.name = muted_label(self, role="heading")
+        self.facts = muted_label(self)
+        self.labels = Flow(parent=self)
+        self.strengths = muted_label(self, role="")
+        self._mark = VerdictMark("works", self)
+        self.speed = text_label(self, tone="head", tabular=True)
+        self.range = muted_label(self)
+        self.why = muted_label(self)
+        self.figures = muted_label(self)
+        self.unchecked = muted_label(self, self.tr("≈ Size from the catalogue, not checked with the hub."))
+        self.get = push_button(self, self.tr("Download"), lambda: self.wanted.emit(self._offer), kind="primary")
+        self.files = push_button(self, self.tr("All files…"), self._ask_for_files)
+        vbox(
+            self.name,
+            self.facts,
+            self.labels,
+            self.strengths,
+            hbox(self._mark, self.speed, (self.range, 1), gap=6),
+            self.why,
+            self.figures,
+            Flow(self.get, self.files, parent=self),
+            self.unchecked,
+            STRETCH,
+            into=self,
+        )
+
+    @property
+    def offer(self) -> Recommendation | None:
+        return self._offer
+
+    def show_offer(self, offer: Recommendation, bytes_per_s: float | None, presence: Presence | None) -> None:
+        """Shows it; `bytes_per_s` is the line's measured speed, if it is known."""
+        entry, speed = offer.entry, offer.speed
+        if offer != self._offer:
+            self._offer = offer
+            self.name.setText(entry.name)
+            self.facts.setText(offer_facts(offer))
+            self.labels.clear()
+            for words in filter(None, (role_words(offer.role), *map(ability_words, entry.abilities))):
+                label = text_label(self.labels, words, role="pill")
+                self.labels.add(label)
+            self.labels.setVisible(bool(offer.role or entry.abilities))
+            self.strengths.setText(translate("Catalogue", entry.strengths))
+            self._mark.set_verdict(offer.verdict)
+            self.speed.setText(speed_words(speed) if speed is not None else verdict_words(offer.verdict))
+            self.range.setText(f"({range_words(speed)})" if speed is not None else "")
+            set_message(self.why, "" if speed is not None else offer.sentence)
+            self.unchecked.setVisible("bytes" in entry.unchecked)
+            self.files.setAccessibleName(self.tr("All files of {0}").format(entry.name))
+        self.figures.setText(figures_words(offer, bytes_per_s, presence))
+        show_presence(self.get, entry.name, presence)
+        self.get.setVisible(speed is not None or presence is not None)
+
+    def _ask_for_files(self) -> None:
+        if self._offer is not None:
+            self.files_wanted.emit(self._offer.reference.rpartition(":")[0])
+
 
 WIDE_EM = 92
 _SIZES_GB = (8, 16, 32, 64)
@@ -35,17 +153,12 @@ class SearchLine(QWidget):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        self.field = QLineEdit(self)
-        self.field.setPlaceholderText(self.tr("Name or words"))
+        self.field = line_edit(self, "", hint=self.tr("Name or words"))
         self.field.setToolTip(self.tr("Filters the catalogue; Enter searches the hub, also for ORG/NAME or a link"))
         self.field.setAccessibleName(self.tr("Search for a model"))
         self.field.setClearButtonEnabled(True)
-        self.button = QPushButton(self.tr("Search"), self)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(8)
-        row.addWidget(self.field, 1)
-        row.addWidget(self.button)
+        self.button = push_button(self, self.tr("Search"))
+        hbox((self.field, 1), self.button, into=self)
 
 
 class SearchCard(Card):
@@ -83,13 +196,12 @@ class SearchCard(Card):
         self.trouble = warning_label(self)
         self.results = FoundList(self)
         self.offer = OfferView(self)
-        self.name = ElidedLabel(self)
-        self.name.setProperty("role", "heading")
-        self.facts = ElidedLabel(self)
-        self.facts.setProperty("role", "secondary")
-        self.open_page = QPushButton(self.tr("Open its page"), self)
-        self.open_page.setProperty("kind", "quiet")
-        self.token = QPushButton(self.tr("Access token…"), self)
+        self.name = ElidedLabel(self, role="heading")
+        self.facts = ElidedLabel(self, role="secondary")
+        self.open_page = push_button(
+            self, self.tr("Open its page"), lambda: QDesktopServices.openUrl(QUrl(self._page)), kind="quiet"
+        )
+        self.token = push_button(self, self.tr("Access token…"), lambda: self.token_wanted.emit(self._trouble))
         self._trouble: Trouble | None = None
         self.fit = FitCardView(self)
         self._lay_out()
@@ -98,8 +210,6 @@ class SearchCard(Card):
         self.button.clicked.connect(self._search)
         self.results.chosen.connect(self._choose)
         self.offer.files_wanted.connect(self._open)
-        self.open_page.clicked.connect(lambda: QDesktopServices.openUrl(QUrl(self._page)))
-        self.token.clicked.connect(lambda: self.token_wanted.emit(self._trouble))
         self.offer.hide()
         self.right.hide()
         self._show_rows()
@@ -260,15 +370,12 @@ class SearchCard(Card):
         self.results.fit(wide=wide)
 
     def _chip(self, words: str) -> QPushButton:
-        chip = QPushButton(words, self)
-        chip.setProperty("kind", "chip")
-        chip.setCheckable(True)
+        chip = push_button(self, words, kind="chip", checkable=True)
         chip.toggled.connect(lambda _on: self._show_rows())
         return chip
 
     def _choice(self, name: str, items: list[tuple[str, object]]) -> ComboBox:
-        box = ComboBox(self)
-        box.setAccessibleName(name)
+        box = ComboBox(self, name=name)
         for words, data in items:
             box.addItem(words, data)
         box.activated.connect(lambda _at: self._show_rows())
@@ -276,34 +383,24 @@ class SearchCard(Card):
 
     def _lay_out(self) -> None:
         self.filters = Flow(self.runs_well, self.is_free, self.sizes, self.ability, parent=self)
-        head = QHBoxLayout()
-        head.setSpacing(8)
-        titles = QVBoxLayout()
-        titles.setSpacing(0)
-        titles.addWidget(self.name)
-        titles.addWidget(self.facts)
-        head.addLayout(titles, 1)
-        head.addWidget(self.open_page, 0, Qt.AlignmentFlag.AlignTop)
-        for button in (self.token, self.fit.download, self.fit.anyway):
-            head.addWidget(button, 0, Qt.AlignmentFlag.AlignTop)
+        head = hbox(
+            (vbox(self.name, self.facts, gap=0), 1),
+            (self.open_page, TOP),
+            (self.token, TOP),
+            (self.fit.download, TOP),
+            (self.fit.anyway, TOP),
+        )
         self.right = QWidget(self)
-        column = QVBoxLayout(self.right)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(8)
-        column.addLayout(head)
-        column.addWidget(self.fit, 1)
+        vbox(head, (self.fit, 1), into=self.right)
         self._both = QBoxLayout(QBoxLayout.Direction.LeftToRight)
         self._both.setSpacing(16)
         self._both.addWidget(self.results, 0, Qt.AlignmentFlag.AlignTop)
         self._both.addWidget(self.offer, 1)
         self._both.addWidget(self.right, 1)
-        for widget in (self.filters, self.hint, self.trouble):
-            self.body.addWidget(widget)
-        self.body.addLayout(self._both)
+        add_items(self.body, self.filters, self.hint, self.trouble, self._both)
 
 
 def page_of(repository: Repository) -> str:
-    """The address of a repository's page on its hub."""
     return page_at(repository.endpoint, repository.hub, repository.id)
 
 

@@ -2,22 +2,231 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QEvent, QSize
+from PySide6.QtCore import QEvent, QSize, Qt
 from PySide6.QtGui import QResizeEvent
-from PySide6.QtWidgets import QBoxLayout, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QBoxLayout, QGridLayout, QLabel, QVBoxLayout, QWidget
 
-from app.models.token_figures import token_figures
+from app.models.cache_figures import FREE, TokenFigures, memory_places, sound, token_figures
 from app.services.engine_client import EngineClient
 from app.services.session_library import OpenedSession
 from app.services.telemetry_hub import TelemetryHub
-from app.theme import scaled
+from app.theme import ColourName, scaled, use_tabular_figures
 from app.views.monitor.cache import CacheCard, PoliciesCard, PredictionCard
 from app.views.monitor.expert_card import ExpertCard
 from app.views.monitor.machine_card import MachineCard
-from app.views.monitor.memory_card import MemoryCard
-from app.views.monitor.token_card import TokenCard
+from app.widgets.memory_bar import BarPart, MemoryBar, MemoryGauge, MemoryLegend
+from app.widgets.quantities import number, translate
+from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, text_label, vbox
 from engine.hardware.sensors import SensorSample
 from engine.telemetry.messages import CacheReport
+
+_NOTHING = "–"
+_SWATCH = QSize(10, 10)
+_PARTS = 1000
+"""Of the bar."""
+_KINDS = ("hit", "fetched", "cpu")
+
+
+class TokenCard(Card):
+    """Means over the last tokens; unknown values are dashes, unavailable ones say so."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.heading.setText(self.tr("Per token"))
+        self.setAccessibleName(self.tr("Per token"))
+        self.explain(
+            self.tr(
+                "What one token, a word or a part of one, costs on average. Of the experts that it used, a hit was "
+                "already in the graphics card’s memory; a miss was fetched or computed on the processor."
+            )
+        )
+        self.bar = MemoryBar(self)
+        self.bar.setFixedHeight(_SWATCH.height())
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(8)
+        self._grid.setVerticalSpacing(6)
+        self._grid.setColumnStretch(1, 1)
+        self._names: dict[str, str] = {}
+        self.values: dict[str, QLabel] = {}
+        self._add_row("used", self.tr("Experts used"))
+        self._grid.addWidget(self.bar, 1, 0, 1, 3)
+        self._add_row("hit", self.tr("in VRAM (hit)"))
+        self._add_row("fetched", self.tr("fetched (miss)"))
+        self._add_row("cpu", self.tr("on the CPU"))
+        self._add_row("took", self.tr("Time"))
+        self._add_row("moved", self.tr("To the GPU"))
+        self._add_row("read", self.tr("From disk"))
+        self._add_row("energy", self.tr("Energy"))
+        self._note = muted_label(self)
+        add_items(self.body, self._grid, STRETCH, self._note)
+        self.show_figures(None, None)
+
+    def show_figures(self, figures: TokenFigures | None, watts: float | None) -> None:
+        """Shows new figures.
+
+        Args:
+            figures: None while nothing has been decoded.
+            watts: present power of cards and processors, if reported.
+        """
+        texts = dict.fromkeys(self.values, _NOTHING)
+        shares = (0.0, 0.0, 0.0)
+        if figures is not None:
+            shares = figures.experts["hit"], figures.experts["fetched"], figures.experts["cpu"]
+            texts |= {kind: _count(figures.experts[kind]) for kind in _KINDS}
+            texts["used"] = _count(figures.used)
+            texts["took"] = self.tr("{0} ms").format(number(1000 * figures.took_s, 1))
+            texts["moved"], texts["read"] = _moved(figures.h2d_bytes), _moved(figures.disk_bytes)
+        if figures is not None and figures.joules is not None:
+            texts["energy"] = self.tr("{0} J").format(number(figures.joules, 2 if figures.joules < 10 else 1))
+        elif watts is None:
+            texts["energy"] = self.tr("not available here")
+        self.bar.show_parts(_parts(*shares), _PARTS)
+        for key, label in self.values.items():
+            label.setText(texts[key])
+            label.setAccessibleName(f"{self._names[key]}: {texts[key]}")
+        self.values["energy"].setToolTip(
+            self.tr("Neither a graphics card nor the processor reports its power here (NVML, RAPL).")
+            if watts is None
+            else self.tr("Power as graphics cards and processors report it, over the tokens' time; now {0} W.").format(
+                number(watts, 0)
+            )
+        )
+        self._note.setVisible(figures is not None)
+        if figures is not None:
+            words = self.tr("Mean of the last {0} tokens")
+            if figures.is_batch:
+                words = self.tr("Mean of the last {0} batch tokens, {1} per step")
+            each = number(figures.tokens / max(figures.steps, 1), 0)
+            self._note.setText(words.format(number(figures.tokens, 0), each))
+
+    def _add_row(self, key: str, text: str) -> None:
+        name = text_label(self, text)
+        value = text_label(self)
+        for label in (name, value):
+            label.setProperty("role", "secondary")
+        use_tabular_figures(value)
+        row = self._grid.rowCount() + 1  # the bar is below the first
+        if key in _KINDS:
+            swatch = MemoryBar(self)
+            swatch.setFixedSize(_SWATCH)
+            swatch.show_parts(_parts(*(float(kind == key) for kind in _KINDS)), _PARTS)
+            self._grid.addWidget(swatch, row, 0)
+            self._grid.addWidget(name, row, 1)
+        else:
+            row = 0 if key == "used" else row
+            self._grid.addWidget(name, row, 0, 1, 2)
+        self._grid.addWidget(value, row, 2, Qt.AlignmentFlag.AlignRight)
+        self._names[key] = text
+        self.values[key] = value
+
+
+def _parts(hit: float, fetched: float, on_cpu: float) -> tuple[BarPart, ...]:
+    """Shares of their sum, in the colours and hatching that the timeline has for them."""
+    scale = _PARTS / ((hit + fetched + on_cpu) or 1.0)
+    return (
+        BarPart("", round(scale * hit), "hit"),
+        BarPart("", round(scale * fetched), "pcie", hatched=True, falls=True),
+        BarPart("", round(scale * on_cpu), "miss", hatched=True),
+    )
+
+
+def _count(value: float) -> str:
+    return number(value, 0 if value >= 100 or value == round(value) else 1)
+
+
+def _moved(nbytes: float) -> str:
+    mib = nbytes / 2**20
+    amount = number(mib, 0 if mib >= 100 or not mib else 1 if mib >= 1 else 2)
+    return translate("Fit", "{0} MB").format(amount)
+
+
+_RAM, _DISK = "ram", "disk"
+
+
+class MemoryCard(Card):
+    """A bar per place with named parts; counted by the engine as far as it can, the rest reported by the system."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.heading.setText(self.tr("Memory"))
+        self.setAccessibleName(self.tr("Memory"))
+        self.explain(
+            self.tr(
+                "What fills the computer's memory and its graphics card's. Weights and experts are the model itself; "
+                "KV (keys and values) is what it remembers of the conversation, and grows with its length. Kept "
+                "context is that of other conversations, which go on at once with it."
+            )
+        )
+        self._column = vbox(gap=6)
+        self.body.addLayout(self._column)
+        self._empty = muted_label(self, self.tr("Shows a model's memory once one is loaded."))
+        add_items(self.body, self._empty, STRETCH)
+        self._places: dict[str, tuple[MemoryGauge, MemoryLegend]] = {}
+        self._shown: tuple[CacheReport | None, int | None, int | None] = None, None, None
+
+    def show_report(
+        self, report: CacheReport | None, ram_used: int | None = None, ram_total: int | None = None
+    ) -> None:
+        """The latest report; None while no engine runs.
+
+        Args:
+            ram_used, ram_total: bytes of the machine's RAM, of all programs, if known.
+        """
+        if self._shown != (report, ram_used, ram_total):
+            self._shown = report, ram_used, ram_total
+            self._show()
+
+    def _show(self) -> None:
+        report, ram_used, ram_total = self._shown
+        places = memory_places(sound(report).memory) if report is not None else {}
+        for place, (gauge, legend) in self._places.items():
+            gauge.setVisible(place in places)
+            legend.setVisible(place in places)
+        for place, (amounts, engine_total) in places.items():
+            gauge, legend = self._place(place)
+            amounts, total = dict(amounts), engine_total
+            if place == _RAM and ram_total is not None and ram_used is not None and ram_total >= engine_total:
+                amounts[FREE] = max(0, ram_total - max(ram_used, engine_total))
+                amounts["others"] = ram_total - amounts[FREE] - engine_total
+                total = ram_total
+            free = amounts.pop(FREE)
+            parts = tuple(self._part(purpose, nbytes) for purpose, nbytes in amounts.items() if nbytes > 0)
+            source = {
+                _RAM: self.tr("Parts of the model: counted by the engine. Total RAM: reported by the system."),
+                _DISK: self.tr("Computed context of chats, of all models, of what it may take (see Settings)."),
+            }.get(place, self.tr("Counted by the engine, of the memory it may use."))
+            gauge.show_parts(parts, total - free, total, source=source)
+            legend.show_parts((*parts, BarPart(self.tr("free"), free, "border")))
+        self._empty.setVisible(not places)
+
+    def _place(self, place: str) -> tuple[MemoryGauge, MemoryLegend]:
+        if place not in self._places:
+            widgets = MemoryGauge(self._name(place), self), MemoryLegend(self)
+            add_items(self._column, *widgets, 6)
+            self._places[place] = widgets
+        return self._places[place]
+
+    def _name(self, place: str) -> str:
+        if place == _RAM:
+            return self.tr("RAM")
+        if place == _DISK:
+            return self.tr("Disk")
+        return self.tr("VRAM (emulated)") if place.startswith("emulated") else self.tr("VRAM {0}").format(place[:24])
+
+    def _part(self, purpose: str, nbytes: int) -> BarPart:
+        names: dict[str, tuple[str, ColourName, bool]] = {
+            "weights": (self.tr("weights"), "gpu", False),
+            "experts": (self.tr("experts"), "hit", False),
+            "kv": (self.tr("conversation (KV)"), "disk", False),
+            "kept": (self.tr("kept context"), "accent", False),
+            "staging": (self.tr("staging"), "pcie", False),
+            "activations": (self.tr("activations"), "cpu", False),
+            "other": (self.tr("the engine itself"), "faint", False),
+            "others": (self.tr("window and other programs"), "idle", True),
+        }
+        name, colour, hatched = names.get(purpose, (purpose[:40], "faint", True))
+        return BarPart(name, nbytes, colour, hatched)
+
 
 _WIDE_PX = 780
 """Below this width the cards are stacked."""
@@ -51,9 +260,7 @@ class EngineCards(QWidget):
         self.machine = MachineCard(self)
         self._revision = -1
         self._rows: list[QBoxLayout] = []
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(14)
+        column = vbox(into=self, gap=14)
         column.setSizeConstraint(QVBoxLayout.SizeConstraint.SetNoConstraint)  # so that the window can get narrower
         first = tuple(zip((experts, self.cache, self.token), _SHARES, strict=True))
         rows = (first, ((self.policies, 1), (self.prediction, 1)), ((self.memory, 1), (self.machine, 1)))
@@ -89,7 +296,6 @@ class EngineCards(QWidget):
         self._show_moment()
 
     def show_live(self) -> None:
-        """Shows live data again."""
         self._session = None
         self.machine.show()
         self.cache.is_recorded = False

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Qt
-from PySide6.QtWidgets import QPushButton, QSizePolicy, QSpacerItem, QTableView, QWidget
+from PySide6.QtWidgets import QSizePolicy, QSpacerItem, QTableView, QWidget
 
-from app.widgets.card import Card, muted_label
 from app.widgets.expert_map.data import MapData, map_data
-from app.widgets.expert_map.legend import MapLegend
 from app.widgets.expert_map.table import ExpertTable
-from app.widgets.expert_map.view import ExpertMapView
+from app.widgets.expert_map.view import ExpertMapView, MapLegend
 from app.widgets.fields import Slider
+from app.widgets.scaffold import Card, add_items, muted_label, push_button
 from engine.common.errors import EngineError
 from engine.telemetry.messages import ExpertMap
 
@@ -32,25 +31,27 @@ class ExpertCard(Card):
                 "where it is stored."
             )
         )
-        self.by_use = QPushButton(self.tr("By use"), self)
-        self.by_use.setProperty("kind", "chip")
-        self.by_use.setCheckable(True)
-        self.by_use.setToolTip(self.tr("Sort each layer's experts by use instead of by number"))
-        self.as_table = QPushButton(self.tr("Table"), self)
-        self.as_table.setProperty("kind", "chip")
-        self.as_table.setCheckable(True)
-        self.as_table.setToolTip(self.tr("The same experts as numbers, sorted by any column"))
-        self.as_table.setAccessibleName(self.tr("Show the experts as a table"))
-        self.head.addWidget(self.by_use)
-        self.head.addWidget(self.as_table)
+        self.by_use = push_button(
+            self,
+            self.tr("By use"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("Sort each layer's experts by use instead of by number"),
+        )
+        self.as_table = push_button(
+            self,
+            self.tr("Table"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("The same experts as numbers, sorted by any column"),
+            name=self.tr("Show the experts as a table"),
+        )
+        add_items(self.head, self.by_use, self.as_table)
         self.view = ExpertMapView(self)
         self.legend = MapLegend(self)
         self.table = self._make_table()
         self._hint = muted_label(self)
-        self.body.addWidget(self.view, 1)
-        self.body.addWidget(self.table, 1)
-        self.body.addWidget(self.legend)
-        self.body.addWidget(self._hint)
+        add_items(self.body, (self.view, 1), (self.table, 1), self.legend, self._hint)
         self._room = QSpacerItem(0, 0)
         self.body.addItem(self._room)
         self.by_use.toggled.connect(self.view.sort_by_use)
@@ -58,8 +59,7 @@ class ExpertCard(Card):
         self._event: ExpertMap | None = None
         self._data: MapData | None = None
         self._replayed: list[tuple[int, ExpertMap]] | None = None
-        self.replay = Slider(self)
-        self.replay.setAccessibleName(self.tr("Time in the recorded session"))
+        self.replay = Slider(self, name=self.tr("Time in the recorded session"))
         self.replay.setToolTip(self.tr("Scrubs through the session's maps"))
         self.replay.valueChanged.connect(self._show_replayed)
         self.replay.hide()

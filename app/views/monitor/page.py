@@ -6,39 +6,40 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from PySide6.QtCore import QDateTime, QLocale, Qt, QTimer, Signal
+from PySide6.QtCore import QDateTime, QLocale, Qt, Signal
 from PySide6.QtGui import QAction, QHideEvent, QResizeEvent, QShowEvent
 from PySide6.QtWidgets import (
     QButtonGroup,
     QFileDialog,
-    QFrame,
-    QHBoxLayout,
     QMenu,
     QPushButton,
-    QScrollArea,
-    QVBoxLayout,
     QWidget,
 )
 
 from app.services.analyser import WAITING_TOKENS, waiting_for_last
-from app.services.background import LatestTask, TaskQueue
+from app.services.background import LatestTask, TaskQueue, timer
 from app.services.engine_client import EngineClient, EngineState
 from app.services.predicted_timeline import Predicted
-from app.services.session_library import OpenedSession, SessionEntry, open_session, sessions_in
+from app.services.session_library import (
+    OpenedSession,
+    SessionEntry,
+    export_tables,
+    export_trace,
+    open_session,
+    sessions_in,
+)
 from app.services.settings import Settings
 from app.services.telemetry_hub import TelemetryHub
-from app.services.timeline_export import export_tables, export_trace
 from app.theme import scaled
 from app.views.monitor.engine_cards import EngineCards
 from app.views.monitor.expert_card import ExpertCard
-from app.views.monitor.predicting import PredictButton
-from app.views.monitor.second import SecondTimeline
+from app.views.monitor.second import PredictButton, SecondTimeline
 from app.views.monitor.summary import SummaryCard
 from app.views.monitor.timeline_card import TimelineCard
 from app.widgets.banner import Banner
 from app.widgets.page import TUNE, Page
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import memory
+from app.widgets.scaffold import LEFT, PageBody, PageHeader, hbox, push_button, vbox
 from app.widgets.timeline.navigator import WHOLE, Navigator
 from app.widgets.timeline.view import TimelineView
 from engine.common.model_info import ModelInfo
@@ -77,7 +78,6 @@ class SessionsButton(QPushButton):
         self.setMenu(self._menu)
 
     def wait(self) -> None:
-        """Waits for a session that is being read."""
         self._reading.close()
         self._naming.close()
 
@@ -150,9 +150,7 @@ class RangeBar(QWidget):
         self._is_narrow = False
         self._group = QButtonGroup(self)
         self._group.setExclusive(True)
-        row = QHBoxLayout(self)
-        row.setContentsMargins(8, 0, 0, 0)
-        row.setSpacing(6)
+        row = hbox(into=self, margins=(8, 0, 0, 0), gap=6)
         self._spans: dict[QPushButton, int] = {}
         for text, spoken, span_ns in (
             (self.tr("10 s"), self.tr("Show 10 seconds"), 10 * _SECOND),
@@ -160,20 +158,13 @@ class RangeBar(QWidget):
             (self.tr("5 min"), self.tr("Show 5 minutes"), 300 * _SECOND),
             (self.tr("Session"), self.tr("Show the whole session"), WHOLE),
         ):
-            button = QPushButton(text, self)
-            button.setProperty("kind", "chip")
-            button.setCheckable(True)
-            button.setAccessibleName(spoken)
-            button.setToolTip(spoken)
+            button = push_button(self, text, kind="chip", checkable=True, name=spoken, tip=spoken)
             self._group.addButton(button)
             self._spans[button] = span_ns
             row.addWidget(button)
         self._group.buttonClicked.connect(self._choose)
         row.addSpacing(10)
-        self.freeze = QPushButton(self)
-        self.freeze.setProperty("kind", "chip")
-        self.freeze.setCheckable(True)
-        self.freeze.clicked.connect(lambda: navigator.toggle())
+        self.freeze = push_button(self, do=lambda: navigator.toggle(), kind="chip", checkable=True)
         row.addWidget(self.freeze)
         navigator.moved.connect(self._show)
         navigator.live_changed.connect(self._show)
@@ -228,7 +219,6 @@ class ExportButton(QPushButton):
         self.setMenu(menu)
 
     def wait(self) -> None:
-        """Waits for a running export."""
         self._writing.close()
 
     def write_records(self, path: Path) -> None:
@@ -312,8 +302,7 @@ class MonitorPage(Page):
         self._lay_out()
         self._fold("monitor_details")
         settings.changed.connect(self._fold)
-        self._refreshing = QTimer(self, interval=_REFRESH_MS)
-        self._refreshing.timeout.connect(self._refresh)
+        self._refreshing = timer(self, self._refresh, _REFRESH_MS)
         self.summary.tune_wanted.connect(lambda: self.page_wanted.emit(TUNE))
         self.sessions.opened.connect(self.show_session)
         self.sessions.compared.connect(self._compare)
@@ -335,41 +324,15 @@ class MonitorPage(Page):
     def _lay_out(self) -> None:
         header = PageHeader(self.tr("Monitor"), self)
         header.set_middle(self.ranges)
-        header.row.addWidget(self.sessions)
-        header.row.addWidget(self.export)
+        header.add_buttons(self.sessions, self.export)
         self.header = header
-        self.cards = QVBoxLayout()
-        self.cards.setContentsMargins(20, 16, 20, 20)
-        self.cards.setSpacing(14)
-        self.cards.addWidget(self.summary)
-        self.unfold = QPushButton(self)
-        self.unfold.setCheckable(True)
+        self.unfold = push_button(self, checkable=True)
         self.unfold.toggled.connect(lambda on: self._settings.set("monitor_details", on))
-        self.cards.addWidget(self.unfold, 0, Qt.AlignmentFlag.AlignLeft)
         self.details = QWidget(self)
-        details = QVBoxLayout(self.details)
-        details.setContentsMargins(0, 0, 0, 0)
-        details.setSpacing(14)
-        details.addWidget(self.timeline, 3)
-        details.addWidget(self.second, 3)
-        details.addWidget(self.engine_cards, 2)
-        self.cards.addWidget(self.details, 1000)
-        self.cards.addStretch(1)  # has the room while they are folded
-        body = QWidget(self)
-        body.setLayout(self.cards)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setWidget(body)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        column.addWidget(header)
-        column.addWidget(self.session_banner)
-        column.addWidget(self.notice)
-        column.addWidget(scroll, 1)
+        vbox((self.timeline, 3), (self.second, 3), (self.engine_cards, 2), into=self.details, gap=14)
+        body = PageBody(self, self.summary, (self.unfold, LEFT), (self.details, 1000))
+        self.cards = body.column
+        self.lay_out(header, self.session_banner, self.notice, body=body)
 
     def _fold(self, key: str) -> None:
         """Shows the lanes and figures, or the summary alone."""
@@ -431,7 +394,6 @@ class MonitorPage(Page):
         self._say()
 
     def show_now(self) -> None:
-        """Shows live data."""
         self._session = None
         self.predict.show_session(None)
         self.session_banner.hide()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 
 from PySide6.QtCore import QCoreApplication, QEvent, Qt, Signal
-from PySide6.QtWidgets import QFrame, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QFrame, QWidget
 
 from app.services.engine_client import EngineState
 from app.theme import ColourName, themed
-from app.widgets.card import muted_label
 from app.widgets.memory_bar import BarPart, MemoryBar
 from app.widgets.quantities import figures, nearest_percent, number
+from app.widgets.scaffold import hbox, muted_label, push_button, set_message, text_label, vbox
 from app.widgets.timeline.lanes import doing_words
 from engine.common.lanes import LANES
 from engine.hardware.other_programs import is_busy
@@ -35,7 +35,7 @@ class SummaryCard(QFrame):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setProperty("card", "true")
-        self._sentence = QLabel(self)
+        self._sentence = text_label(self)
         font = self._sentence.font()
         font.setBold(True)
         self._sentence.setFont(font)
@@ -45,26 +45,21 @@ class SummaryCard(QFrame):
         self._details = muted_label(self, role="")
         self.picture = MemoryBar(self)
         self.picture.setFixedHeight(_PICTURE_PX)
-        self._legend = QLabel(self)
+        self._legend = text_label(self)
         self._legend.setTextFormat(Qt.TextFormat.RichText)
         self._legend.setWordWrap(True)
         self._parts: tuple[BarPart, ...] = ()
-        self._change = QLabel(self)
-        self._change.setProperty("role", "lead")
-        self._change.setWordWrap(True)
-        self.button = QPushButton(self.tr("Open Tune"), self)
-        self.button.setProperty("kind", "primary")
-        self.button.clicked.connect(lambda: self.tune_wanted.emit())
-        advice = QHBoxLayout()
-        advice.setSpacing(12)
-        advice.addWidget(self._change, 1)
-        advice.addWidget(self.button)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(16, 12, 16, 12)
-        column.setSpacing(8)
-        for part in (self._sentence, self._details, self.picture, self._legend):
-            column.addWidget(part)
-        column.addLayout(advice)
+        self._change = text_label(self, role="lead", wrap=True)
+        self.button = push_button(self, self.tr("Open Tune"), lambda: self.tune_wanted.emit(), kind="primary")
+        vbox(
+            self._sentence,
+            self._details,
+            self.picture,
+            self._legend,
+            hbox((self._change, 1), self.button, gap=12),
+            into=self,
+            margins=(16, 12, 16, 12),
+        )
         self._draw(())
 
     def show_waiting(self, waiting: Waiting, advice: Advice | None) -> None:
@@ -111,8 +106,7 @@ class SummaryCard(QFrame):
         self._sentence.setText(sentence)
         self._details.setText("" if waiting is not None and waiting.tokens else details)
         self._details.setVisible(bool(self._details.text()))
-        self._change.setText(change)
-        self._change.setVisible(bool(change))
+        set_message(self._change, change)
         self._draw(time_parts(waiting) if waiting is not None else ())
         self.setAccessibleName(" ".join(part for part in (sentence, details, change) if part))
 

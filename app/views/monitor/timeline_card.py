@@ -6,19 +6,16 @@ import numpy as np
 from PySide6.QtCore import QAbstractTableModel, QCoreApplication, QModelIndex, QObject, QPersistentModelIndex, Qt
 from PySide6.QtWidgets import (
     QFrame,
-    QHBoxLayout,
     QHeaderView,
-    QLabel,
-    QPushButton,
     QStackedWidget,
     QTableView,
-    QVBoxLayout,
     QWidget,
 )
 
-from app.services.history.buckets import Floats
+from app.services.history.gauges import Floats
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
+from app.widgets.scaffold import hbox, push_button, text_label, vbox
 from app.widgets.shortcuts import note_keys
 from app.widgets.timeline.keys import timeline_keys
 from app.widgets.timeline.lanes import LaneData, amount_text, lane_words
@@ -41,7 +38,6 @@ class LaneTable(QAbstractTableModel):
         self._rows: list[tuple[str, str, str, str]] = []
 
     def show_lanes(self, lanes: list[tuple[Lane, LaneData]]) -> None:
-        """Shows the timeline's current data."""
         rows = [row for lane, data in lanes for row in rows_of_lane(lane, data)]
         if len(rows) != len(self._rows):
             self.beginResetModel()
@@ -112,23 +108,21 @@ class TimelineCard(QFrame):
         self.view.explain_lanes()
         note_keys(self.view, timeline_keys())
         self._hint = self.tr("Hover to read every lane, drag to average, wheel or ↑ ↓ to zoom, ← → to move.")
-        self._said = QLabel(self._hint, self)
-        self._said.setProperty("role", "caption")
-        self._said.setWordWrap(True)
+        self._said = text_label(self, self._hint, role="caption", wrap=True)
         self._said.setMinimumHeight(2 * self._said.fontMetrics().height())
         self._said.setAlignment(Qt.AlignmentFlag.AlignLeft | Qt.AlignmentFlag.AlignVCenter)
         use_tabular_figures(self._said)
-        self.machine = QPushButton(self.tr("Machine"), self)
-        self.machine.setProperty("kind", "chip")
-        self.machine.setCheckable(True)
-        self.machine.setToolTip(self.tr("Lanes of the machine's own sensors, below the engine's"))
-        self.machine.setAccessibleName(self.tr("Show the machine's sensors"))
+        self.machine = push_button(
+            self,
+            self.tr("Machine"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("Lanes of the machine's own sensors, below the engine's"),
+            name=self.tr("Show the machine's sensors"),
+        )
         self.machine.setChecked(settings.get(MACHINE_SETTING, default=False))
         self.machine.toggled.connect(self._show_machine)
         self.view.set_shows_machine(self.machine.isChecked())
-        self.foot = QHBoxLayout()
-        self.foot.setContentsMargins(0, 0, 0, 0)
-        self.foot.setSpacing(8)
         self.table = QTableView(self)
         self._lanes = LaneTable(self)
         self.table.setModel(self._lanes)
@@ -139,20 +133,17 @@ class TimelineCard(QFrame):
         self._pages = QStackedWidget(self)
         self._pages.addWidget(self.view)
         self._pages.addWidget(self.table)
-        self.as_table = QPushButton(self.tr("Table"), self)
-        self.as_table.setProperty("kind", "chip")
-        self.as_table.setCheckable(True)
-        self.as_table.setToolTip(self.tr("The same lanes as numbers"))
-        self.as_table.setAccessibleName(self.tr("Show the lanes as a table"))
+        self.as_table = push_button(
+            self,
+            self.tr("Table"),
+            kind="chip",
+            checkable=True,
+            tip=self.tr("The same lanes as numbers"),
+            name=self.tr("Show the lanes as a table"),
+        )
         self.as_table.toggled.connect(self._show_table)
-        self.foot.addWidget(self._said, 1)
-        self.foot.addWidget(self.as_table)
-        self.foot.addWidget(self.machine)
-        self.body = QVBoxLayout(self)
-        self.body.setContentsMargins(16, 12, 12, 10)
-        self.body.setSpacing(4)
-        self.body.addWidget(self._pages, 1)
-        self.body.addLayout(self.foot)
+        self.foot = hbox((self._said, 1), self.as_table, self.machine)
+        self.body = vbox((self._pages, 1), self.foot, into=self, margins=(16, 12, 12, 10), gap=4)
         self.view.said.connect(lambda text: self._said.setText(text or self._hint))
 
     def add_control(self, control: QWidget) -> None:

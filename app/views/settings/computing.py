@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from PySide6.QtCore import Signal
 from PySide6.QtGui import QHideEvent, QShowEvent
-from PySide6.QtWidgets import QLabel, QPushButton, QWidget
+from PySide6.QtWidgets import QWidget
 
 from app.services.background import LatestTask
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import Settings
-from app.theme import use_tabular_figures
-from app.views.settings.card import Budget, SettingsCard, setting_words, settings_on
-from app.widgets.card import muted_label
+from app.views.settings.card import SettingsCard, settings_on
 from app.widgets.fields import ComboBox
 from app.widgets.quantities import figures, rough
+from app.widgets.scaffold import muted_label, push_button, text_label
+from app.widgets.setting_controls import Budget, setting_words
 from engine.common.config import COMPUTING_CARD
 from engine.common.settings import STARTER, kept_settings
 from engine.formats import FORMATS, PRECISIONS
@@ -41,21 +41,20 @@ class ComputingCard(SettingsCard):
             for setting in settings_on(COMPUTING_CARD)
         }
         self._vram_words, self._vram_help = explained["vram_bytes"], explained["vram_bytes"].text()
-        self.predicted = QLabel(self)
-        self.predicted.setProperty("tone", "head")
-        self.predicted.setWordWrap(True)
-        use_tabular_figures(self.predicted)
+        self.predicted = text_label(self, tone="head", wrap=True, tabular=True)
         self.bottleneck = muted_label(self)
-        self.time = QPushButton(self.tr("Time it"), self)
-        self.time.setToolTip(self.tr("Loads the model with these settings, has it write a little, and measures that"))
-        self.apply = QPushButton(self.tr("Reload model"), self)
+        self.time = push_button(
+            self,
+            self.tr("Time it"),
+            self.timing_wanted,
+            tip=self.tr("Loads the model with these settings, has it write a little, and measures that"),
+        )
+        self.apply = push_button(self, self.tr("Reload model"), self._reload)
         self.apply.setEnabled(False)
         self.add_wide(self.predicted)
         self.add_wide(self.bottleneck)
         self.add_row("", self.tr("Changes apply at the next start, or now with these buttons."), self.time, self.apply)
         self.planning.planned.connect(self._on_planned)
-        self.time.clicked.connect(self.timing_wanted)
-        self.apply.clicked.connect(self._reload)
         settings.changed.connect(self._on_setting)
 
     @property
@@ -64,12 +63,10 @@ class ComputingCard(SettingsCard):
         return self._looking.is_busy or self.planning.is_busy
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self._looking.close()
         self.planning.close()
 
     def show_timing(self) -> None:
-        """The model is being timed."""
         self.time.setEnabled(False)
         self.predicted.setText(self.tr("Loading the model and timing it…"))
         self.bottleneck.setText("")

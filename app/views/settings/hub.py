@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, QDir, Qt, Signal
+from PySide6.QtCore import QCoreApplication, Signal
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QFileDialog, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QLineEdit, QPushButton, QWidget
 
 from app.services.background import LatestTask, TaskQueue
-from app.views.settings.address_field import AddressField
 from app.views.settings.card import SettingsCard
-from app.widgets.card import set_message, warning_label
+from app.widgets.asking import ask_path
+from app.widgets.scaffold import hbox, push_button, set_message, text_label, vbox, warning_label
 from engine.checkpoint.mirror import (
     chosen_mirror,
     chosen_proxy,
@@ -31,6 +31,37 @@ if TYPE_CHECKING:
 translate = QCoreApplication.translate
 
 
+WIDTH_PX = 240
+
+
+class AddressField(QLineEdit):
+    """Its contents are what was kept, also after a change; one that cannot be used is left to be mended."""
+
+    def __init__(
+        self,
+        kept: Callable[[], str],
+        use: Callable[[str], str],
+        doing: TaskQueue,
+        tell: Callable[[Exception | None], object],
+        parent: QWidget,
+    ) -> None:
+        """`use` keeps an address, in the background; `tell` gets why it could not be, or None for a new try."""
+        super().__init__(kept(), parent)
+        self._kept, self._use, self._doing, self._tell = kept, use, doing, tell
+        self.setFixedWidth(WIDTH_PX)
+        self.editingFinished.connect(self._leave)
+
+    def _leave(self) -> None:
+        address = self.text()
+        self._tell(None)
+        if address != self._kept():  # else the field was only left
+            self._doing.add(lambda: self._use(address), self._on_kept, self._tell)
+
+    def _on_kept(self, address: str) -> None:
+        if not self.hasFocus():
+            self.setText(address)
+
+
 class HubCard(SettingsCard):
     """Signals: `changed`, when the catalogue is another; `token_forgotten`, when what runs may still use it."""
 
@@ -40,8 +71,7 @@ class HubCard(SettingsCard):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("HubCard", "Finding models"), parent)
         self._reading, self._doing = LatestTask(self), TaskQueue(self)
-        self.load = QPushButton(self.tr("Load from file…"), self)
-        self.load.clicked.connect(self._choose)
+        self.load = push_button(self, self.tr("Load from file…"), self._choose)
         self.catalogue = self.add_row(self.tr("Catalogue of recommendations"), " ", self.load)
         self.address = AddressField(chosen_mirror, use_mirror, self._doing, self._tell, self)
         self.address.setPlaceholderText("https://huggingface.co")
@@ -91,11 +121,7 @@ class HubCard(SettingsCard):
             self._reading.ask(_read, self._show_catalogue, self._on_failed)
 
     def _choose(self) -> None:
-        dialog = QFileDialog(self, self.tr("A newer catalogue"), QDir.homePath(), self.tr("Catalogues (*.json)"))
-        dialog.setAttribute(Qt.WidgetAttribute.WA_DeleteOnClose)
-        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
-        dialog.fileSelected.connect(lambda path: self.use_catalogue(Path(path)))
-        dialog.open()
+        ask_path(self, self.tr("A newer catalogue"), self.use_catalogue, kinds=self.tr("Catalogues (*.json)"))
 
     def _show_catalogue(self, catalogue: Catalogue) -> None:
         words = self.tr("{0} models, as of {1}.").format(len(catalogue.entries), catalogue.date)
@@ -146,18 +172,14 @@ class TokenRows(QWidget):
         super().__init__(parent)
         self._hosts: tuple[str, ...] = ()
         self._rows: list[QWidget] = []
-        self._column = QVBoxLayout(self)
-        self._column.setContentsMargins(0, 0, 0, 0)
-        self._column.setSpacing(8)
+        self._column = vbox(into=self)
         self.hide()
 
     @property
     def buttons(self) -> list[QPushButton]:
-        """One a row."""
         return [button for row in self._rows for button in row.findChildren(QPushButton)]
 
     def show_hosts(self, hosts: Sequence[str]) -> None:
-        """Shows these; none hides it."""
         if tuple(hosts) != self._hosts:
             self._hosts = tuple(hosts)
             for row in self._rows:
@@ -167,14 +189,14 @@ class TokenRows(QWidget):
 
     def _row(self, host: str) -> QWidget:
         row = QWidget(self)
-        name = QLabel(host, row)
-        remove = QPushButton(self.tr("Remove token"), row)
-        remove.setAccessibleName(self.tr("Remove the token for {0}").format(host))
-        remove.clicked.connect(lambda: self.forget_wanted.emit(host))
-        line = QHBoxLayout(row)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.addWidget(name, 1)
-        line.addWidget(remove)
+        name = text_label(row, host)
+        remove = push_button(
+            row,
+            self.tr("Remove token"),
+            lambda: self.forget_wanted.emit(host),
+            name=self.tr("Remove the token for {0}").format(host),
+        )
+        hbox((name, 1), remove, into=row, gap=-1)
         self._column.addWidget(row)
         return row
 

@@ -4,19 +4,86 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from PySide6.QtCore import QDateTime, QLocale, QObject
 from PySide6.QtGui import QGuiApplication, QShowEvent
-from PySide6.QtWidgets import QLabel, QLineEdit, QPlainTextEdit, QPushButton, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QLineEdit, QPlainTextEdit, QPushButton, QWidget
 
-from app.models.served_requests import OUTCOME, PROGRAM, READ, SECONDS, TIME, WRITTEN, ServedRequests
+from app.models.headed_table import HeadedTable
 from app.services.api_server import ApiServer, ServerState
 from app.services.settings import Settings
 from app.theme import use_tabular_figures
-from app.views.settings.card import SettingsCard, setting_words
-from app.widgets.card import muted_label, set_message, warning_label
+from app.views.settings.card import SettingsCard
 from app.widgets.fields import ComboBox, SpinBox
 from app.widgets.flow_layout import FlowLayout
+from app.widgets.scaffold import muted_label, push_button, set_message, text_label, vbox, warning_label
+from app.widgets.setting_controls import setting_words
 from app.widgets.text_table import TextTable
 from engine.common.settings import SERVER_CARD
+from engine.serving.front_messages import Served
+
+TIME, PROGRAM, MODEL, READ, WRITTEN, SECONDS, OUTCOME = range(7)
+MOST_ROWS = 200
+
+
+class ServedRequests(HeadedTable):
+    """The latest first."""
+
+    def __init__(self, parent: QObject | None = None) -> None:
+        super().__init__((), (READ, WRITTEN, SECONDS), parent, cell=self._words, describe=self._spoken)
+        self._headings = (
+            self.tr("Time"),
+            self.tr("Program"),
+            self.tr("Model"),
+            self.tr("Read"),
+            self.tr("Written"),
+            self.tr("Seconds"),
+            self.tr("Outcome"),
+        )
+
+    def add(self, request: Served) -> None:
+        self.insert_row(0, request)
+        if len(self._rows) > MOST_ROWS:
+            self.drop_rows(MOST_ROWS, len(self._rows) - 1)
+
+    def _words(self, request: Served, column: int) -> str:
+        locale = QLocale()
+        if column == TIME:
+            when = QDateTime.fromMSecsSinceEpoch(round(request.began_s * 1000))
+            return locale.toString(when.time(), "HH:mm:ss")
+        if column in (READ, WRITTEN):
+            tokens = request.read_tokens if column == READ else request.written_tokens
+            return locale.toString(tokens) if request.model else "–"
+        if column == SECONDS:
+            return locale.toString(request.seconds, "f", 1)
+        if column == OUTCOME:
+            return self._outcome(request)
+        return (request.program if column == PROGRAM else request.model) or "–"
+
+    def _outcome(self, request: Served) -> str:
+        if request.outcome == "answered":
+            return self.tr("answered")
+        if request.outcome == "left":
+            return self.tr("client left")
+        if request.outcome == "refused":
+            return (
+                self.tr("wrong key") if request.status == _NO_KEY else self.tr("refused ({0})").format(request.status)
+            )
+        return self.tr("failed")
+
+    def _spoken(self, request: Served) -> str:
+        words = self.tr("{0}, {1}: {2}; {3} tokens read, {4} written, {5} s").format(
+            self._words(request, TIME),
+            self._words(request, PROGRAM),
+            self._outcome(request),
+            self._words(request, READ),
+            self._words(request, WRITTEN),
+            self._words(request, SECONDS),
+        )
+        return f"{words}\n{request.path}"
+
+
+_NO_KEY = 401
+
 
 KEY_WIDTH_PX = 240
 ROWS_SHOWN = 6
@@ -65,19 +132,17 @@ class OtherProgramsCard(SettingsCard):
         self.key.setReadOnly(True)
         self.key.setFixedWidth(KEY_WIDTH_PX)
         self.key.setEchoMode(QLineEdit.EchoMode.Password)
-        self.show_key = QPushButton(self.tr("Show"), self.details)
-        self.show_key.setAccessibleName(self.tr("Show the key"))
-        self.show_key.setCheckable(True)
+        self.show_key = push_button(self.details, self.tr("Show"), name=self.tr("Show the key"), checkable=True)
         self.show_key.toggled.connect(self._show_key)
         self.copy_key = self._copies(self.tr("Copy"), lambda: server.key)
         self.copy_key.setAccessibleName(self.tr("Copy the key"))
-        self.new_key = QPushButton(self.tr("New key"), self.details)
+        self.new_key = push_button(self.details, self.tr("New key"))
         self.new_key.clicked.connect(server.make_key)
         self._key_row = QWidget(self.details)
         self._key_words = muted_label(self._key_row)
         self._lay_out_key()
         self.details.add_wide(self._key_row)
-        self.free = QPushButton(self.tr("Free"), self.details)
+        self.free = push_button(self.details, self.tr("Free"))
         self.free.clicked.connect(server.free_others)
         self._beside_words = self.details.add_row(self.tr("Models asked for by name"), " ", self.free)
         self.details.add_setting(Settings.others_idle_minutes, settings)
@@ -96,7 +161,7 @@ class OtherProgramsCard(SettingsCard):
         self.example.setLineWrapMode(QPlainTextEdit.LineWrapMode.NoWrap)
         self.details.add_wide(self.example)
         self.model = ServedRequests(self)
-        self.model.show_all(server.requests)
+        self.model.show_rows(server.requests)
         self._requests_words = self.details.add_row(self.tr("Requests"), " ")
         self.table = TextTable(self.model, self.tr("Requests"), self.details)
         use_tabular_figures(self.table)
@@ -112,24 +177,15 @@ class OtherProgramsCard(SettingsCard):
         self._server.look_for_key()
 
     def _lay_out_key(self) -> None:
-        name = QLabel(self.tr("Key"), self._key_row)
-        name.setBuddy(self.key)
+        name = text_label(self._key_row, self.tr("Key"), buddy=self.key)
         self.key.setAccessibleName(self.tr("Key"))
-        column = QVBoxLayout(self._key_row)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(2)
-        column.addWidget(name)
-        column.addWidget(self._key_words)
-        column.addSpacing(6)
         controls = FlowLayout(spacing=8)
         for control in (self.key, self.show_key, self.copy_key, self.new_key):
             controls.addWidget(control)
-        column.addLayout(controls)
+        vbox(name, self._key_words, 6, controls, into=self._key_row, gap=2)
 
     def _copies(self, name: str, text: Callable[[], str]) -> QPushButton:
-        button = QPushButton(name, self.details)
-        button.clicked.connect(lambda: QGuiApplication.clipboard().setText(text()))
-        return button
+        return push_button(self.details, name, lambda: QGuiApplication.clipboard().setText(text()))
 
     def _show_key(self, shown: bool) -> None:
         self.key.setEchoMode(QLineEdit.EchoMode.Normal if shown else QLineEdit.EchoMode.Password)

@@ -8,14 +8,8 @@ from PySide6.QtCore import QCoreApplication, Qt, QUrl, Signal
 from PySide6.QtGui import QDesktopServices
 from PySide6.QtWidgets import (
     QFileDialog,
-    QFrame,
-    QHBoxLayout,
-    QLineEdit,
     QMessageBox,
-    QPushButton,
-    QScrollArea,
     QSystemTrayIcon,
-    QVBoxLayout,
     QWidget,
 )
 
@@ -32,19 +26,22 @@ from app.services.settings import Settings
 from app.services.tools import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
-from app.views.settings.about import AboutCard
-from app.views.settings.card import SettingsCard, setting_words
+from app.views.settings.card import SettingsCard
 from app.views.settings.computing import ComputingCard
+from app.views.settings.few_rows import AboutCard, KeptCard, ModelCard, UpdatesCard
 from app.views.settings.hub import HubCard
-from app.views.settings.kept import KeptCard
-from app.views.settings.model import ModelCard
 from app.views.settings.other_programs import OtherProgramsCard
 from app.views.settings.servers import ServersCard
 from app.views.settings.tools import ToolsCard
-from app.views.settings.updates import UpdatesCard
-from app.widgets.card import muted_label
 from app.widgets.page import TUNE, Page
-from app.widgets.page_header import PageHeader
+from app.widgets.scaffold import (
+    PageBody,
+    PageHeader,
+    line_edit,
+    muted_label,
+    push_button,
+)
+from app.widgets.setting_controls import setting_words
 from engine.common.config import COMPUTING_CARD, EXPERTS_CARD, MODEL_CARD
 from engine.common.errors import EngineError
 from engine.common.files import private_folder
@@ -61,7 +58,7 @@ from engine.common.settings import (
 translate = QCoreApplication.translate
 
 SEARCH_WIDTH_PX = 240
-COLUMN_WIDTH_PX = 760
+COLUMN_WIDTH_PX = 800
 
 
 class DataCard(SettingsCard):
@@ -69,14 +66,11 @@ class DataCard(SettingsCard):
 
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(translate("DataCard", "Data"), parent)
-        self._open = QPushButton(self.tr("Open folder"), self)
-        self._open.clicked.connect(self._open_folder)
-        self._change = QPushButton(self.tr("Change…"), self)
-        self._change.clicked.connect(self._choose)
+        self._open = push_button(self, self.tr("Open folder"), self._open_folder)
+        self._change = push_button(self, self.tr("Change…"), self._choose)
         self._where = self.add_row(self.tr("Data folder"), str(data_dir()), self._open, self._change)
         self._plan = muted_label(self)
-        self._undo = QPushButton(self.tr("Undo"), self)
-        self._undo.clicked.connect(self._undo_change)
+        self._undo = push_button(self, self.tr("Undo"), self._undo_change)
         self.add_wide(self._plan)
         self.add_wide(self._undo)
         self._show_plan()
@@ -189,44 +183,17 @@ class SettingsPage(Page):
         if not QSystemTrayIcon.isSystemTrayAvailable():
             self.cards[TRAY_CARD].add_wide(muted_label(self, self.tr("This desktop has no tray for icons.")))
         self._show_tray()
-        cards = QWidget(self)
-        cards.setMaximumWidth(COLUMN_WIDTH_PX)
-        column = QVBoxLayout(cards)
-        column.setContentsMargins(0, 20, 0, 20)
-        column.setSpacing(16)
-        for card in self.cards.values():
-            column.addWidget(card)
-        self._nothing = muted_label(cards, self.tr("No setting has these words."))
+        self._nothing = muted_label(self, self.tr("No setting has these words."))
         self._nothing.hide()
-        column.addWidget(self._nothing)
-        column.addStretch(1)
-        holder = QWidget(self)
-        row = QHBoxLayout(holder)
-        row.setContentsMargins(20, 0, 20, 0)
-        row.addWidget(cards, 1)
-        row.addStretch(0)
-        scroll = QScrollArea(self)
-        scroll.setWidgetResizable(True)
-        scroll.setFrameShape(QFrame.Shape.NoFrame)
-        scroll.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        scroll.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        scroll.setWidget(holder)
-        page = QVBoxLayout(self)
-        page.setContentsMargins(0, 0, 0, 0)
-        page.setSpacing(0)
-        self.search = QLineEdit(self)
-        self.search.setPlaceholderText(self.tr("Find a setting"))
-        self.search.setAccessibleName(self.tr("Find a setting"))
-        self.search.setClearButtonEnabled(True)
+        body = PageBody(self, *self.cards.values(), self._nothing, widest_px=COLUMN_WIDTH_PX)
+        self.search = line_edit(self, self.tr("Find a setting"), clears=True, hints=True)
         self.search.setMaximumWidth(SEARCH_WIDTH_PX)
         self.search.textChanged.connect(self.show_found)
         header = PageHeader(self.tr("Settings"), self)
         header.set_middle(self.search, least_px=SEARCH_WIDTH_PX, stretch=1)
-        page.addWidget(header)
-        page.addWidget(scroll, 1)
+        self.lay_out(header, body=body)
 
     def show_found(self, wanted: str) -> None:
-        """Shows what has these words."""
         shown = [(card, card.show_found(wanted)) for card in self.cards.values()]
         for card, has_it in shown:
             card.setVisible(has_it)
@@ -250,7 +217,6 @@ class SettingsPage(Page):
         controls["stays_in_tray"].setEnabled(self._settings.tray)
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.model.close_down()
         self.computing.close_down()
         self.kept.close_down()

@@ -5,90 +5,143 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QDir, QEvent, Qt
+from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
-    QDialog,
-    QDialogButtonBox,
-    QFileDialog,
-    QFrame,
-    QGridLayout,
-    QHBoxLayout,
-    QLabel,
-    QLayoutItem,
-    QLineEdit,
     QMessageBox,
-    QPushButton,
-    QScrollArea,
-    QVBoxLayout,
     QWidget,
 )
 
 from app.services.endpoints import Endpoints
-from app.theme import scaled, set_look
-from app.views.settings.server_words import found_text
-from app.widgets.asking import ask
-from app.widgets.card import muted_label, set_message, warning_label
+from app.theme import scaled
+from app.widgets.asking import ask, ask_path
 from app.widgets.fields import ComboBox, DoubleSpinBox, SpinBox
-from app.widgets.quantities import number
+from app.widgets.quantities import SEPARATOR, count, number
+from app.widgets.scaffold import FormDialog, line_edit, push_button, set_message
 from engine.common.errors import EngineError
-from engine.remote.endpoint import Endpoint, Found, endpoint_at
+from engine.remote.endpoint import Endpoint, Found, Lack, Server, endpoint_at
 from engine.remote.failures import RemoteError, Trouble
 
 if TYPE_CHECKING:
     from engine.remote.capabilities import About
 
-WIDTH_PX = 560
+translate = QCoreApplication.translate
+
+
+SERVERS: dict[Server, str] = {
+    "switchyard": "Switchyard",
+    "vllm": "vLLM",
+    "sglang": "SGLang",
+    "llama.cpp": "llama.cpp",
+    "llama-cpp-python": "llama-cpp-python",
+    "ollama": "Ollama",
+    "openai": "OpenAI",
+}
+_MOST_NAMED = 4
+
+
+def found_text(found: Found) -> str:
+    """Which server it is, its models, and what it cannot do."""
+    if not found.server:
+        return translate("Servers", "Not tested yet.")
+    server = SERVERS.get(found.server, translate("Servers", "A server with OpenAI's interface"))
+    models = ", ".join(found.models[:_MOST_NAMED]) or translate("Servers", "no model")
+    if len(found.models) > _MOST_NAMED:
+        models = translate("Servers", "{0} and {1} more").format(models, count(len(found.models) - _MOST_NAMED))
+    lines = [SEPARATOR.join((f"{server} {found.version}".strip(), models))]
+    if found.lacks:
+        *others, last = map(lack_text, found.lacks)
+        either = translate("Servers", "{0} or {1}").format(", ".join(others), last) if others else last
+        lines.append(translate("Servers", "It cannot {0}.").format(either))
+    if found.blind:
+        named = ", ".join(found.blind[:_MOST_NAMED])
+        if len(found.blind) > _MOST_NAMED:
+            named = translate("Servers", "{0} and {1} more").format(named, count(len(found.blind) - _MOST_NAMED))
+        words = translate("Servers", "Models that read text only, no pictures: {0}.").format(named)
+        lines.append(words if len(found.models) > 1 else translate("Servers", "It reads text only, no pictures."))
+    return "\n".join(lines)
+
+
+def lack_text(lack: Lack) -> str:
+    """What a server cannot do, to go on a sentence that says so."""
+    return {
+        "stream": translate("Servers", "send answers as they are written"),
+        "usage": translate("Servers", "count tokens"),
+        "tools": translate("Servers", "call tools"),
+        "schema": translate("Servers", "keep to a schema"),
+        "sampling": translate("Servers", "take top-k, min-p or a repetition penalty"),
+    }[lack]
+
+
+def money_text(endpoint: Endpoint) -> str:
+    """Its limits and prices, as far as they are given."""
+    currency = f" {endpoint.currency}".rstrip()
+    per_minute, at_once = endpoint.requests_per_minute, endpoint.at_once
+    parts = [
+        translate("Servers", "{0} at once").format(count(at_once)) if at_once else "",
+        translate("Servers", "{0} requests a minute").format(count(per_minute)) if per_minute else "",
+        translate("Servers", "{0} tokens a minute").format(count(endpoint.tokens_per_minute))
+        if endpoint.tokens_per_minute
+        else "",
+        translate("Servers", "a million tokens read: {0}{1}").format(number(endpoint.price_in, 2), currency)
+        if endpoint.price_in is not None
+        else "",
+        translate("Servers", "written: {0}{1}").format(number(endpoint.price_out, 2), currency)
+        if endpoint.price_out is not None
+        else "",
+    ]
+    return SEPARATOR.join(filter(None, parts))
+
+
 _MOST = 10**7
-_ALWAYS_SHOWN = 3
-"""Address, name and key are all that most servers need; the others are folded away."""
 
 
-class ServerDialog(QDialog):
+class ServerDialog(FormDialog):
     """Keeps what it was given once a test has gone well; `endpoint` is the one to change, None for a new one."""
 
     def __init__(self, endpoints: Endpoints, endpoint: Endpoint | None, parent: QWidget) -> None:
-        super().__init__(parent)
+        super().__init__("", translate("ServerDialog", "Save"), parent, tests=translate("ServerDialog", "Test"))
+        self.setWindowTitle(self.tr("Add a server") if endpoint is None else endpoint.name)
         self._endpoints, self._old = endpoints, endpoint
         self._found: Found | None = None
-        self._tested: Endpoint | None = None
-        self.setWindowTitle(self.tr("Add a server") if endpoint is None else endpoint.name)
-        self.address = self._line(self.tr("Address"), "http://10.0.0.5:8000/v1")
-        self.name = self._line(self.tr("Name"), self.tr("same as its host"))
-        self.key = self._line(self.tr("Key"), self.tr("none") if endpoint is None else self.tr("as it is kept"))
-        self.key.setEchoMode(QLineEdit.EchoMode.Password)
-        self.certificate = self._line(self.tr("Certificate"), self.tr("those that the system trusts"))
-        self.choose = QPushButton(self.tr("Choose…"), self)
-        self.choose.setAccessibleName(self.tr("Choose a certificate's file"))
-        self.choose.clicked.connect(self._choose_certificate)
-        self.model = ComboBox(self)
-        self.model.setAccessibleName(self.tr("Model"))
+        self.save = self.keep
+        self.address = line_edit(self, self.tr("Address"), hint="http://10.0.0.5:8000/v1")
+        self.name = line_edit(self, self.tr("Name"), hint=self.tr("same as its host"))
+        kept = self.tr("none") if endpoint is None else self.tr("as it is kept")
+        self.key = line_edit(self, self.tr("Key"), hint=kept, secret=True)
+        self.more = push_button(self, kind="fold", checkable=True)
+        self.certificate = line_edit(self, self.tr("Certificate"), hint=self.tr("those that the system trusts"))
+        self.choose = push_button(
+            self, self.tr("Choose…"), self._choose_certificate, name=self.tr("Choose a certificate's file")
+        )
+        self.model = ComboBox(self, name=self.tr("Model"))
         self.at_once = self._limit(self.tr("Requests at once"), self.tr("as measured"))
         self.requests = self._limit(self.tr("Requests a minute"), self.tr("no limit"))
         self.tokens = self._limit(self.tr("Tokens a minute"), self.tr("no limit"))
         self.price_in = self._price(self.tr("Price of a million tokens read"))
         self.price_out = self._price(self.tr("Price of a million tokens written"))
-        self.currency = self._line(self.tr("Currency"), "€")
+        self.currency = line_edit(self, self.tr("Currency"), hint="€")
         self.currency.setFixedWidth(scaled(70))
-        self.more = QPushButton(self)
-        self.more.setProperty("kind", "fold")
-        self.more.setCheckable(True)
-        self._folded: list[QWidget] = []
-        self.said = muted_label(self)
-        self.trouble = warning_label(self)
-        self.trust = QPushButton(self.tr("Trust its certificate…"), self)
-        self.trust.clicked.connect(self._ask_for_certificate)
+        self.trust = push_button(self, self.tr("Trust its certificate…"), self._ask_for_certificate)
         self.trust.hide()
-        self.buttons = QDialogButtonBox(self)
-        self.test = self.buttons.addButton(self.tr("Test"), QDialogButtonBox.ButtonRole.ActionRole)
-        self.save = self.buttons.addButton(self.tr("Save"), QDialogButtonBox.ButtonRole.AcceptRole)
-        set_look(self.save, "kind", "primary")
-        self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
+        self.below.insertWidget(2, self.trust)
         self._fill(endpoint)
-        self._lay_out()
+        for field in (self.address, self.name, self.key):
+            self.add_field(field.accessibleName(), field)
+        self.rows.addWidget(self.more, self.rows.rowCount(), 0, 1, 2, Qt.AlignmentFlag.AlignLeft)
+        self._folded = [
+            *self.add_field(self.tr("Certificate"), self.certificate, self.choose),
+            *self.add_field(self.tr("Model"), self.model),
+            *self.add_field(self.tr("Requests at once"), self.at_once),
+            *self.add_field(self.tr("Requests a minute"), self.requests),
+            *self.add_field(self.tr("Tokens a minute"), self.tokens),
+            *self.add_field(self.tr("Per million tokens read"), self.price_in),
+            *self.add_field(self.tr("Per million tokens written"), self.price_out, self.currency),
+        ]
+        self.rows.setRowStretch(self.rows.rowCount(), 1)
+        set_message(self.trouble, "")
+        self._show_more(self.more.isChecked())
         self.more.toggled.connect(self._show_more)
         self.test.clicked.connect(self._test)
-        self.buttons.accepted.connect(self._save)
-        self.buttons.rejected.connect(self.reject)
         self.finished.connect(self._on_finished)
         for field in (self.address, self.key, self.certificate):
             field.textChanged.connect(self._show_state)
@@ -96,12 +149,6 @@ class ServerDialog(QDialog):
         self.address.setFocus()
 
     # --- building ---
-
-    def _line(self, name: str, placeholder: str) -> QLineEdit:
-        line = QLineEdit(self)
-        line.setAccessibleName(name)
-        line.setPlaceholderText(placeholder)
-        return line
 
     def _limit(self, name: str, none: str) -> SpinBox:
         box = SpinBox(self)
@@ -147,86 +194,11 @@ class ServerDialog(QDialog):
             self.model.addItem(model, model)
         self.model.setCurrentIndex(self.model.findData(chosen))
 
-    def _lay_out(self) -> None:
-        self._form = inside = QWidget(self)
-        form = QGridLayout(inside)
-        form.setContentsMargins(20, 18, 20, 4)
-        form.setHorizontalSpacing(16)
-        form.setVerticalSpacing(8)
-        form.setColumnStretch(1, 1)
-        certificate, prices = QHBoxLayout(), QHBoxLayout()
-        for layout, widgets in (
-            (certificate, (self.certificate, self.choose)),
-            (prices, (self.price_out, self.currency)),
-        ):
-            layout.setSpacing(8)
-            layout.addWidget(widgets[0], 1)
-            layout.addWidget(widgets[1])
-        fields: tuple[tuple[str, QWidget | QHBoxLayout, QWidget], ...] = (
-            (self.tr("Address"), self.address, self.address),
-            (self.tr("Name"), self.name, self.name),
-            (self.tr("Key"), self.key, self.key),
-            (self.tr("Certificate"), certificate, self.certificate),
-            (self.tr("Model"), self.model, self.model),
-            (self.tr("Requests at once"), self.at_once, self.at_once),
-            (self.tr("Requests a minute"), self.requests, self.requests),
-            (self.tr("Tokens a minute"), self.tokens, self.tokens),
-            (self.tr("Per million tokens read"), self.price_in, self.price_in),
-            (self.tr("Per million tokens written"), prices, self.price_out),
-        )
-        for at, (name, field, buddy) in enumerate(fields):
-            row = at + (at >= _ALWAYS_SHOWN)  # the fold's button stands before those that it shows
-            label = QLabel(name, self)
-            label.setBuddy(buddy)
-            form.addWidget(label, row, 0)
-            if isinstance(field, QWidget):
-                form.addWidget(field, row, 1)
-            else:
-                form.addLayout(field, row, 1)
-            if at >= _ALWAYS_SHOWN:
-                inner = [field] if isinstance(field, QWidget) else [item.widget() for item in _items(field)]
-                self._folded += [label, *inner]
-        form.addWidget(self.more, _ALWAYS_SHOWN, 0, 1, 2, Qt.AlignmentFlag.AlignLeft)
-        form.setRowStretch(len(fields) + 1, 1)
-        self._area = QScrollArea(self)
-        self._area.setWidgetResizable(True)
-        self._area.setFrameShape(QFrame.Shape.NoFrame)
-        self._area.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self._area.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        self._area.setWidget(inside)
-        self._below = below = QVBoxLayout()
-        below.setContentsMargins(20, 8, 20, 18)
-        below.setSpacing(12)
-        for widget in (self.said, self.trouble, self.trust, self.buttons):
-            below.addWidget(widget)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(0)
-        column.addWidget(self._area, 1)
-        column.addLayout(below)
-        set_message(self.trouble, "")
-        self._show_more(self.more.isChecked())
-
     def _show_more(self, shown: bool) -> None:
         for widget in self._folded:
             widget.setVisible(shown)
         self.more.setText(self.tr("Less") if shown else self.tr("More: certificate, model, limits and prices"))
-        self._fit()
-
-    def changeEvent(self, event: QEvent) -> None:
-        super().changeEvent(event)
-        if event.type() == QEvent.Type.StyleChange and self.layout() is not None:
-            self._fit()
-
-    def _fit(self) -> None:
-        """As high as its words need at its width, but no higher than the window: the form scrolls."""
-        width = scaled(WIDTH_PX)
-        self._area.setMinimumWidth(self._form.minimumSizeHint().width())
-        below = max(self._below.totalHeightForWidth(width), self._below.totalSizeHint().height())
-        high = self._form.sizeHint().height() + below + scaled(24)
-        over = self.parentWidget()
-        room = over.window().height() - scaled(20) if over is not None else high
-        self.resize(width, min(high, max(scaled(360), room)))
+        self.fit()
 
     # --- what was entered ---
 
@@ -301,7 +273,7 @@ class ServerDialog(QDialog):
         self.said.setText(f"{found_text(seen.found)}\n{times}")
         set_message(self.trouble, seen.problem)
         self._lead_to(self.save)
-        self._fit()
+        self.fit()
 
     def _on_failed(self, error: Exception) -> None:
         self.test.setEnabled(True)
@@ -313,7 +285,7 @@ class ServerDialog(QDialog):
         self.said.setText("")
         set_message(self.trouble, error.message)
         self.trust.setVisible(isinstance(error, RemoteError) and error.kind is Trouble.CERTIFICATE)
-        self._fit()
+        self.fit()
 
     def _lead_to(self, widget: QWidget) -> None:
         """Where to go on after a test: while it ran Cancel had the focus, and Enter would lose all that was entered."""
@@ -350,7 +322,7 @@ class ServerDialog(QDialog):
         self.trust.setEnabled(True)
         self._on_failed(error)
 
-    def _save(self) -> None:
+    def kept(self) -> None:
         try:
             endpoint = replace(self._entered(), found=self._found or Found())
         except EngineError as error:
@@ -365,21 +337,15 @@ class ServerDialog(QDialog):
         if not isinstance(error, EngineError):
             raise error
         set_message(self.trouble, error.message)
-        self._fit()
+        self.fit()
 
     def _choose_certificate(self) -> None:
-        dialog = QFileDialog(
-            self, self.tr("The server's certificate"), QDir.homePath(), self.tr("Certificates (*.pem *.crt *.cer)")
+        kinds = self.tr("Certificates (*.pem *.crt *.cer)")
+        ask_path(
+            self, self.tr("The server's certificate"), lambda path: self.certificate.setText(str(path)), kinds=kinds
         )
-        dialog.setFileMode(QFileDialog.FileMode.ExistingFile)
-        dialog.fileSelected.connect(self.certificate.setText)
-        dialog.open()
 
     def _on_finished(self) -> None:
         self._endpoints.stop_testing()
         self.key.clear()
         self.deleteLater()
-
-
-def _items(layout: QHBoxLayout) -> list[QLayoutItem]:
-    return [item for at in range(layout.count()) if (item := layout.itemAt(at)) is not None]

@@ -5,16 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from PySide6.QtCore import QCoreApplication, Qt, QTimer
+from PySide6.QtCore import QCoreApplication, QTimer
 from PySide6.QtGui import QShowEvent
-from PySide6.QtWidgets import QHBoxLayout, QLabel, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QScrollArea, QWidget
 
 from app.services.endpoints import Endpoints
-from app.views.settings.card import SettingsCard
-from app.views.settings.server_dialog import ServerDialog
-from app.views.settings.server_words import found_text, money_text
+from app.views.settings.card import Row, SettingsCard
+from app.views.settings.server_dialog import ServerDialog, found_text, money_text
 from app.widgets.asking import ask
-from app.widgets.card import muted_label, set_message, warning_label
+from app.widgets.scaffold import muted_label, push_button, set_message, vbox, warning_label
 from engine.common.errors import EngineError
 from engine.remote.endpoint import Endpoint, called
 
@@ -30,15 +29,12 @@ class ServersCard(SettingsCard):
     def __init__(self, endpoints: Endpoints, parent: QWidget | None = None) -> None:
         super().__init__(translate("ServersCard", "Remote servers"), parent)
         self._endpoints = endpoints
-        self.add = QPushButton(self.tr("Add…"), self)
-        self.add.setAccessibleName(self.tr("Add a server"))
-        self.add.clicked.connect(lambda: self.edit(None))
+        self.add = push_button(self, self.tr("Add…"), lambda: self.edit(None), name=self.tr("Add a server"))
         words = self.tr(
             "vLLM, SGLang, llama.cpp, Ollama, another Switchyard. Text goes to one only in chats and jobs where you "
             "choose it."
         )
-        self.look = QPushButton(self.tr("Look on this network"), self)
-        self.look.clicked.connect(self._look_around)
+        self.look = push_button(self, self.tr("Look on this network"), self._look_around)
         self.add_row(self.tr("Models that run elsewhere"), words, self.look, self.add)
         self._seen = muted_label(self)
         self.add_wide(self._seen)
@@ -46,9 +42,7 @@ class ServersCard(SettingsCard):
         self.trouble = warning_label(self)
         self.add_wide(self.trouble)
         self.rows = QWidget(self)
-        self._lines = QVBoxLayout(self.rows)
-        self._lines.setContentsMargins(0, 0, 0, 0)
-        self._lines.setSpacing(12)
+        self._lines = vbox(into=self.rows, gap=12)
         self.add_wide(self.rows)
         self.dialog: ServerDialog | None = None
         endpoints.changed.connect(self._show)
@@ -100,8 +94,7 @@ class ServersCard(SettingsCard):
         self._show()
 
     def _tell(self, words: str) -> None:
-        self._seen.setText(words)
-        self._seen.setVisible(bool(words))
+        set_message(self._seen, words)
 
     def _on_not_looked(self, error: Exception) -> None:
         self.look.setEnabled(True)
@@ -125,39 +118,23 @@ class ServersCard(SettingsCard):
         self.rows.setVisible(bool(self._endpoints.entries or near))
 
     def _near_row(self, near: Nearby) -> QWidget:
-        add = QPushButton(self.tr("Add…"), self.rows)
-        add.setAccessibleName(self.tr("Add {0}").format(near.name))
-        add.clicked.connect(lambda: self.edit(None, near))
-        return self._line(near.name, self.tr("Found on this network · {0}").format(near.url), add)
+        add = push_button(
+            self.rows, self.tr("Add…"), lambda: self.edit(None, near), name=self.tr("Add {0}").format(near.name)
+        )
+        return Row(near.name, self.tr("Found on this network · {0}").format(near.url), (add,), self.rows)
 
     def _row(self, endpoint: Endpoint) -> QWidget:
         words = "\n".join(filter(None, (found_text(endpoint.found), money_text(endpoint))))
-        edit = QPushButton(self.tr("Edit…"), self.rows)
-        edit.setAccessibleName(self.tr("Edit {0}").format(endpoint.name))
-        edit.clicked.connect(lambda: self.edit(endpoint))
-        remove = QPushButton(self.tr("Remove"), self.rows)
-        remove.setAccessibleName(self.tr("Remove {0}").format(endpoint.name))
-        remove.clicked.connect(lambda: self._ask_to_remove(endpoint))
-        return self._line(called(endpoint), words, edit, remove)
-
-    def _line(self, title: str, explanation: str, *buttons: QPushButton) -> QWidget:
-        row = QWidget(self.rows)
-        name = QLabel(title, row)
-        name.setWordWrap(True)
-        words = muted_label(row, explanation)
-        left = QVBoxLayout()
-        left.setSpacing(2)
-        left.addWidget(name)
-        left.addWidget(words)
-        line = QHBoxLayout(row)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(8)
-        line.addLayout(left, 1)
-        line.addSpacing(16)
-        for button in buttons:
-            button.setAccessibleDescription(explanation)
-            line.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
-        return row
+        edit = push_button(
+            self.rows, self.tr("Edit…"), lambda: self.edit(endpoint), name=self.tr("Edit {0}").format(endpoint.name)
+        )
+        remove = push_button(
+            self.rows,
+            self.tr("Remove"),
+            lambda: self._ask_to_remove(endpoint),
+            name=self.tr("Remove {0}").format(endpoint.name),
+        )
+        return Row(called(endpoint), words, (edit, remove), self.rows)
 
     def _ask_to_remove(self, endpoint: Endpoint) -> None:
         details = self.tr(

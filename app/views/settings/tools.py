@@ -11,31 +11,32 @@ from typing import Any
 from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
     QCheckBox,
-    QDialog,
-    QDialogButtonBox,
-    QFormLayout,
-    QHBoxLayout,
-    QLineEdit,
-    QPushButton,
-    QVBoxLayout,
     QWidget,
 )
 
 from app.engine_words import said
 from app.services.tools import Tools
-from app.theme import scaled, set_look
+from app.theme import scaled
 from app.views.settings.card import SettingsCard
-from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import (
+    TOP,
+    FormDialog,
+    WrappedLabel,
+    hbox,
+    line_edit,
+    muted_label,
+    push_button,
+    set_message,
+    vbox,
+)
 from app.widgets.text_box import TextBox
-from app.widgets.wrapped_label import WrappedLabel
 from engine.tools.built_in import BUILT_IN
 from engine.tools.rounds import Outcome
 from engine.tools.servers import ServerError, ToolServer, server_of, servers_of
 
 translate = QCoreApplication.translate
 
-WIDTH_PX = 560
 _MOST_NAMES = 12
 _KEPT = "••••••••"
 """Stands for a value that is kept."""
@@ -71,21 +72,17 @@ class ToolsCard(SettingsCard):
             box.setChecked(tools.is_on(tool.name))
             box.toggled.connect(lambda on, name=tool.name: tools.set_on(name, on))
             self.add_row(*words[tool.name], box)
-        self.ask_again = QPushButton(self.tr("Ask again for all"), self)
+        self.ask_again = push_button(self, self.tr("Ask again for all"))
         self.ask_again.clicked.connect(tools.ask_again)
         self._allowed = self.add_row(self.tr("Always allowed"), "-", self.ask_again)
-        self.add = QPushButton(self.tr("Add…"), self)
-        self.add.setAccessibleName(self.tr("Add a server with tools"))
-        self.add.clicked.connect(lambda: self.edit(None))
+        self.add = push_button(self, self.tr("Add…"), lambda: self.edit(None), name=self.tr("Add a server with tools"))
         words_of_servers = self.tr(
             "Programs or addresses that bring tools by the Model Context Protocol, such as a web search. A program "
             "runs on this PC with your rights: add only what you trust."
         )
         self.add_row(self.tr("MCP servers"), words_of_servers, self.add)
         self.rows = QWidget(self)
-        self._lines = QVBoxLayout(self.rows)
-        self._lines.setContentsMargins(0, 0, 0, 0)
-        self._lines.setSpacing(12)
+        self._lines = vbox(into=self.rows, gap=12)
         self.add_wide(self.rows)
         self.dialog: ToolServerDialog | None = None
         tools.changed.connect(self._show)
@@ -113,32 +110,23 @@ class ToolsCard(SettingsCard):
     def _row(self, server: ToolServer) -> QWidget:
         row = QWidget(self.rows)
         name = WrappedLabel(server.name, row)
-        words = WrappedLabel(server.place, row)
-        words.setProperty("role", "secondary")
-        told = WrappedLabel(self._told(server), row)
-        told.setProperty("role", "secondary")
-        left = QVBoxLayout()
-        left.setSpacing(2)
-        for label in (name, words, told):
-            left.addWidget(label)
-        left.addSpacing(4)
+        words = WrappedLabel(server.place, row, role="secondary")
+        told = WrappedLabel(self._told(server), row, role="secondary")
         is_on = QCheckBox(row)
         is_on.setChecked(server.is_on)
         is_on.setAccessibleName(self.tr("Offer the tools of {0}").format(server.name))
         is_on.setLayoutDirection(Qt.LayoutDirection.RightToLeft)
         is_on.toggled.connect(lambda on: self._tools.put(replace(server, is_on=on)))
-        edit = QPushButton(self.tr("Edit…"), row)
-        edit.setAccessibleName(self.tr("Edit {0}").format(server.name))
-        edit.clicked.connect(lambda: self.edit(server))
-        remove = QPushButton(self.tr("Remove"), row)
-        remove.setAccessibleName(self.tr("Remove {0}").format(server.name))
-        remove.clicked.connect(lambda: self._tools.remove(server.name))
-        left.addWidget(Flow(edit, remove, parent=row))
-        line = QHBoxLayout(row)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(8)
-        line.addLayout(left, 1)
-        line.addWidget(is_on, 0, Qt.AlignmentFlag.AlignTop)
+        edit = push_button(
+            row, self.tr("Edit…"), lambda: self.edit(server), name=self.tr("Edit {0}").format(server.name)
+        )
+        remove = push_button(
+            row,
+            self.tr("Remove"),
+            lambda: self._tools.remove(server.name),
+            name=self.tr("Remove {0}").format(server.name),
+        )
+        hbox((vbox(name, words, told, 4, Flow(edit, remove, parent=row), gap=2), 1), (is_on, TOP), into=row)
         return row
 
     def _told(self, server: ToolServer) -> str:
@@ -161,18 +149,18 @@ def _parts(command: str) -> list[str]:
     return shlex.split(command)
 
 
-class ToolServerDialog(QDialog):
+class ToolServerDialog(FormDialog):
     """A server's command or address; for new ones also a block of JSON as other programs have it."""
 
     def __init__(self, tools: Tools, server: ToolServer | None, parent: QWidget) -> None:
-        super().__init__(parent)
+        words = translate("ToolServerDialog", "Keep"), translate("ToolServerDialog", "Test")
+        super().__init__("", words[0], parent, tests=words[1])
         self._tools, self._old = tools, server
         self._tested: tuple[ToolServer, ...] = ()
         self.setWindowTitle(self.tr("Add a server with tools") if server is None else server.name)
-        self.setMinimumWidth(scaled(WIDTH_PX))
-        self.name = self._line(self.tr("Name"), self.tr("for example files"))
-        self.command = self._line(self.tr("Command"), "npx -y some-server")
-        self.address = self._line(self.tr("or address"), "https://example.org/mcp")
+        self.name = line_edit(self, self.tr("Name"), hint=self.tr("for example files"))
+        self.command = line_edit(self, self.tr("Command"), hint="npx -y some-server")
+        self.address = line_edit(self, self.tr("or address"), hint="https://example.org/mcp")
         self.variables = self._box(self.tr("Variables or headers"), self.tr("NAME=value, one on each line"))
         self.variables.setToolTip(
             self.tr(
@@ -183,34 +171,13 @@ class ToolServerDialog(QDialog):
         self.pasted = self._box(
             self.tr("or JSON"), '{"mcpServers": {"files": {"command": "npx", "args": ["-y", "…"]}}}'
         )
-        form = QFormLayout()
-        form.setFieldGrowthPolicy(QFormLayout.FieldGrowthPolicy.AllNonFixedFieldsGrow)
-        form.setRowWrapPolicy(QFormLayout.RowWrapPolicy.WrapLongRows)
-        form.setVerticalSpacing(10)
         for field in (self.name, self.command, self.address, self.variables, self.pasted):
             if field is self.pasted and server is not None:
                 field.hide()
-                continue
-            form.addRow(field.accessibleName(), field)
-        self.said = muted_label(self)
-        self.trouble = warning_label(self)
-        self.test = QPushButton(self.tr("Test"), self)
+            else:
+                self.add_field(field.accessibleName(), field)
         self.test.clicked.connect(self._test)
-        self.buttons = QDialogButtonBox(self)
-        self.keep = self.buttons.addButton(self.tr("Keep"), QDialogButtonBox.ButtonRole.AcceptRole)
-        set_look(self.keep, "kind", "primary")
-        self.buttons.addButton(self.tr("Cancel"), QDialogButtonBox.ButtonRole.RejectRole)
-        self.buttons.addButton(self.test, QDialogButtonBox.ButtonRole.ActionRole)
-        self.buttons.accepted.connect(self._keep)
-        self.buttons.rejected.connect(self.reject)
         self.finished.connect(self._end_tests)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 18, 20, 16)
-        column.setSpacing(12)
-        column.addLayout(form)
-        column.addWidget(self.said)
-        column.addWidget(self.trouble)
-        column.addWidget(self.buttons)
         set_message(self.trouble, "")
         self.said.hide()
         if server is not None:
@@ -220,12 +187,6 @@ class ToolServerDialog(QDialog):
             self.variables.setPlainText(
                 "\n".join(f"{key}={_KEPT if value is None else value}" for key, value in server.pairs)
             )
-
-    def _line(self, name: str, example: str) -> QLineEdit:
-        line = QLineEdit(self)
-        line.setPlaceholderText(example)
-        line.setAccessibleName(name)
-        return line
 
     def _box(self, name: str, example: str) -> TextBox:
         box = TextBox(self)
@@ -277,11 +238,12 @@ class ToolServerDialog(QDialog):
         except ServerError as error:
             self.said.hide()
             set_message(self.trouble, said(str(error)))
+            self.fit()
             return ()
         set_message(self.trouble, "")
         return found
 
-    def _keep(self) -> None:
+    def kept(self) -> None:
         if found := self._entered():
             for server in found:
                 self._tools.put(server, instead_of=self._old.name if self._old is not None else "")
@@ -315,5 +277,5 @@ class ToolServerDialog(QDialog):
             set_message(self.trouble, "\n".join(words for failed, words in self._told if failed))
 
     def _tell(self, words: str) -> None:
-        self.said.setText(words)
-        self.said.setVisible(bool(words))
+        set_message(self.said, words)
+        self.fit()

@@ -2,25 +2,164 @@
 
 from __future__ import annotations
 
-from PySide6.QtWidgets import QGridLayout, QLabel, QVBoxLayout, QWidget
+from collections.abc import Iterable, Sequence
+
+from PySide6.QtCore import Qt
+from PySide6.QtWidgets import QGridLayout, QLabel, QWidget
 
 from app.models.plan_table import PlanTable
 from app.theme import use_tabular_figures
-from app.views.tune.arrangement import arrange
 from app.views.tune.machine_boxes import Found, driver_trouble, machine_boxes
-from app.views.tune.numbers_card import NumbersCard
-from app.views.tune.phrases import disk_warning, plan_summary, speed_headline, speed_range, tier_bars
+from app.views.tune.phrases import (
+    disk_warning,
+    measured_name,
+    number_words,
+    plan_summary,
+    speed_headline,
+    speed_range,
+    tier_bars,
+)
 from app.views.tune.race_card import RaceCard
 from app.views.tune.run_card import RunCard
 from app.views.tune.step_bar import MACHINE, MEASURE, PLAN, TIMED
 from app.views.tune.what_if_card import WhatIfCard
-from app.widgets.card import Card, muted_label
 from app.widgets.machine_picture import MachinePicture
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import rough
 from app.widgets.roofline_plot import RooflinePlot
+from app.widgets.scaffold import STRETCH, Card, add_items, muted_label, set_message, text_label, vbox
+from engine.hardware.machine import Origin
+from engine.hardware.measured import Measurements
+from engine.hardware.other_programs import is_busy
 from engine.planner.plan_parts import Plan
 from engine.tuning.machine_state import MachineLook
+from engine.tuning.messages import Measured, TuningNumber
+from engine.tuning.result import busy_note
+from engine.tuning.saved_results import day
+
+WIDE_PX = 860
+THIRDS = 3
+
+
+def arrange(grid: QGridLayout, cards: Iterable[QWidget], shown: Sequence[tuple[QWidget, int]], *, wide: bool) -> None:
+    """Shows some of the cards in this order, each spanning its number of columns, and hides the others."""
+    for card in cards:
+        grid.removeWidget(card)
+        card.setVisible(any(card is one for one, _thirds in shown))
+    for column in range(THIRDS):
+        grid.setColumnStretch(column, 1 if wide else 0)
+    row = at = 0
+    for card, thirds in shown:
+        span = thirds if wide else THIRDS
+        if at + span > THIRDS:
+            row, at = row + 1, 0
+        grid.addWidget(card, row, at, 1, span)
+        at += span
+
+
+_ORDER: tuple[Measured, ...] = (
+    "ram", "cpu_experts", "cpu_flops", "gpu_memory", "gpu_experts", "gpu_flops", "h2d", "d2h", "disk",
+)  # fmt: skip
+
+
+class NumbersCard(Card):
+    """Shows an earlier run's saved numbers, or those of the current run."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__("", parent)
+        self.set_heading(self.tr("Measurements"))
+        self._grid = QGridLayout()
+        self._grid.setHorizontalSpacing(12)
+        self._grid.setVerticalSpacing(6)
+        self._grid.setColumnStretch(0, 1)
+        self._rows: dict[str, tuple[QLabel, QLabel]] = {}
+        self.words = muted_label(self)
+        add_items(self.body, self.words, self._grid)
+        self.notes = muted_label(self)
+        add_items(self.body, self.notes, STRETCH)
+
+    def show_kept(self, look: MachineLook) -> None:
+        """The numbers known of this machine."""
+        measured = look.measurements
+        if measured is None:
+            self.words.setText(
+                self.tr(
+                    "Not measured yet. Numbers with “about” are assumed, from data sheets of similar hardware; "
+                    "measuring takes ten seconds."
+                )
+            )
+            self._show({})
+            self._show_notes(())
+            return
+        kind = self.tr("quick") if measured.kind == "quick" else self.tr("thorough")
+        self.words.setText(self.tr("Measured on {0}, {1}. The best of each kind:").format(day(measured.taken_at), kind))
+        self._show(best_numbers(look, measured))
+        names: dict[str, list[str]] = {}
+        for name, why in measured.skipped.items():
+            names.setdefault(why, []).append(name)
+        skipped = [self.tr("Skipped: {0} ({1}).").format(", ".join(left), why) for why, left in names.items()]
+        unsteady = [
+            self.tr("{0} varied by {1}% in every repeat.").format(name, round(100 * by))
+            for name, by in measured.unsteady.items()
+        ]
+        busy = (busy_note(measured.others),) if is_busy(measured.others) else ()
+        self._show_notes((*busy, *measured.notes, *unsteady, *skipped))
+
+    def show_found(self, found: Found) -> None:
+        """The numbers measured so far."""
+        self.words.setText(
+            self.tr("Each is measured several times; the best of each kind so far:")
+            if found
+            else self.tr("Numbers appear here as they are measured.")
+        )
+        self._show(
+            {measured_name(what): (number_words(found[what]), found[what].detail) for what in _ORDER if what in found}
+        )
+        self._show_notes(())
+
+    def _show_notes(self, notes: tuple[str, ...]) -> None:
+        self.notes.setText("\n".join(notes))
+        self.notes.setVisible(bool(notes))
+
+    def _show(self, numbers: dict[str, tuple[str, str]]) -> None:
+        for name in [name for name in self._rows if name not in numbers]:
+            for label in self._rows.pop(name):
+                self._grid.removeWidget(label)
+                label.hide()
+                label.deleteLater()
+        for at, (name, (value, detail)) in enumerate(numbers.items()):
+            if name not in self._rows:
+                self._rows[name] = (QLabel(name, self), QLabel(self))
+                use_tabular_figures(self._rows[name][1])
+                self._rows[name][1].setAlignment(Qt.AlignmentFlag.AlignRight)
+            left, right = self._rows[name]
+            right.setText(value)
+            for label in (left, right):
+                label.setToolTip(detail)
+                label.setAccessibleDescription(detail)
+            self._grid.addWidget(left, at, 0)
+            self._grid.addWidget(right, at, 1)
+
+
+def best_numbers(look: MachineLook, measured: Measurements) -> dict[str, tuple[str, str]]:
+    """(value, detail) of the best measured number of each kind, by its name."""
+    profile = look.profile
+    paths: tuple[tuple[Measured, str, float, str], ...] = (
+        ("ram", "cpu.ram_bytes_per_s", profile.cpu.ram_bytes_per_s, "bytes/s"),
+        ("cpu_experts", "cpu.weights_bytes_per_s", max(profile.cpu.weights_bytes_per_s.values(), default=0), "bytes/s"),
+        ("cpu_flops", "cpu.flops", profile.cpu.flops, "flop/s"),
+        ("gpu_memory", "gpu.bytes_per_s", profile.gpu.bytes_per_s if profile.gpu else 0, "bytes/s"),
+        ("gpu_flops", "gpu.flops", profile.gpu.flops if profile.gpu else 0, "flop/s"),
+        ("h2d", "link.h2d", profile.link.h2d, "bytes/s"),
+        ("d2h", "link.d2h", profile.link.d2h, "bytes/s"),
+        ("disk", "disk_bytes_per_s", profile.disk_bytes_per_s, "bytes/s"),
+    )
+    found = {}
+    for what, path, value, unit in paths:
+        if value and profile.origins.get(path) is Origin.MEASURED:
+            number = TuningNumber(what, "", value, "flop/s" if unit == "flop/s" else "bytes/s")
+            found[measured_name(what)] = (number_words(number), day(measured.taken_at))
+    return found
 
 
 class PlanCard(Card):
@@ -29,9 +168,7 @@ class PlanCard(Card):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__("", parent)
         self.set_heading(self.tr("Plan"))
-        self.speed = QLabel(self)
-        self.speed.setProperty("role", "title")
-        use_tabular_figures(self.speed)
+        self.speed = text_label(self, role="title", tabular=True)
         self.range = muted_label(self)
         self.summary = muted_label(self)
         self.bars = PlanBars(self)
@@ -39,13 +176,19 @@ class PlanCard(Card):
         self.helps = muted_label(self)
         self.others = muted_label(self)
         self.problem = muted_label(self, role="")
-        for widget in (self.speed, self.range, self.summary):
-            self.body.addWidget(widget)
-        self.body.addSpacing(4)
-        self.body.addWidget(self.bars)
-        for label in (self.bottleneck, self.helps, self.others, self.problem):
-            self.body.addWidget(label)
-        self.body.addStretch(1)
+        add_items(
+            self.body,
+            self.speed,
+            self.range,
+            self.summary,
+            4,
+            self.bars,
+            self.bottleneck,
+            self.helps,
+            self.others,
+            self.problem,
+            STRETCH,
+        )
         self.show_busy("")
 
     def show_busy(self, model: str) -> None:
@@ -57,7 +200,6 @@ class PlanCard(Card):
         self._fill(None, sentence, model)
 
     def show_plan(self, plan: Plan, model: str, look: MachineLook | None) -> None:
-        """A plan for a model."""
         self._fill(plan, "", model)
         self.speed.setText(speed_headline(plan))
         self.range.setText(speed_range(plan))
@@ -81,8 +223,7 @@ class PlanCard(Card):
         self.set_heading(self.tr("Plan for {0}").format(model) if model else self.tr("Plan"))
         for widget in (self.speed, self.range, self.summary, self.bars, self.bottleneck, self.helps, self.others):
             widget.setVisible(plan is not None)
-        self.problem.setText(problem)
-        self.problem.setVisible(bool(problem))
+        set_message(self.problem, problem)
 
 
 class TuneCards(QWidget):
@@ -95,9 +236,7 @@ class TuneCards(QWidget):
         self.machine.caption.setText(self.tr("Wider links have more bandwidth; hollow ones are assumed."))
         self.picture = MachinePicture(self)
         self.machine_note = muted_label(self, self.tr("Looking up the hardware…"))
-        self.machine.body.addWidget(self.picture)
-        self.machine.body.addWidget(self.machine_note)
-        self.machine.body.addStretch(1)
+        add_items(self.machine.body, self.picture, self.machine_note, STRETCH)
         self.numbers = NumbersCard(self)
         self.plan = PlanCard(self)
         self.work = Card(self.tr("Where to compute"), self)
@@ -109,19 +248,13 @@ class TuneCards(QWidget):
         self._all = (self.machine, self.numbers, self.plan, self.work, self.what_if, self.race)
         self._grid = QGridLayout()
         self._grid.setSpacing(14)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(20, 16, 20, 20)
-        column.setSpacing(14)
-        column.addWidget(self.run)
-        column.addLayout(self._grid)
-        column.addStretch(1)
+        vbox(self.run, self._grid, into=self, gap=14)
 
     def show_machine(self, look: MachineLook, found: Found) -> None:
         """The machine's picture, with what a run has measured so far; below it any driver problem."""
         self.picture.show_machine(*machine_boxes(look, found))
         note = driver_trouble(look)
-        self.machine_note.setText(note)
-        self.machine_note.setVisible(bool(note))
+        set_message(self.machine_note, note)
 
     def show_step(self, step: int, *, what_if: bool, wide: bool) -> None:
         """Shows a step's cards, in two columns, or in one where those would be cramped.

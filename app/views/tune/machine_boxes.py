@@ -54,7 +54,6 @@ def driver_trouble(look: MachineLook) -> str:
 
 
 def origin_words(origin: Origin | None) -> str:
-    """A number's source."""
     return {
         Origin.MEASURED: translate("Tune", "measured on this machine"),
         Origin.DRIVER: translate("Tune", "reported by the driver or the system"),

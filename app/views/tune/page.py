@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import Qt, QTimer
+from PySide6.QtCore import Qt
 from PySide6.QtGui import QGuiApplication, QHideEvent, QResizeEvent, QShowEvent
-from PySide6.QtWidgets import QFrame, QPushButton, QScrollArea, QVBoxLayout, QWidget
+from PySide6.QtWidgets import QWidget
 
-from app.services.background import LatestTask
+from app.services.background import LatestTask, timer
 from app.services.batch_jobs import BatchJobs
 from app.services.engine_client import EngineClient
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
 from app.services.settings import Settings
 from app.services.tuning import Tuning
-from app.views.tune.arrangement import WIDE_PX
-from app.views.tune.cards import TuneCards
+from app.views.tune.cards import WIDE_PX, TuneCards
 from app.views.tune.machine_boxes import machine_boxes
-from app.views.tune.making_room import MakingRoom
 from app.views.tune.phrases import plan_summary, speed_headline, speed_range
-from app.views.tune.run_following import RunFollowing
+from app.views.tune.run_following import MakingRoom, RunFollowing
 from app.views.tune.step_bar import MACHINE, PLAN, TIMED, StepBar
 from app.widgets.banner import Banner
 from app.widgets.page import MODELS, Page
-from app.widgets.page_header import PageHeader
 from app.widgets.quantities import memory
+from app.widgets.scaffold import PageBody, PageHeader, push_button
 from app.widgets.shortcuts import add_shortcut
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
@@ -94,19 +92,16 @@ class TunePage(Page):
         self._step = MACHINE
         self._planned_with: MachineLook | None = None
         self._shown_changes: tuple[str, ...] = ()
-        self._again = QTimer(self, interval=LOOK_AGAIN_MS)
-        self._again.timeout.connect(self._look_again)
+        self._again = timer(self, self._look_again, LOOK_AGAIN_MS)
         self._lay_out()
         self._connect()
         self.show_step(MACHINE)
 
     @property
     def step(self) -> int:
-        """The current step."""
         return self._step
 
     def show_step(self, step: int) -> None:
-        """Goes to a step."""
         self._step = step
         self.steps.show_step(step)
         self._arrange()
@@ -141,7 +136,6 @@ class TunePage(Page):
             self.show_step(before.step)
 
     def close_down(self) -> None:
-        """Waits for background work."""
         self.planning.close()
         self.cards.what_if.planning.close()
         self._listing.close()
@@ -150,27 +144,15 @@ class TunePage(Page):
 
     def _lay_out(self) -> None:
         self.steps = StepBar(self)
-        self.what_if_button = QPushButton(self.tr("What if…"), self)
-        self.what_if_button.setCheckable(True)
-        self.copy_button = QPushButton(self.tr("Copy report"), self)
+        self.what_if_button = push_button(self, self.tr("What if…"), checkable=True)
+        self.copy_button = push_button(self, self.tr("Copy report"))
         self.changed = Banner("info", self)
         self.changed.add_action(self.tr("Dismiss"), self.changed.hide, kind="quiet")
         self.header = header = PageHeader(self.tr("Tune"), self)
         header.set_middle(self.steps)
-        for button in (self.what_if_button, self.copy_button):
-            header.row.addWidget(button, 0, Qt.AlignmentFlag.AlignVCenter)
-        self.scrolling = QScrollArea(self)
-        self.scrolling.setWidgetResizable(True)
-        self.scrolling.setFrameShape(QFrame.Shape.NoFrame)
-        self.scrolling.setFocusPolicy(Qt.FocusPolicy.NoFocus)
-        self.scrolling.setHorizontalScrollBarPolicy(Qt.ScrollBarPolicy.ScrollBarAlwaysOff)
-        self.scrolling.setWidget(self.cards)
-        whole = QVBoxLayout(self)
-        whole.setContentsMargins(0, 0, 0, 0)
-        whole.setSpacing(0)
-        whole.addWidget(header)
-        whole.addWidget(self.changed)
-        whole.addWidget(self.scrolling, 1)
+        header.add_buttons(self.what_if_button, self.copy_button)
+        self.scrolling = PageBody(self, self.cards)
+        self.lay_out(header, self.changed, body=self.scrolling)
 
     def _arrange(self) -> None:
         self.cards.show_step(self._step, what_if=self.what_if_button.isChecked(), wide=self.width() >= WIDE_PX)

@@ -18,7 +18,6 @@ _ALIKE = 0.1
 
 
 def stage_sentence(progress: TuningProgress) -> str:
-    """The run's current stage."""
     texts = {
         "probing": translate("Tune", "Looking up the hardware"),
         "waiting": translate("Tune", "Waiting for other programs, which use {0} of the CPU").format(progress.name),
@@ -34,7 +33,6 @@ def stage_sentence(progress: TuningProgress) -> str:
 
 
 def measured_name(what: Measured) -> str:
-    """What a measured number is about."""
     return {
         "ram": translate("Tune", "Reading RAM"),
         "cpu_flops": translate("Tune", "CPU arithmetic"),

@@ -9,18 +9,26 @@ from PySide6.QtGui import QMouseEvent, QResizeEvent
 from PySide6.QtWidgets import (
     QBoxLayout,
     QButtonGroup,
-    QHBoxLayout,
-    QLabel,
     QProgressBar,
     QPushButton,
-    QVBoxLayout,
     QWidget,
 )
 
 from app.theme import set_look
-from app.widgets.card import Card, muted_label, set_message, warning_label
 from app.widgets.fields import FindBox
 from app.widgets.flow_layout import Flow
+from app.widgets.scaffold import (
+    STRETCH,
+    Card,
+    add_items,
+    hbox,
+    muted_label,
+    push_button,
+    set_message,
+    text_label,
+    vbox,
+    warning_label,
+)
 from app.widgets.starter_offer import StarterOffer
 from engine.common.settings import STARTER
 from engine.tuning.result import TuningKind
@@ -65,34 +73,31 @@ class RunCard(Card):
         group = QButtonGroup(self)
         group.addButton(self.quick)
         group.addButton(self.thorough)
-        self.measure_only = QPushButton(self.tr("Measure only"), self)
-        self.measure_only.setProperty("kind", "quiet")
-        self.start = QPushButton(self.tr("Tune"), self)
-        self.start.setProperty("kind", "primary")
+        self.measure_only = push_button(self, self.tr("Measure only"), self.measuring_wanted, kind="quiet")
+        self.start = push_button(self, self.tr("Tune"), self.run_wanted, kind="primary")
         self.start.setMinimumWidth(104)
         self.cancel = CancelButton(self.tr("Cancel"), self)
         self.cancel.setToolTip("Esc")
-        self.doing = QLabel(self)
-        self.doing.setWordWrap(True)
+        self.doing = text_label(self, wrap=True)
         self.bar = QProgressBar(self)
         self.bar.setRange(0, _STEPS)
         self.bar.setAccessibleName(self.tr("Progress"))
         self.notes = muted_label(self)
         self.notes.hide()
         self.unsaved = warning_label(self)
-        self.keep = QPushButton(self.tr("Save anyway"), self)
-        self.keep.setToolTip(self.tr("Saves figures that are too low because other programs were busy"))
+        self.keep = push_button(
+            self,
+            self.tr("Save anyway"),
+            self.keep_wanted,
+            tip=self.tr("Saves figures that are too low because other programs were busy"),
+        )
         self.keep.hide()
-        self.others = QPushButton(self)
-        self.others.clicked.connect(self.models_wanted)
+        self.others = push_button(self, do=self.models_wanted)
         self._lay_out()
         self._show_running(running=False)
         self.show_models([model])
         self.models.chosen.connect(self._on_chosen)
-        self.start.clicked.connect(self.run_wanted)
-        self.measure_only.clicked.connect(self.measuring_wanted)
         self.cancel.clicked.connect(self.cancel_wanted)
-        self.keep.clicked.connect(self.keep_wanted)
 
     @property
     def model(self) -> str:
@@ -200,42 +205,24 @@ class RunCard(Card):
     # --- inside -----------------------------------------------------------------------------------
 
     def _segment(self, text: str, spoken: str) -> QPushButton:
-        button = QPushButton(text, self)
-        button.setProperty("kind", "segment")
-        button.setCheckable(True)
-        button.setAccessibleName(spoken)
-        return button
+        return push_button(self, text, kind="segment", checkable=True, name=spoken)
 
     def _lay_out(self) -> None:
         self.choices = QWidget(self)
         self._row = QBoxLayout(QBoxLayout.Direction.LeftToRight, self.choices)
         self._row.setContentsMargins(0, 0, 0, 0)
         self._row.setSpacing(12)
-        self._row.addWidget(self.models, 1)
-        self._row.addWidget(
-            Flow(self.quick, self.thorough, self.measure_only, self.start, parent=self.choices, ends_right=True)
+        add_items(
+            self._row,
+            (self.models, 1),
+            Flow(self.quick, self.thorough, self.measure_only, self.start, parent=self.choices, ends_right=True),
         )
         self.running = QWidget(self)
-        words = QVBoxLayout()
-        words.setSpacing(6)
-        words.addWidget(self.doing)
-        words.addWidget(self.bar)
-        line = QHBoxLayout(self.running)
-        line.setContentsMargins(0, 0, 0, 0)
-        line.setSpacing(16)
-        line.addLayout(words, 1)
-        line.addWidget(self.cancel)
-        self.body.addWidget(self.choices)
-        self.body.addWidget(self.running)
-        self.body.addWidget(self.notes)
-        self._missing = QHBoxLayout()
-        self._missing.addWidget(self.others)
-        self._missing.addStretch(1)
+        hbox((vbox(self.doing, self.bar, gap=6), 1), self.cancel, into=self.running, gap=16)
+        add_items(self.body, self.choices, self.running, self.notes)
+        self._missing = hbox(self.others, STRETCH, gap=-1)
         self.body.addLayout(self._missing)
-        below = QHBoxLayout()
-        below.setSpacing(16)
-        below.addWidget(self.unsaved, 1)
-        below.addWidget(self.keep)
+        below = hbox((self.unsaved, 1), self.keep, gap=16)
         self.body.addLayout(below)
 
     def _show_running(self, *, running: bool) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from PySide6.QtCore import QSize, Signal
-from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QWidget
+from PySide6.QtWidgets import QButtonGroup, QWidget
+
+from app.widgets.scaffold import hbox, push_button, text_label
 
 MACHINE, MEASURE, PLAN, TIMED = range(4)
 
@@ -16,22 +18,22 @@ class StepBar(QWidget):
     def __init__(self, parent: QWidget | None = None) -> None:
         super().__init__(parent)
         self.setAccessibleName(self.tr("Steps"))
-        row = QHBoxLayout(self)
-        row.setContentsMargins(0, 0, 0, 0)
-        row.setSpacing(4)
+        row = hbox(into=self, gap=4)
         self._group = QButtonGroup(self)
         self._short = False
         self._names = (self.tr("Your machine"), self.tr("Measure"), self.tr("Plan"), self.tr("Timed tokens"))
         for at, name in enumerate(self._names):
             if at:
-                between = QLabel("›", self)
-                between.setProperty("role", "secondary")
+                between = text_label(self, "›", role="secondary")
                 row.addWidget(between)
-            button = QPushButton(f"{at + 1} {name}", self)
-            button.setProperty("kind", "chip")
-            button.setCheckable(True)
-            button.setAccessibleName(self.tr("Step {0}: {1}").format(at + 1, name))
-            button.setToolTip(self.tr("Alt+{0}").format(at + 1))
+            button = push_button(
+                self,
+                f"{at + 1} {name}",
+                kind="chip",
+                checkable=True,
+                name=self.tr("Step {0}: {1}").format(at + 1, name),
+                tip=self.tr("Alt+{0}").format(at + 1),
+            )
             self._group.addButton(button, at)
             row.addWidget(button)
         row.addStretch(1)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from PySide6.QtCore import Signal
-from PySide6.QtWidgets import QGridLayout, QLabel, QPushButton, QSizePolicy, QWidget
+from PySide6.QtWidgets import QGridLayout, QSizePolicy, QWidget
 
 from app.services.planning import PlanAnswer, Planning, PlanQuestion
-from app.theme import use_tabular_figures
 from app.views.tune.phrases import plan_summary, tier_bars
-from app.widgets.card import Card, muted_label
 from app.widgets.fields import DoubleSpinBox, FindBox, SpinBox
 from app.widgets.plan_bars import PlanBars
 from app.widgets.quantities import figures, rough
+from app.widgets.scaffold import Card, add_items, muted_label, push_button, set_message, text_label
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError
 from engine.hardware.assumptions import card_choices, find_card
@@ -54,13 +53,9 @@ class WhatIfCard(Card):
             widget.setAccessibleName(name)
             widget.setMinimumWidth(130)
             widget.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Preferred)  # all of one height
-        self.reset = QPushButton(self.tr("Reset"), self)
-        self.close_button = QPushButton(self.tr("Close"), self)
-        self.close_button.setProperty("kind", "quiet")
-        self.result = QLabel(self)
-        self.result.setProperty("role", "title")
-        self.result.setWordWrap(True)
-        use_tabular_figures(self.result)
+        self.reset = push_button(self, self.tr("Reset"), self.clear)
+        self.close_button = push_button(self, self.tr("Close"), self.close_wanted, kind="quiet")
+        self.result = text_label(self, role="title", wrap=True, tabular=True)
         self.words = muted_label(self)
         self.bars = PlanBars(self)
         grid = QGridLayout()
@@ -72,17 +67,11 @@ class WhatIfCard(Card):
         grid.addWidget(self.disk, 1, 2)
         for column in range(3):
             grid.setColumnStretch(column, 1)
-        self.head.addWidget(self.reset)
-        self.head.addWidget(self.close_button)
-        self.body.addLayout(grid)
-        self.body.addSpacing(2)
-        for shown in (self.result, self.words, self.bars):
-            self.body.addWidget(shown)
+        add_items(self.head, self.reset, self.close_button)
+        add_items(self.body, grid, 2, self.result, self.words, self.bars)
         self.card.chosen.connect(self._ask)
         for box in (self.vram, self.ram, self.link, self.disk):
             box.valueChanged.connect(self._ask)
-        self.reset.clicked.connect(self.clear)
-        self.close_button.clicked.connect(self.close_wanted)
         self.planning.planned.connect(self._on_planned)
         self.setTabOrder(self.card, self.vram)
         self._show("", "")
@@ -176,8 +165,6 @@ class WhatIfCard(Card):
         self.bars.show()
 
     def _show(self, result: str, words: str) -> None:
-        self.result.setText(result)
-        self.result.setVisible(bool(result))
-        self.words.setText(words)
-        self.words.setVisible(bool(words))
+        set_message(self.result, result)
+        set_message(self.words, words)
         self.bars.hide()

@@ -5,8 +5,7 @@ Call `import_parser` early to load the parser's modules before the first text.
 
 from app.widgets.answer_text.maths import formula_in
 from app.widgets.answer_text.paper import formulas_in, print_document, read_markdown, write_markdown
-from app.widgets.answer_text.parser import import_parser
-from app.widgets.answer_text.rules import markdown
+from app.widgets.answer_text.parser import import_parser, markdown
 from app.widgets.answer_text.style import Style
 from app.widgets.answer_text.view import AnswerView, Match
 from app.widgets.answer_text.writer import InertDocument

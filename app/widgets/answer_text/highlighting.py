@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeAlias
 
-from PySide6.QtCore import QObject, QTimer
+from PySide6.QtCore import QObject
 from PySide6.QtGui import QFont, QTextBlock, QTextCharFormat, QTextCursor, QTextDocument, QTextLayout
 
+from app.services.background import timer
 from app.widgets.answer_text.style import COLOURED, Style
 
 MAX_CHARACTERS = 100_000  # longer code is not highlighted
@@ -99,8 +100,7 @@ class Highlighter(QObject):
         self._block = QTextBlock()
         self._line = 0
         self._spent_s = 0.0
-        self._timer = QTimer(self, singleShot=True)
-        self._timer.timeout.connect(self._slice)
+        self._timer = timer(self, self._slice, once=True)
         self.scans = 0
 
     def show(self, number: int, start: int, language: str, code: str, *, is_open: bool) -> None:

@@ -76,7 +76,6 @@ class FormulaObjects(QPyTextObject):
 
 
 def formula_of(char: QTextCharFormat) -> Formula:
-    """What a character in this format is."""
     return Formula(str(char.property(TEX)), bool(char.property(DISPLAY)))
 
 

@@ -50,14 +50,14 @@ from PySide6.QtWidgets import (
     QWidget,
 )
 
+from app.services.background import timer
 from app.theme import Theme, colours
 from app.widgets.answer_text.blocks import CodeBlock, allowed_link
 from app.widgets.answer_text.maths import OBJECT, SOURCE
 from app.widgets.answer_text.paper import card_bottom, paint_behind, plain_text
 from app.widgets.answer_text.parser import StreamParser
-from app.widgets.answer_text.style import Style
+from app.widgets.answer_text.style import Style, mark_format
 from app.widgets.answer_text.writer import CODE, DocumentWriter, InertDocument
-from app.widgets.text_marks import mark_format
 
 _SLICE_S = 0.012  # of work before other events are processed
 _IDLE_SHARE = 4  # while streaming, the pause after an update is at least this many times its duration
@@ -97,8 +97,7 @@ class CopyButton(QPushButton):
         self.setProperty("kind", "quiet")
         self.setProperty("compact", True)
         self.setCursor(Qt.CursorShape.PointingHandCursor)
-        self._reset = QTimer(self, singleShot=True, interval=_COPIED_MS)
-        self._reset.timeout.connect(self._show_copy)
+        self._reset = timer(self, self._show_copy, _COPIED_MS, once=True)
         self.clicked.connect(self._copy)
         self._show_copy()
 
@@ -165,11 +164,9 @@ class AnswerView(QTextBrowser):
         self._timer = QTimer(self, singleShot=True)
         self._timer.setTimerType(Qt.TimerType.PreciseTimer)
         self._timer.timeout.connect(self._update)
-        self._put_back = QTimer(self, singleShot=True)
-        self._put_back.timeout.connect(lambda: self._place())
+        self._put_back = timer(self, lambda: self._place(), once=True)
 
     def theme(self) -> Theme:
-        """The colours to draw with."""
         return colours()
 
     # The text

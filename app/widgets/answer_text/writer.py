@@ -569,7 +569,6 @@ def _without(span: TextSpan, count: int) -> TextSpan:
 
 
 def _common(a: str, b: str) -> str:
-    """The beginning that they share."""
     if b.startswith(a):
         return a
     low, high = 0, min(len(a), len(b))

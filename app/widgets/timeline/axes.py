@@ -10,7 +10,7 @@ from PySide6.QtWidgets import QWidget
 
 from app.theme import themed
 from app.widgets.chart import Axis
-from app.widgets.help_mark import MARK_PX
+from app.widgets.scaffold import MARK_PX
 from app.widgets.timeline.lanes import lane_words, reading
 from app.widgets.timeline.picture import GUTTER_GAP_PX, LaneRow, caption_font, sizes_for, title_font
 

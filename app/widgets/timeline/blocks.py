@@ -6,11 +6,10 @@ import numpy as np
 from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
 from PySide6.QtGui import QBrush, QColor, QFontMetricsF, QPainter, QPainterPath, QPen, QPolygonF
 
-from app.services.history.history import History
-from app.services.history.runs import PhaseRun
+from app.services.history.history import History, PhaseRun
 from app.theme import themed
-from app.widgets.timeline.colours import faded, text_on
-from app.widgets.timeline.viewport import Viewport
+from app.widgets.timeline.keys import faded, text_on
+from app.widgets.timeline.navigator import Viewport
 from engine.telemetry.analysis import token_ticks
 from engine.telemetry.lanes import (
     ATTENTION,

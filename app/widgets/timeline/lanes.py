@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from PySide6.QtCore import QCoreApplication
 
-from app.services.history.buckets import Floats
+from app.services.history.gauges import Floats
 from app.services.history.history import History
 from app.widgets.quantities import nearest_percent, number
-from app.widgets.timeline.viewport import Viewport
+from app.widgets.timeline.navigator import Viewport
 from engine.common.lanes import LANES, SENSOR_LANES, TRACKS, Lane, track_number
 from engine.telemetry.analysis import OTHER
 
@@ -154,7 +154,6 @@ def nice(value: float) -> float:
 
 
 def amount_text(lane: Lane, value: float) -> str:
-    """A value of this lane with its unit."""
     if not np.isfinite(value):
         return "–"
     match lane.unit:

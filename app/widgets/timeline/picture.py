@@ -3,28 +3,115 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import pyqtgraph as pg
 from PySide6.QtCore import QCoreApplication, QPointF, QRectF, Qt
-from PySide6.QtGui import QFont, QFontInfo, QFontMetrics, QPaintEngine, QPainter, QPen, QPixmap
+from PySide6.QtGui import (
+    QBrush,
+    QColor,
+    QFont,
+    QFontInfo,
+    QFontMetrics,
+    QFontMetricsF,
+    QPaintEngine,
+    QPainter,
+    QPen,
+    QPixmap,
+)
 
 from app.services.history.history import History
 from app.theme import tabular, themed
-from app.widgets.help_mark import MARK_PX
 from app.widgets.quantities import number
-from app.widgets.timeline.blocks import draw_blocks, draw_phases, fits
+from app.widgets.scaffold import MARK_PX
+from app.widgets.timeline.blocks import bars, draw_blocks, draw_phases, fits, span_label
+from app.widgets.timeline.keys import faded, text_on
 from app.widgets.timeline.lanes import LaneData, lane_titles, read_lane, tracks_of
+from app.widgets.timeline.navigator import Viewport
 from app.widgets.timeline.plots import draw_lane
-from app.widgets.timeline.requests import draw_requests, joined
-from app.widgets.timeline.viewport import Viewport
 from engine.common.lanes import Lane
-from engine.telemetry.lanes import CPU_ATTENTION
+from engine.telemetry.lanes import CPU_ATTENTION, ELSEWHERE, JOB, QUEUED, READING, WRITTEN_ELSEWHERE
 from engine.telemetry.records import Records
 
 translate = QCoreApplication.translate
+
+
+MOST_ROWS = 16
+_LABEL_PX = 40
+
+
+def joined(spans: Records) -> Records:
+    """The pieces of each request's phases as one span each, in order of their requests and times."""
+    if not len(spans):
+        return spans
+    spans = np.sort(spans, order=("request", "start_ns"))
+    same = (spans["request"][1:] == spans["request"][:-1]) & (spans["name"][1:] == spans["name"][:-1])
+    firsts = np.flatnonzero(np.concatenate(([True], ~same)))
+    whole = spans[firsts].copy()
+    lasts = np.concatenate((firsts[1:], [len(spans)])) - 1
+    whole["end_ns"] = spans["end_ns"][lasts]
+    whole["count"] = np.add.reduceat(spans["count"], firsts)
+    return whole
+
+
+def rows_of(spans: Records) -> list[int]:
+    """The row of each of these joined spans: a request keeps its own, which is free again after it."""
+    rows: dict[int, int] = {}
+    free: list[int] = []  # when each row becomes free
+    arrived = np.argsort(spans["start_ns"], kind="stable")
+    ends: dict[int, int] = {}
+    for request, end in zip(spans["request"].tolist(), spans["end_ns"].tolist(), strict=True):
+        ends[request] = max(end, ends.get(request, end))
+    for index in arrived.tolist():
+        request, start = int(spans["request"][index]), int(spans["start_ns"][index])
+        if request in rows:
+            continue
+        row = next((number for number, until in enumerate(free) if until <= start), len(free))
+        if row == len(free):
+            free.append(0)
+        free[row] = ends[request]
+        rows[request] = row
+    return [min(rows[int(request)], MOST_ROWS - 1) for request in spans["request"]]
+
+
+def request_label(span: np.void, places: Mapping[int, str]) -> str:
+    """`writing ×12`, or `written at Rack ×12` where another server answers."""
+    place = places.get(int(span["request"]))
+    if place is None or int(span["name"]) not in (ELSEWHERE, WRITTEN_ELSEWHERE):
+        return span_label(span)
+    if int(span["name"]) == ELSEWHERE:
+        return translate("Timeline", "waiting for {0}").format(place)
+    return translate("Timeline", "written at {0} ×{1}").format(place, int(span["count"]))
+
+
+def draw_requests(
+    painter: QPainter, area: QRectF, spans: Records, viewport: Viewport, colour: QColor, places: Mapping[int, str]
+) -> None:
+    """Joined spans as bars: hatched while a request waits, pale while it is read, full while it is written; a job's are
+    outlined.  `places` name the servers that answer some of them."""
+    metrics = QFontMetricsF(painter.font())
+    for index, bar in enumerate(bars(area, spans, rows_of(spans), viewport, 1.0)):
+        name = int(spans["name"][index])
+        waits = name in (QUEUED, ELSEWHERE)
+        if waits:
+            painter.fillRect(bar, QBrush(faded(colour, 150), Qt.BrushStyle.BDiagPattern))
+        elif name == JOB:
+            painter.fillRect(bar, faded(colour, 40))
+            painter.setPen(QPen(faded(colour, 205), 1))
+            painter.drawRect(bar.adjusted(0.5, 0.5, -0.5, -0.5))
+        else:
+            painter.fillRect(bar, faded(colour, 90 if name == READING else 205))
+        text = request_label(spans[index], places)
+        inner = bar.intersected(area).adjusted(4, 0, -3, 0)
+        has_room = bar.height() >= metrics.height() * 0.8 and inner.width() >= max(
+            _LABEL_PX, metrics.horizontalAdvance(text)
+        )
+        if not waits and has_room:
+            painter.setPen(QPen(themed("text") if name in (READING, JOB) else text_on(colour)))
+            painter.drawText(inner, Qt.AlignmentFlag.AlignVCenter | Qt.AlignmentFlag.AlignLeft, text)
+
 
 RIGHT_PX = 16
 LANE_GAP_PX = 9
@@ -70,7 +157,6 @@ class TextSizes:
 
 
 def sizes_for(font: QFont) -> TextSizes:
-    """The sizes for this font."""
     return _sizes(font.toString())
 
 
@@ -99,7 +185,6 @@ def title_font(font: QFont) -> QFont:
 
 
 def caption_font(font: QFont) -> QFont:
-    """For readings."""
     return scaled(tabular(font), 0.8)
 
 

@@ -9,7 +9,7 @@ from PySide6.QtCore import QCoreApplication
 from app.services.history.history import History
 from app.widgets.quantities import nearest_percent, number
 from app.widgets.timeline.lanes import doing_words, track_name
-from app.widgets.timeline.viewport import duration
+from app.widgets.timeline.navigator import duration
 from engine.common.lanes import WORK
 from engine.telemetry.analysis import OTHER, critical_path, range_averages
 from engine.telemetry.lanes import DECODE, SAMPLE

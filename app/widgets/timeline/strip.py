@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from PySide6.QtCore import QRectF, QSize, Qt, QTimer, Signal
+from PySide6.QtCore import QRectF, QSize, Qt, Signal
 from PySide6.QtGui import QHideEvent, QKeyEvent, QMouseEvent, QPainter, QPen, QShowEvent
 from PySide6.QtWidgets import QSizePolicy, QWidget
 
+from app.services.background import timer
 from app.services.telemetry_hub import TelemetryHub
 from app.theme import tabular, themed
 from app.widgets.chart import Chart
 from app.widgets.timeline.lanes import lane_words, lanes_of, read_lane, reading, tracks_of
-from app.widgets.timeline.navigator import BEHIND_NS
+from app.widgets.timeline.navigator import BEHIND_NS, Viewport
 from app.widgets.timeline.picture import LaneRow, LanesItem, scaled
 from app.widgets.timeline.plots import draw_lane
-from app.widgets.timeline.viewport import Viewport
 
 HEIGHT_PX = 40
 SPAN_NS = 20e9
@@ -43,8 +43,7 @@ class TimelineStrip(Chart):
         self.setProperty("ring", True)
         self.setAccessibleName(self.tr("Machine activity"))
         self.setToolTip(self.tr("The last 20 seconds. Click for the Monitor."))
-        self._refreshing = QTimer(self, interval=_REFRESH_MS)
-        self._refreshing.timeout.connect(self._refresh)
+        self._refreshing = timer(self, self._refresh, _REFRESH_MS)
         self.dress()
 
     def dress(self) -> None:

@@ -10,15 +10,15 @@ from PySide6.QtCore import QPointF, QSize, Qt, QTimer, Signal
 from PySide6.QtGui import QHideEvent, QKeyEvent, QPainter, QShowEvent
 from PySide6.QtWidgets import QGraphicsPathItem, QGraphicsSceneWheelEvent, QSizePolicy, QWidget
 
+from app.services.background import timer
 from app.theme import themed
 from app.widgets.chart import Chart
-from app.widgets.help_mark import MARK_PX, HelpMark
+from app.widgets.scaffold import MARK_PX, HelpMark
 from app.widgets.timeline.axes import GutterLabel, LaneAxis, TimeAxis
 from app.widgets.timeline.blocks import path_through
-from app.widgets.timeline.colours import FAINT_ALPHA, faded
-from app.widgets.timeline.keys import PAN, key_pressed
+from app.widgets.timeline.keys import FAINT_ALPHA, PAN, faded, key_pressed
 from app.widgets.timeline.lanes import LaneData, lane_help, lane_words, lanes_of, read_lane, reading, tracks_of
-from app.widgets.timeline.navigator import BEHIND_NS, Navigator
+from app.widgets.timeline.navigator import BEHIND_NS, Navigator, duration
 from app.widgets.timeline.picture import (
     GUTTER_GAP_PX,
     LANE_GAP_PX,
@@ -33,7 +33,6 @@ from app.widgets.timeline.picture import (
     sizes_for,
 )
 from app.widgets.timeline.readout import TokenPath, averages_text, token_at, token_beside
-from app.widgets.timeline.viewport import duration
 from engine.common.lanes import Lane
 
 _EMPTY_PX = 233
@@ -156,8 +155,7 @@ class TimelineView(Chart):
                 "square brackets step through tokens, Enter zooms to a token. The table has the same data as text."
             )
         )
-        self._refreshing = QTimer(self)
-        self._refreshing.timeout.connect(self.refresh)
+        self._refreshing = timer(self, self.refresh)
         self.navigator.moved.connect(self._redraw)
         self.view.sigResized.connect(lambda _view: self._fit())
         self.sceneObj.sigPrepareForPaint.connect(self._prepare)
@@ -414,7 +412,6 @@ class TimelineView(Chart):
 
     @property
     def selection(self) -> tuple[float, float] | None:
-        """The selected range."""
         return self._selection
 
     @property
@@ -439,7 +436,6 @@ class TimelineView(Chart):
         self._say()
 
     def clear_selection(self) -> None:
-        """Clears the selected range and token."""
         self._selection, self._token, self._token_is_kept = None, None, False
         self._place()
         self._say()

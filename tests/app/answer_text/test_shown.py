@@ -10,7 +10,7 @@ from pytestqt.qtbot import QtBot
 
 from app.theme import LIGHT, ThemeController
 from app.widgets.answer_text import AnswerView
-from app.widgets.answer_text.rules import MAX_COLUMNS
+from app.widgets.answer_text.parser import MAX_COLUMNS
 from tests.app.answer_text.looks import ViewMaker, look
 from tests.unit.markdown_texts import EVERYTHING
 

@@ -17,6 +17,7 @@ from app.views.chat.side_by_side import SideBySide
 from app.views.chat.user_message import UserMessage
 from app.widgets.page import BatchDraft
 from engine.common.config import SamplingParams
+from engine.common.schema import settings_of
 from tests.app.chat.chat_page import answered, shown, type_and_send
 from tests.app.scripted_engine import STARTER, ScriptedEngine
 
@@ -91,7 +92,7 @@ def test_presets_are_saved_renamed_used_and_deleted(page: ChatView, qtbot: QtBot
     popover, presets = page.composer.sampling_popover, page._presets
     qtbot.waitUntil(lambda: not presets._doing.is_busy)
     page.composer.edit_sampling()
-    popover.temperature.setValue(1.25)
+    popover.fields["temperature"].setValue(1.25)
     popover.save_button.click()
     popover.name.setText("Wild")
     qtbot.keyClick(popover.name, Qt.Key.Key_Return)
@@ -123,7 +124,7 @@ def test_a_number_is_typed_past_the_models_own(
     engine.model = replace(engine.model, path=str(tmp_path))
     engine.model_loaded.emit(engine.model)
     page.composer.edit_sampling()
-    field = page.composer.sampling_popover.temperature
+    field = page.composer.sampling_popover.fields["temperature"]
     assert field.value() == 0.3
     field.selectAll()
     qtbot.keyClicks(field, "0.35")
@@ -134,10 +135,10 @@ def test_every_field_is_explained_with_the_models_own(page: ChatView, qtbot: QtB
     popover = page.composer.sampling_popover
     popover.set_own(replace(popover.own, top_k=40))
     page.composer.edit_sampling()
-    fields = [field for _name, _tip, field in popover._explained.values()]
-    assert len(set(fields)) == 17
-    popover.top_k.setFocus()
-    popover._explain(popover.top_k)
+    explained = {setting.key for setting in popover._explained.values()}
+    assert explained == {each.key for each in settings_of(SamplingParams)}
+    popover.fields["top_k"].setFocus()
+    popover._explain(popover.fields["top_k"])
     assert popover.explanation.text().startswith("Top-k: ")
     assert popover.explanation.text().endswith("Recommended: 40.")
 

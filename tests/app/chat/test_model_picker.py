@@ -20,7 +20,7 @@ from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
 from app.views.chat.chat_view import ChatView
 from app.views.chat.model_picker import ModelPicker
-from app.widgets.model_dialog import model_of
+from app.widgets.asking import model_of
 from app.widgets.page import MODELS
 from engine.checkpoint.library import LibraryEntry, Listing
 from tests.app import tuning_results as made

@@ -28,13 +28,11 @@ def test_sampling_and_system_prompt_belong_to_the_chat(page: ChatView, engine: S
     card = page.composer.sampling_popover
     card.presets[Preset.PRECISE].click()
     assert page.composer.sampling_button.text() == "Precise"
-    card.temperature.setValue(1.25)
-    card.stop.setText(r"END, \n\n")
-    card.stop.textEdited.emit("")
-    card.seed.setText("7")
-    card.seed.textEdited.emit("")
+    card.fields["temperature"].setValue(1.25)
+    card.fields["stop"].setText(r"END, \n\n")
+    card.fields["seed"].setValue(7)
     assert page.composer.sampling_button.text() == "Custom"
-    qtbot.keyClick(card.temperature, Qt.Key.Key_Escape)
+    qtbot.keyClick(card.fields["temperature"], Qt.Key.Key_Escape)
     assert card.isHidden()
     page.composer.edit_system_prompt()
     page.composer.system_popover.text.setPlainText("You are brief.")
@@ -60,7 +58,7 @@ def test_a_chat_without_settings_of_its_own_takes_those_of_the_model_that_answer
     page.composer.edit_sampling()
     card = page.composer.sampling_popover
     assert card.own_button.isChecked()
-    assert (card.temperature.value(), card.dry_multiplier.value()) == (0.3, 0.8)
+    assert (card.fields["temperature"].value(), card.fields["dry_multiplier"].value()) == (0.3, 0.8)
     pill = page.composer.sampling_button
     for tip in (pill.toolTip(), card.own_button.toolTip(), card.own_button.accessibleDescription()):
         assert sampling_words(card.own) in tip
@@ -69,8 +67,8 @@ def test_a_chat_without_settings_of_its_own_takes_those_of_the_model_that_answer
     assert sampling_words(Preset.CREATIVE.beside(card.own)) in pill.toolTip()
     stored = page.presenter.conversation.sampling
     assert stored == replace(Preset.CREATIVE.value, dry_multiplier=0.8)
-    card.dry_multiplier.setValue(0.0)
-    assert not card.dry_breakers.isEnabled()
+    card.fields["dry_multiplier"].setValue(0.0)
+    assert not card.fields["dry_breakers"].isEnabled()
     assert page.presenter.conversation.sampling == Preset.CREATIVE.value
     card.own_button.click()
     assert page.presenter.conversation.sampling is None

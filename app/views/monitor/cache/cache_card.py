@@ -2,26 +2,170 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PySide6.QtCore import QCoreApplication, Signal
-from PySide6.QtWidgets import QButtonGroup, QHBoxLayout, QLabel, QPushButton, QVBoxLayout, QWidget
+import numpy as np
+import pyqtgraph as pg
+from PySide6.QtCore import QCoreApplication, QSize, Qt, Signal
+from PySide6.QtWidgets import QButtonGroup, QPushButton, QSizePolicy, QWidget
 
 from app.models.cache_figures import NO_FORECAST, CacheForecast, forecast, hit_rate, room_slots, sound
-from app.views.monitor.cache.tier_row import TierRow
-from app.views.monitor.cache.words import policy_name
-from app.widgets.card import Card, muted_label
+from app.theme import themed, use_tabular_figures
+from app.widgets.chart import Chart, hit_colour
 from app.widgets.fields import SpinBox
 from app.widgets.miss_ratio_plot import MissRatioPlot
 from app.widgets.quantities import number
-from app.widgets.rate_line import VALUES
+from app.widgets.scaffold import STRETCH, Card, add_items, hbox, muted_label, push_button, set_message, text_label, vbox
 from engine.telemetry.messages import CacheReport, CacheTier, TierReport
 
-_TIERS: tuple[CacheTier, ...] = ("vram", "ram")
+translate = QCoreApplication.translate
+
+
+_LONGEST = 40
+
+
+def policy_name(policy: str) -> str:
+    """`LRU`; an unknown policy is shown by its id."""
+    known = {
+        "lru": "LRU",
+        "lfu": "LFU",
+        "lfru": "LFRU",
+        "fifo": "FIFO",
+        "random": translate("Cache", "random"),
+        "static": translate("Cache", "static popularity"),
+    }
+    return known.get(policy, policy[:_LONGEST])
+
+
+def policy_tip(policy: str) -> str:
+    """Which expert a policy evicts."""
+    known = {
+        "lru": translate("Cache", "Evicts the least recently used expert."),
+        "lfu": translate("Cache", "Evicts the least frequently used expert."),
+        "lfru": translate("Cache", "Evicts an expert that is used rarely and not recently."),
+        "fifo": translate("Cache", "Evicts the oldest expert."),
+        "random": translate("Cache", "Evicts a random expert."),
+        "static": translate("Cache", "Keeps the most popular experts."),
+    }
+    return known.get(policy, "")
+
+
+def predictor_name(predictor: str) -> str:
+    """Its display name; an unknown one is shown by its id."""
+    known = {
+        "previous": translate("Cache", "previous token"),
+        "gate": translate("Cache", "next layer's gate"),
+        "correlation": translate("Cache", "correlation table"),
+        "mlp": translate("Cache", "trained network"),
+    }
+    return known.get(predictor, predictor[:_LONGEST])
+
+
+VALUES = 180
+"""One per second: three minutes."""
 
 
 translate = QCoreApplication.translate
+
+
+class RateLine(Chart):
+    """From 0 at the bottom to 1 at the top; unknown values leave a gap."""
+
+    def __init__(self, parent: QWidget | None = None) -> None:
+        super().__init__(parent)
+        self._values: deque[float] = deque(maxlen=VALUES)
+        self._line = pg.PlotCurveItem(connect="finite")
+        self._bounds = [pg.InfiniteLine(at, angle=0) for at in (0, 1)]
+        for item in (*self._bounds, self._line):
+            self.view.addItem(item, ignoreBounds=True)
+        self.view.setRange(xRange=(1 - VALUES, 0), yRange=(-0.08, 1.08), padding=0)
+        self.setFocusPolicy(Qt.FocusPolicy.NoFocus)
+        self.setSizePolicy(QSizePolicy.Policy.Expanding, QSizePolicy.Policy.Fixed)
+        self.dress()
+
+    def dress(self) -> None:
+        super().dress()
+        for bound in self._bounds:
+            bound.setPen(self.pen(themed("border")))
+        self._line.setPen(self.pen(hit_colour(), 1.5))
+
+    @property
+    def values(self) -> tuple[float, ...]:
+        """The last values; NaN where unknown."""
+        return tuple(self._values)
+
+    def add(self, value: float | None) -> None:
+        """Appends a value; None if unknown."""
+        self._values.append(np.nan if value is None else value)
+        # The newest is at the right edge, however few there are.
+        self._line.setData(np.arange(1 - len(self._values), 1), np.array(self._values))
+
+    def clear(self) -> None:
+        """Removes all values, for another model or none."""
+        self._values.clear()
+        self._line.setData([], [])
+
+    def sizeHint(self) -> QSize:
+        return QSize(110, 22)
+
+    def minimumSizeHint(self) -> QSize:
+        return QSize(40, 18)
+
+
+class TierRow(QWidget):
+    """The tier last passed to `show_tier`."""
+
+    def __init__(self, parent: QWidget) -> None:
+        super().__init__(parent)
+        self._name = text_label(self, role="secondary")
+        self._now = text_label(self, role="heading")
+        self._rest = text_label(self, role="secondary")
+        for label in (self._name, self._now, self._rest):
+            use_tabular_figures(label)
+        self.line = RateLine(self)
+        self.line.setToolTip(self.tr("Hit rate of the last three minutes of decoding, 0 to 100%"))
+        hbox(self._name, self._now, (self.line, 1), self._rest, into=self)
+        self._last: float | None = None
+
+    def show_tier(self, tier: TierReport, *, is_new: bool) -> None:
+        """Shows a report of the tier.
+
+        Args:
+            is_new: whether to add it to the sparkline: not if it has been shown before.
+        """
+        recent = tier.recent_hit_rate if tier.recent_hit_rate >= 0 else None
+        if is_new and recent is not None:
+            self.line.add(recent)
+        self._last = recent if recent is not None else self._last
+        place = tier_name(tier)
+        self._name.setText(self.tr("{0} hits").format(place))
+        now = "–" if self._last is None else self.tr("{0}%").format(number(100 * self._last, 0))
+        self._now.setText(now)
+        overall = hit_rate(tier)
+        self._rest.setText("" if overall is None else self.tr("{0}% overall").format(number(100 * overall, 0)))
+        held = self.tr("{0} of {1} experts").format(number(tier.slots, 0), number(tier.most_slots, 0))
+        self._rest.setToolTip(
+            self.tr("Since the model was loaded: {0} of {1} lookups").format(
+                number(tier.hits, 0), number(tier.lookups, 0)
+            )
+        )
+        self.setAccessibleName(f"{self._name.text()} {now}, {self._rest.text()}, {held}")
+
+    def forget(self) -> None:
+        """Clears the history, for another model or none."""
+        self._last = None
+        self.line.clear()
+
+
+def tier_name(tier: TierReport) -> str:
+    """`VRAM` or `RAM`."""
+    return translate("Fit", "VRAM") if tier.tier == "vram" else translate("Fit", "RAM")
+
+
+_TIERS: tuple[CacheTier, ...] = ("vram", "ram")
+
 
 _SETTLED_REPORTS = 5
 """Seconds of decoding before the new size is judged: until then the cache fills."""
@@ -42,40 +186,27 @@ class SizeChooser(QWidget):
 
     def __init__(self, parent: QWidget) -> None:
         super().__init__(parent)
-        label = QLabel(self.tr("Experts kept"), self)
-        label.setProperty("role", "secondary")
-        self.field = SpinBox(self)
-        self.field.setAccessibleName(self.tr("Experts kept in this tier"))
+        self.field = SpinBox(self, name=self.tr("Experts kept in this tier"))
+        label = text_label(self, self.tr("Experts kept"), role="secondary", buddy=self.field)
         self.field.setKeyboardTracking(False)
         self.field.setGroupSeparatorShown(True)
         self.field.lineEdit().setTextMargins(8, 0, 0, 0)  # the style sheet's padding does not apply here
-        label.setBuddy(self.field)
-        self.button = QPushButton(self.tr("Resize"), self)
-        self.button.setToolTip(self.tr("Lasts until the model is reloaded; Tune sets a permanent size."))
-        self.undo = QPushButton(self.tr("Undo"), self)
-        self.undo.setProperty("kind", "quiet")
+        self.button = push_button(
+            self,
+            self.tr("Resize"),
+            lambda: self.chosen.emit(self.field.value()),
+            tip=self.tr("Lasts until the model is reloaded; Tune sets a permanent size."),
+        )
+        self.undo = push_button(self, self.tr("Undo"), lambda: self.undone.emit(), kind="quiet")
         stays = self.undo.sizePolicy()
         stays.setRetainSizeWhenHidden(True)  # or the card would change its width
         self.undo.setSizePolicy(stays)
         self.undo.hide()
-        row = QHBoxLayout()
-        row.setSpacing(8)
-        row.addWidget(label)
-        row.addWidget(self.field)
-        row.addWidget(self.button)
-        row.addWidget(self.undo)
-        row.addStretch(1)
         self._outcome = muted_label(self)
-        column = QVBoxLayout(self)
-        column.setContentsMargins(0, 0, 0, 0)
-        column.setSpacing(6)
-        column.addLayout(row)
-        column.addWidget(self._outcome)
+        vbox(hbox(label, self.field, self.button, self.undo, STRETCH), self._outcome, into=self, gap=6)
         self._outcome.hide()
         self._present = 0
         self.field.valueChanged.connect(self._on_value)
-        self.button.clicked.connect(lambda: self.chosen.emit(self.field.value()))
-        self.undo.clicked.connect(lambda: self.undone.emit())
 
     @property
     def outcome(self) -> str:
@@ -83,7 +214,6 @@ class SizeChooser(QWidget):
         return self._outcome.text()
 
     def show_tier(self, tier: TierReport, slots: int) -> None:
-        """Shows the tier, and the handle's size."""
         self._present = tier.slots
         if not self.field.hasFocus() or self.field.value() == slots:
             self.set_slots(slots, tier.most_slots)
@@ -99,8 +229,7 @@ class SizeChooser(QWidget):
 
     def say(self, outcome: str, *, undoable: bool) -> None:
         """Shows the outcome of the last change; empty if there was none."""
-        self._outcome.setText(outcome)
-        self._outcome.setVisible(bool(outcome))
+        set_message(self._outcome, outcome)
         self.undo.setVisible(undoable)
 
     def _on_value(self, slots: int) -> None:
@@ -139,7 +268,6 @@ class Resizing:
         return self.now is not None and (self.now.slots != self.before.slots or self.reports > 1)
 
     def on_report(self, report: CacheReport) -> None:
-        """Handles the next report."""
         now = next((tier for tier in report.tiers if tier.tier == self.tier), None)
         if now is None:
             return
@@ -213,11 +341,14 @@ class CacheCard(Card):
         self._tabs = QButtonGroup(self)
         self._buttons: dict[CacheTier, QPushButton] = {}
         for tier, text in zip(_TIERS, (self.tr("VRAM"), self.tr("RAM")), strict=True):
-            button = QPushButton(text, self)
-            button.setProperty("kind", "chip")
-            button.setCheckable(True)
-            button.setToolTip(self.tr("Show this tier's size"))
-            button.clicked.connect(lambda _checked=False, tier=tier: self._choose_tier(tier))
+            button = push_button(
+                self,
+                text,
+                lambda _checked=False, tier=tier: self._choose_tier(tier),
+                kind="chip",
+                checkable=True,
+                tip=self.tr("Show this tier's size"),
+            )
             self._tabs.addButton(button)
             self._buttons[tier] = button
             self.head.addWidget(button)
@@ -225,11 +356,7 @@ class CacheCard(Card):
         self.plot = MissRatioPlot(self)
         self.size_field = SizeChooser(self)
         self._note = muted_label(self)
-        for row in self.rows.values():
-            self.body.addWidget(row)
-        self.body.addWidget(self.plot, 1)
-        self.body.addWidget(self.size_field)
-        self.body.addWidget(self._note)
+        add_items(self.body, *self.rows.values(), (self.plot, 1), self.size_field, self._note)
         self.body.addStretch(0)  # takes the remaining height where there is no plot
         self.plot.moved.connect(self._on_handle)
         self.plot.chosen.connect(self._resize)
@@ -335,8 +462,7 @@ class CacheCard(Card):
         return " ".join(filter(None, (text, report.note)))
 
     def _say(self, text: str) -> None:
-        self._note.setText(text)
-        self._note.setVisible(bool(text))
+        set_message(self._note, text)
 
     # --- resizing ---------------------------------------------------------------------------------
 
