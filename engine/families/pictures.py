@@ -160,6 +160,12 @@ class Sizes:
                 wide, high = self.fitted(width, height)
                 return Grid(math.ceil(high / side), math.ceil(wide / side), 2)
 
+    def patches(self, grid: Grid) -> int:
+        """That the tower attends to in a picture of so many tokens."""
+        if self.sight.rule == "square":
+            return (self.edge // self.patch) ** 2
+        return grid.rows * grid.columns * self.merge**2
+
     def fitted(self, width: int, height: int) -> tuple[int, int]:
         """What a picture's sides are made by the rule "fit", before it is filled up."""
         patches = max(1.0, height // self.patch) * max(1.0, width // self.patch)

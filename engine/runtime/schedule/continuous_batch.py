@@ -53,11 +53,6 @@ _NEWEST = 0.25
 """Weight of the newest measurement in an average."""
 
 
-_PICTURES = (
-    "The row has pictures, and the first rows of its file have none: put rows with pictures into a file of their own."
-)
-
-
 class ContinuousBatch(Lane):
     """Rows in progress in one model; kept while another request has priority.
 
@@ -132,6 +127,8 @@ class ContinuousBatch(Lane):
         """What lies in the pages that a chat's last answer left."""
         self._left_tokens = 0
         """What the last row that ended had read, if its pages are still there."""
+        self._failed = 0
+        """Rows that something was wrong with."""
         self.most_rows = 0
         """Most rows in progress at the same time so far."""
         self.guests: Callable[[], Sequence[PagedRow]] = _nobody
@@ -235,11 +232,11 @@ class ContinuousBatch(Lane):
             self._sweep_s = 0.0
             self._model.heed()
             self._drop_cancelled()
-            aside = -1
+            aside, failed = -1, self._failed
             while not (work := self._next()):
-                if len(self._aside) in (0, aside):
+                if len(self._aside) in (0, aside) and failed == self._failed:
                     return False
-                aside = len(self._aside)  # of which some may have outgrown all pages
+                aside, failed = len(self._aside), self._failed  # some may have outgrown all pages
             self._work = work + self._invited(work)
             self._record(work)
             self._sweep = self._model.sweep(self._work)
@@ -418,9 +415,6 @@ class ContinuousBatch(Lane):
         if is_cancelled:
             source.on_row(new.ended())
             return True
-        if new.layout is not None:
-            source.on_row(new.ended(EngineError(ErrorCode.INVALID_REQUEST, _PICTURES)))
-            return True
         needs = len(new.prompt) + (1 if self._policy.ahead is not None else new.limits.max_tokens)
         if self.pool.needs(needs) * self._kind.weight > self.pool.capacity:
             source.on_row(new.ended(_too_long(new, self.pool.capacity)))
@@ -438,12 +432,13 @@ class ContinuousBatch(Lane):
     def _row_of(self, new: PreparedRow, sequence: AnswerSequence) -> PagedRow:
         most_tokens = new.limits.max_tokens
         row = PagedRow(
-            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind)
+            *(new.request, new.prompt, sequence, most_tokens, self.pool, self._policy.ahead, new.begun_s, self._kind),
+            layout=new.layout,
         )
         if new.request.sampling.beams > 1:
-            row.search = partial(new.search, prefix=new.prompt)
+            row.search = partial(new.search, prefix=new.text)
         elif self.exact is not None and self.exact.guesses:
-            row.speculation = Speculation(self._prices, new.prompt, most_tokens)
+            row.speculation = Speculation(self._prices, new.text, most_tokens)
         return row
 
     def _reserve(self, row: PagedRow) -> bool:
@@ -491,8 +486,8 @@ class ContinuousBatch(Lane):
         writing = [row for row in self.rows if not row.is_reading]
         most = exact.most_rows
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
-        if only is not None:
-            tokens = min(exact.chunk_tokens, len(only.prompt) - only.held)
+        most_read = min(exact.chunk_tokens, len(only.prompt) - only.held) if only is not None else 0
+        if only is not None and (tokens := self._up_to(only, most_read)):
             yield [Work(only, tokens, is_exact=True)]
         shared = [row for row in reading if row is not only and not row.request.repeats]
         if shared or len(writing) > most:
@@ -535,9 +530,20 @@ class ContinuousBatch(Lane):
             tokens = min(left, len(row.prompt) - row.held)
             if mixers is not None:
                 tokens = mixers.up_to(row, tokens)
-            work.append(Work(row, tokens))
+            if tokens := self._up_to(row, tokens):
+                work.append(Work(row, tokens))
             left -= tokens
         return work
+
+    def _up_to(self, row: PagedRow, tokens: int) -> int:
+        """How many of a row's next tokens are read at once; 0 if one of its pictures has ended it."""
+        before = RECORDER.request
+        if row.layout is not None:  # what reads it is recorded before its sweep begins
+            RECORDER.request = row.recorded or self._of_all or RECORDER.next_request
+        with self._work_for(row):
+            tokens = row.up_to(tokens)
+        RECORDER.request = before
+        return tokens if row.error is None else 0
 
     def _finds_more(self, row: PagedRow) -> bool:
         """Takes over what is there of a prompt; false if anything went wrong."""
@@ -633,6 +639,7 @@ class ContinuousBatch(Lane):
                 yield
         except SequenceError as error:
             row.error = error
+            self._failed += 1
             self._ended(row)
 
     def _ended(self, row: PagedRow) -> None:

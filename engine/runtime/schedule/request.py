@@ -104,6 +104,11 @@ class PreparedRow:
     begun_s: float = 0.0
     layout: Layout | None = None
 
+    @property
+    def text(self) -> list[int]:
+        """The prompt's tokens with one that the tokenizer knows in place of pictures'."""
+        return self.prompt if self.layout is None else self.layout.sight.text(self.prompt)
+
     def begin(self, prefix: Sequence[int] | None = None, device: torch.device | None = None) -> AnswerSequence:
         """Its answer, still empty.
 
@@ -113,7 +118,7 @@ class PreparedRow:
         """
         request = self.request
         return AnswerSequence(
-            self.prompt if prefix is None else prefix,
+            self.text if prefix is None else prefix,
             request.sampling,
             self.limits,
             self.tokenizer,
