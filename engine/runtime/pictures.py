@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -529,6 +529,10 @@ class Layout:
         return (
             self.sight.given([PromptPart(self, begin, ids)], model) if self.has_any(begin, begin + len(ids)) else None
         )
+
+    def seen_by(self, sight: Sight) -> Layout:
+        """The same for another copy of the model."""
+        return Layout(sight, self.ids, [replace(span, seen=sight.see(span.seen.picture)) for span in self.spans])
 
     @property
     def told(self) -> dict[str, Any]:

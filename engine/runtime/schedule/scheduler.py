@@ -366,6 +366,8 @@ class Scheduler:
         for asked in carried:
             if asked.begun is not None:
                 asked.begun.move(self.loaded.device)
+            if (prepared := asked.prepared) is not None and prepared.layout is not None and self.loaded.sight:
+                asked.prepared = replace(prepared, layout=prepared.layout.seen_by(self.loaded.sight))
         self._waiting.extend(carried)
         self._rest(not carried)
 
