@@ -179,8 +179,8 @@ def _pictures_words(waiting: Waiting) -> str:
         return ""
     seconds = number(waiting.pictures_s, 1 if waiting.pictures_s >= 0.95 else 2)
     if waiting.pictures == 1:
-        return translate("SummaryCard", "Before them a picture was read, in {0} s.").format(seconds)
-    words = translate("SummaryCard", "Before them {0} pictures were read, in {1} s.")
+        return translate("SummaryCard", "A picture was read first, in {0} s.").format(seconds)
+    words = translate("SummaryCard", "{0} pictures were read first, in {1} s.")
     return words.format(number(waiting.pictures, 0), seconds)
 
 
