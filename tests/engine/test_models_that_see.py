@@ -475,7 +475,7 @@ def test_nothing_of_another_tower_is_used_again(tmp_path: Path) -> None:
     with loaded(file, "fp32") as model:  # one that comes after the model, and before its first picture
         write_mmproj(written, "qwen3_vl", drawn_tower("qwen3_vl", width), width)
         with pytest.raises(EngineError, match="another one than when the model was loaded"):
-            ask(Scheduler(model), asked)
+            Scheduler(model).answer(BatchRequest(0, tuple(asked)))
 
 
 def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path) -> None:
