@@ -323,7 +323,7 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
             scheduler = Scheduler(model)
             (answer,) = ask(scheduler, messages, chat=chat)
             answers.append(answer.token_ids)
-            blocks = 3 if words else 1
+            blocks = 2 if words else 1
             assert answer.from_disk == (64 * blocks if restart else 0)
             # Without these words the second begins behind the first 64 tokens.
             assert model.sight.read_pictures == (0 if restart and words else 2 - restart)

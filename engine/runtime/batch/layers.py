@@ -68,7 +68,7 @@ class Recording:
 
     def after(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """What the model makes of a layer's output before it hands that to the next one."""
-        if index >= len(self.added):
+        if self.places is None or index >= len(self.added):
             return hidden
         return hidden.index_add(1, self.places, self.added[index].to(hidden.dtype)[None])
 
