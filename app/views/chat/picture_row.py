@@ -82,7 +82,7 @@ class PictureRow(Flow):
             return frame
         column = QWidget(self)
         below = QVBoxLayout(column)
-        below.setContentsMargins(0, 0, 0, 0)
+        below.setContentsMargins(0, 0, GAP_PX, 0)  # one caption ends before the next begins
         below.setSpacing(2)
         words = QLabel(caption, column)
         words.setProperty("role", "secondary")
