@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,6 @@ from engine.kernels.native.choice import ensure_measured
 from engine.kernels.native.library import load_kernels, missing_note
 from engine.kernels.native.paged_attention import KvType
 from engine.planner.placement import Note, NoteCode
-from engine.runtime.batch.job_plan import costs_of
 from engine.runtime.decoder_layers import decoder_layers, move_between
 from engine.runtime.draft_head import draft_head_of
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer
@@ -319,7 +317,7 @@ def _hand_over(
         chunk = LONG_TOKENS
     else:
         chunk = chunk_tokens_in_ram(profile.experts, profile.experts_per_token)
-    loaded = LoadedModel(
+    return LoadedModel(
         model=model,
         tokenizer=tokenizer,
         info=info,
@@ -341,9 +339,6 @@ def _hand_over(
         sight=seeing if isinstance(seeing, Sight) else None,
         blind=seeing if isinstance(seeing, Blind) else None,
     )
-    if loaded.sight is not None:
-        loaded.sight.costs_of = partial(costs_of, loaded)
-    return loaded
 
 
 def _graph_device(plan: Plan, parts: LoadingParts) -> Device | None:
