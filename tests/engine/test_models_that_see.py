@@ -201,6 +201,8 @@ def test_in_16_bits_and_with_native_steps(family: str, folder: Path) -> None:
         (answer,) = ask(Scheduler(model), MESSAGES)
         (again,) = ask(Scheduler(model), MESSAGES)
         assert list(answer.token_ids) == list(again.token_ids) == tokens
+        together = ask(Scheduler(model), (turn("And ", B),), MESSAGES, (turn(A, "?"),))
+        assert [len(each.token_ids) for each in together] == [TOKENS] * 3  # of which near ties may change places
 
 
 def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tensor]:
@@ -244,6 +246,8 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
             sight.costs.know(Cost.CPU_PICTURE, lambda _gflops: 1.0)
             assert ask(scheduler, MESSAGES)[0].token_ids == alone[0]
             assert (sight.read_pictures, sight.read_on_card) == (2, on_card)
+            both = ask(scheduler, text, MESSAGES, (turn("And ", B),))
+            assert [each.token_ids for each in both[:2]] == alone[::-1]
             seen = Cost.CARD_PICTURE if on_card else Cost.CPU_PICTURE
             assert [kind for kind in Cost if sight.costs.source(kind) is Source.OBSERVED] == [seen]
             scheduler.close()

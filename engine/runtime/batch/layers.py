@@ -70,7 +70,8 @@ class Recording:
         """What the model makes of a layer's output before it hands that to the next one."""
         if self.places is None or index >= len(self.added):
             return hidden
-        return hidden.index_add(1, self.places, self.added[index].to(hidden.dtype)[None])
+        # Layers may be on several devices.
+        return hidden.index_add(1, self.places.to(hidden.device), self.added[index].to(hidden)[None])
 
 
 class DecoderLayers:
