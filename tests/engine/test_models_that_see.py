@@ -248,6 +248,8 @@ def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch
             assert (sight.read_pictures, sight.read_on_card) == (2, on_card)
             both = ask(scheduler, text, MESSAGES, (turn("And ", B),))
             assert [each.token_ids for each in both[:2]] == alone[::-1]
+            answered = in_company(model, BatchPolicy(rows=3), MESSAGES, text, (turn("And ", B),))
+            assert [tuple(each) for each in answered[:2]] == alone
             seen = Cost.CARD_PICTURE if on_card else Cost.CPU_PICTURE
             assert [kind for kind in Cost if sight.costs.source(kind) is Source.OBSERVED] == [seen]
             scheduler.close()
