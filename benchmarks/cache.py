@@ -17,15 +17,16 @@ import torch
 
 from engine.bench.report import Report
 from engine.devices.cpu import open_cpu
-from engine.experts.bank import BankLayer
 from engine.experts.cache.selection import CANDIDATES
 from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
 from engine.experts.ram_tier import RamTier
-from engine.experts.record import LayerSpec, RecordLayout, allocate_records
+from engine.experts.record import LayerSpec, allocate_records
 from engine.experts.record_source import RecordSource
 from engine.experts.replay import ADOPTED, RoutingTrace, belady_hits, read_trace, replay
 from engine.experts.vram_cache import VramCache
+from engine.formats.layouts import RecordLayout
+from engine.kernels.interface import LayerRecords
 
 if TYPE_CHECKING:
     from engine.experts.replay import RoutingTrace
@@ -45,7 +46,7 @@ def vram_cache_us(routing: RoutingTrace) -> float:
     steps, spent_s, timed = _steps(routing), 0.0, 0
     records = allocate_records(routing.num_experts, _LAYOUT, torch.device("cpu"))
     records.zero_()
-    source = RecordSource(BankLayer("made up", _LAYOUT, records), cast("ExpertKernel", None))  # nothing is computed
+    source = RecordSource(LayerRecords("made up", _LAYOUT, records), cast("ExpertKernel", None))  # nothing is computed
     device = open_cpu()
     slots = int(_RESIDENT_SHARE * routing.layers * routing.num_experts)
     cache = VramCache(device, _LAYOUT, layers=routing.layers, experts=routing.num_experts, slots=slots, staging=0)

@@ -24,8 +24,8 @@ from engine.bench.report import PeerError, Report, in_turn
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import disk_errors_explained, require_space
 from engine.common.paths import python_module
-from engine.experts.bank import ExpertBank
 from engine.experts.disk_tier import DiskTier, Read
+from engine.experts.record import ExpertBank
 from engine.kernels.native.library import load_kernels
 from engine.measure.disk import forget_cached, read_rate, write_rate
 from engine.runtime.load.checkpoint import read_headers
@@ -136,7 +136,7 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
     try:
         for index, spec in enumerate(disk.table.layers):
             records = bank.add_layer(spec.name, spec.num_experts, spec.layout).records
-            reads = disk.read_all(index, records)
+            reads = [disk.read(index, expert, record) for expert, record in enumerate(records)]
             under_way.extend(reads)
             # Request the next layer before this one has arrived, so that the disk never idles.
             while len(under_way) > _LAYERS_AHEAD * len(reads):
@@ -155,7 +155,7 @@ def load_prepared(disk: DiskTier, bank: ExpertBank, on_progress: Callable[[int, 
 
 def _finish(disk: DiskTier, read: Read) -> int:
     read.result()
-    return read.count * disk.table.layers[read.layer].layout.nbytes
+    return disk.table.layers[read.layer].layout.nbytes
 
 
 def _load_rate(file: Converted) -> float:

@@ -23,9 +23,9 @@ import torch
 from engine.bench.opened import ForcedText, decode_seconds, opened
 from engine.checkpoint.gguf.file import read_converted
 from engine.common.config import EngineConfig
-from engine.experts.bank import BankLayer
 from engine.experts.dispatch import BANK_LAYER
 from engine.kernels import choose_kernel
+from engine.kernels.interface import LayerRecords
 from engine.measure.disk import forget_cached
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ def _map_experts(loaded: LoadedModel, path: Path) -> None:
         module = modules[spec.name]
         begin = tensors[spec.name].offset
         records = everything[begin : begin + spec.nbytes].view(spec.num_experts, spec.layout.nbytes)
-        layer = BankLayer(spec.name, spec.layout, records)
+        layer = LayerRecords(spec.name, spec.layout, records)
         setattr(module, BANK_LAYER, (layer, choose_kernel(module, layer, loaded.kernels)))
     loaded.disk_backed.close()
 

@@ -22,9 +22,9 @@ from gguf import (
 from gguf.quants import dequantize, quant_shape_to_byte_shape, quantize
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.safetensors_numpy import read_safetensors
+from engine.formats.ggml import GGML
 from tests.k_quants import quantise_k
 
 
@@ -60,11 +60,11 @@ def write_gguf(
 
 
 def _type(kind: str) -> GGMLQuantizationType:
-    if kind != "Q2_0":
+    if kind in GGMLQuantizationType.__members__:
         return GGMLQuantizationType[kind]
-    unknown = int.__new__(GGMLQuantizationType, BY_NAME[kind].id)  # to the package, that is
-    unknown._name_, unknown._value_ = kind, BY_NAME[kind].id
-    GGML_QUANT_SIZES.setdefault(unknown, (BY_NAME[kind].elements, BY_NAME[kind].nbytes))
+    unknown = int.__new__(GGMLQuantizationType, GGML[kind].id)  # to the package, that is
+    unknown._name_, unknown._value_ = kind, GGML[kind].id
+    GGML_QUANT_SIZES.setdefault(unknown, (GGML[kind].elements, GGML[kind].nbytes))
     return unknown
 
 
@@ -74,7 +74,7 @@ def _in_blocks(values: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
         return quantise_k(values, kind)
     with suppress(NotImplementedError, KeyError):
         return np.asarray(quantize(values, _type(kind)))
-    own, size = BY_NAME[kind], values.std()
+    own, size = GGML[kind], values.std()
     raw = np.random.default_rng(values.size).integers(0, 256, (values.size // own.elements, own.nbytes), np.uint8)
 
     def scale(by: float) -> None:
@@ -237,7 +237,7 @@ def _as_written(architecture: str, name: str, values: NDArray[Any], config: dict
 
 def takes(kind: str, name: str, values: NDArray[Any]) -> bool:
     """Whether a tensor can be of a type, and is one that llama.cpp would quantise."""
-    return values.ndim > 1 and values.shape[-1] % BY_NAME[kind].elements == 0 and "ffn_gate_inp" not in name
+    return values.ndim > 1 and values.shape[-1] % GGML[kind].elements == 0 and "ffn_gate_inp" not in name
 
 
 def _add_hyperparameters(writer: GGUFWriter, config: dict[str, Any]) -> None:

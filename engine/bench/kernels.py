@@ -12,15 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from engine.bench.report import Report, in_turn
-from engine.checkpoint.gguf.types import BY_NAME
-from engine.experts.bank import BankLayer
 from engine.experts.dispatch import StandardExperts
-from engine.experts.quantised_layout import BlockLayout, QuantisedLayout
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import allocate_records
 from engine.formats import FORMATS
+from engine.formats.ggml import GGML
+from engine.formats.layouts import RecordLayout
 from engine.formats.lut4 import LUT4, MXFP4_TABLE
 from engine.formats.tiles import Pairing
-from engine.kernels.interface import ExpertKernel, ExpertMath
+from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords
 from engine.kernels.native.build import build
 from engine.kernels.native.experts import NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels, proven
@@ -46,7 +45,7 @@ class Weights:
 WEIGHTS = (
     *(Weights(each.name, each.name) for each in FORMATS.values() if each.native is not None),
     Weights("lut4 (MXFP4)", LUT4.name, MXFP4_TABLE),
-    *(Weights(kind.name, kind.name) for kind in BY_NAME.values() if kind.split is not None),
+    *(Weights(kind.name, kind.name) for kind in GGML.values() if kind.split is not None),
 )
 _BESIDE = {"lut4": "int4"}
 """Precision -> the one whose weights per second in the same run its own are divided by."""
@@ -110,7 +109,7 @@ def _bench_shape(
 ) -> list[float]:
     """Adds the rows of one shape; returns the read bandwidths that were measured in turn with them, GB/s."""
     module = StandardExperts(1, shape.hidden, shape.inner, torch.nn.SiLU())
-    kind = BY_NAME.get(weights.precision)
+    kind = GGML.get(weights.precision)
     if kind is not None and (shape.hidden % kind.elements or shape.inner % kind.elements):
         return []  # files of such a model have no blocks of this type
     layer = _layer(module, shape, weights)
@@ -166,7 +165,7 @@ def _peer_of(isa: Isa) -> str:
 class _Read:
     """Reads records as a kernel does, some at a time, each time others, by as many threads; returns GB per second."""
 
-    def __init__(self, layer: BankLayer, reader: MemoryReader, at_once: int) -> None:
+    def __init__(self, layer: LayerRecords, reader: MemoryReader, at_once: int) -> None:
         whole = layer.records.shape[0] // at_once * at_once
         self._pieces = itertools.cycle(layer.records[:whole].view(-1, at_once * layer.layout.nbytes))
         self._reader = reader
@@ -183,7 +182,7 @@ class _Read:
 class _Run:
     """Calls one kernel with different experts each time; returns GB of weights per second."""
 
-    def __init__(self, kernel: ExpertKernel, layer: BankLayer, shape: KernelShape, tokens: int) -> None:
+    def __init__(self, kernel: ExpertKernel, layer: LayerRecords, shape: KernelShape, tokens: int) -> None:
         self._kernel = kernel
         self._chosen = _ever_other(layer.num_experts, shape.top_k)
         self._weights = torch.full((tokens, shape.top_k), 1 / shape.top_k)
@@ -222,21 +221,21 @@ def _ever_other(experts: int, top_k: int) -> Iterator[list[int]]:
             yield order[begin : begin + top_k]
 
 
-def _layer(module: StandardExperts, shape: KernelShape, weights: Weights) -> BankLayer:
+def _layer(module: StandardExperts, shape: KernelShape, weights: Weights) -> LayerRecords:
     """Copies of one random expert, so many that none is cached when it is used again."""
     plain = RecordLayout.of(
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )
     layout: RecordLayout = plain
-    kind = BY_NAME.get(weights.precision)
+    kind = GGML.get(weights.precision)
     if kind is not None:
-        layout = BlockLayout.storing(plain, {"gate_up_proj": [kind] * 2, "down_proj": [kind]}, alternates=False)
+        layout = RecordLayout.in_blocks(plain, {"gate_up_proj": [kind] * 2, "down_proj": [kind]}, alternates=False)
     elif weights.precision != "bf16":
-        layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[weights.precision], Pairing.HALVES)
+        layout = RecordLayout.in_tiles(plain, lambda _: FORMATS[weights.precision], Pairing.HALVES)
     count = max(2 * shape.top_k, _COLD_BYTES // layout.nbytes)
-    layer = BankLayer(shape.name, layout, allocate_records(count, layout, torch.device("cpu")))
+    layer = LayerRecords(shape.name, layout, allocate_records(count, layout, torch.device("cpu")))
     layer.records.fill_(60)  # as scales and weights in bf16: small numbers
-    if isinstance(layout, QuantisedLayout):
+    if layout.tiled:
         for expert in range(count):
             for name in ("gate_up_proj", "down_proj"):
                 layout.matrix(layer.rows, name, expert).set_table(weights.table)

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from engine.checkpoint.config_file import text_part
-from engine.checkpoint.gguf.codes import KEPT_IN
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.model_shape import AttentionShape, ModelShape
 from engine.checkpoint.packed import is_blocks
@@ -105,16 +104,8 @@ _BY_LABEL = (
     (re.compile(r"IQ3_XS"), "IQ3_XXS", "IQ3_S"),
     (re.compile(r"IQ3_M"), "IQ3_S", "Q4_K"),
     (re.compile(r"IQ3"), "IQ3_S", "IQ3_S"),
-    (re.compile(r"TQ1"), "TQ1_0", "TQ1_0"),
-    (re.compile(r"TQ2"), "TQ2_0", "TQ2_0"),
-    (re.compile(r"NVFP4"), "NVFP4", "NVFP4"),
-    (re.compile(r"Q1_0"), "Q1_0", "Q1_0"),
-    (re.compile(r"Q2_0"), "Q2_0", "Q2_0"),
     (re.compile(r"IQ4_XS"), "IQ4_XS", "IQ4_XS"),
     (re.compile(r"IQ4"), "IQ4_NL", "IQ4_NL"),
-    (re.compile(r"MXFP4"), "MXFP4", "MXFP4"),
-    (re.compile(r"Q8_0"), "Q8_0", "Q8_0"),
-    (re.compile(r"Q6_K"), "Q6_K", "Q6_K"),
     (re.compile(r"Q5_K_[MLX]"), "Q5_K", "Q6_K"),
     (re.compile(r"Q5"), "Q5_K", "Q5_K"),
     (re.compile(r"Q3_K"), "Q3_K", "Q4_K"),
@@ -123,7 +114,8 @@ _BY_LABEL = (
     (re.compile(r"Q4_K"), "Q4_K", "Q4_K"),
     (re.compile(r"Q4|4-BIT"), "Q4_0", "Q4_0"),
 )
-"""Label of a quantisation -> the types of gate and up, and of every other down matrix; the rest is as gate and up."""
+"""Label of a quantisation -> the types of gate and up, and of every other down matrix; the rest is as gate and up.
+Others that are called as a type have all in that."""
 
 
 def as_quantised(shape: ModelShape, label: str) -> ModelShape:
@@ -135,11 +127,12 @@ def as_quantised(shape: ModelShape, label: str) -> ModelShape:
         shape: of the model in 16 bits.
         label: `Q4_K_M`, say.
     """
-    found = next((each for each in _BY_LABEL if each[0].search(label.upper())), None)
-    if found is None:
+    named = [each.name for each in GGML.values() if each.split is not None and each.name in label.upper()]
+    mixes = (each[1:] for each in _BY_LABEL if each[0].search(label.upper()))
+    in_file, half_in_file = next(mixes, (named[-1], named[-1]) if named else ("", ""))
+    if not in_file:
         return shape
-    _, in_file, half_in_file = found
-    most, finer = KEPT_IN.get(in_file, INT8), KEPT_IN.get(half_in_file, INT8)
+    most, finer = (GGML[name].kept_in or INT8 for name in (in_file, half_in_file))
     half = max(most, finer, key=lambda each: each.bits)
     head, layers = shape.vocabulary * shape.hidden, shape.matrix_weights
 

@@ -30,15 +30,7 @@ header of a file with all 90,000 tensors of the biggest models is a third of thi
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of a safetensors file.
-
-    Attributes:
-        file: the file that contains it.
-        key: its name in the file.
-        dtype: the type's name in the format (`BF16`, ...).
-        shape: its shape.
-        offset, nbytes: position of its bytes from the start of the file, and their number.
-    """
+    """One tensor of a file: where its bytes are, and what they are called there."""
 
     file: Path
     key: str
@@ -53,25 +45,27 @@ class TensorEntry:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """Every file that holds some of it."""
         return (self.file,)
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        """The tensors in files that it is made of."""
         return (self,)
 
     def row(self, index: int) -> TensorEntry:
         """One row of its first dimension, which the shape still has: an expert's, of a stack of all."""
-        nbytes = self.nbytes // self.shape[0]
-        return replace(self, shape=(1, *self.shape[1:]), offset=self.offset + index * nbytes, nbytes=nbytes)
+        return self.rows(index, 1)
+
+    def rows(self, begin: int, count: int) -> TensorEntry:
+        each = self.nbytes // self.shape[0]
+        return replace(self, shape=(count, *self.shape[1:]), offset=self.offset + begin * each, nbytes=count * each)
+
+    def below(self, index: int) -> TensorEntry:
+        """One row without the first dimension."""
+        return replace(self.rows(index, 1), shape=self.shape[1:])
 
 
 def read_header(file: Path, open_file: Opener = open_foreign) -> dict[str, TensorEntry]:
     """The tensors of one safetensors file, by name.
-
-    Args:
-        open_file: for a file that is not on this machine.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED`, naming the file, if it is missing, cut short or inconsistent.

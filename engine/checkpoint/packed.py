@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
+from engine.formats.ggml import GGML
 
 _NUMPY = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "I16": "<i2", "U16": "<u2", "I32": "<i4", "U32": "<u4", "I64": "<i8",
@@ -39,19 +40,18 @@ def _e4m3() -> Floats:
 _E4M3 = _e4m3()
 
 
-class Packing(Protocol):
+class Packing(ABC):
     """How the tensors that are stored make the tensor that is meant."""
 
+    __slots__ = ()
+
+    @abstractmethod
     def unpack(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Floats:
         """The tensor, from its sources as `as_array` gives them; of one expert if they all hold one row of stacks."""
 
-
-@runtime_checkable
-class Piecewise(Packing, Protocol):
-    """A packing that need not make the whole at once."""
-
     def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
-        """The same as `unpack`, some rows at a time."""
+        """The same, perhaps some rows at a time."""
+        yield self.unpack(entries, arrays)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,6 @@ class PackedEntry(TensorEntry):
     """A tensor that is made of others.
 
     `shape` is of the result, `nbytes` of all sources; `dtype`, `file`, `key` and `offset` are for messages only.
-
-    Attributes:
-        sources: what is read.
-        packing: what is made of it.
     """
 
     sources: tuple[TensorEntry, ...]
@@ -83,7 +79,7 @@ class PackedEntry(TensorEntry):
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryRows:
+class RotaryRows(Packing):
     """Rows of queries or keys whose heads are in the order of adjacent pairs, put back in that of two halves.
 
     Some architectures of ggml rotate element 2i of a head with 2i + 1, transformers element i with i + d/2; whoever
@@ -102,7 +98,7 @@ class RotaryRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class Rows(Packing):
     """Rows of all sources one below the other, of which a tensor has some in another order.
 
     Attributes:
@@ -119,7 +115,6 @@ class Rows:
 
     @property
     def are_below(self) -> bool:
-        """Whether the result is the sources one below the other as they are."""
         return self.order is None and self.axis == -2 and not self.transposed and not self.alternating
 
     def pieces(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> Iterator[Floats]:
@@ -140,7 +135,7 @@ class Rows:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class Changed(Packing):
     """Numbers that are stored as a function of them: `lowered` by one, `scaled`, or the `logarithm` of what is
     stored, which llama.cpp has with or without its sign, or there are zeros instead.
     """
@@ -161,7 +156,7 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
-class LatentHeads:
+class LatentHeads(Packing):
     """What multi-head latent attention makes keys and values of, stored as two stacks of one matrix per head.
 
     [heads, latent, key width] and [heads, value width, latent] -> [heads * (key width + value width), latent].
@@ -174,13 +169,11 @@ class LatentHeads:
 
 
 def is_packed(entry: TensorEntry) -> bool:
-    """Whether its bytes are something else than the tensor's numbers one after the other."""
     return isinstance(entry, PackedEntry) or is_blocks(entry.dtype)
 
 
 def is_blocks(dtype: str) -> bool:
-    """Whether this is a quantised type of ggml."""
-    return dtype in BY_NAME and BY_NAME[dtype].split is not None
+    return dtype in GGML and GGML[dtype].split is not None
 
 
 def as_array(entry: TensorEntry, raw: NDArray[np.uint8]) -> Array:
@@ -195,9 +188,8 @@ def as_array(entry: TensorEntry, raw: NDArray[np.uint8]) -> Array:
 
 
 def numbers(dtype: str, array: Array) -> Floats:
-    """What `as_array` gave, as numbers."""
     if is_blocks(dtype):
-        return BY_NAME[dtype].dequantise(array)
+        return GGML[dtype].dequantise(array)
     if dtype == "BF16":
         return (array.astype(np.uint32) << np.uint32(16)).view(np.float32)
     if dtype == "F8_E4M3":
@@ -208,10 +200,7 @@ def numbers(dtype: str, array: Array) -> Floats:
 def unpacked(entry: TensorEntry, arrays: Sequence[Array]) -> Iterator[Floats]:
     """The tensor's numbers, from its sources as `as_array` gives them: pieces of its first dimension, one by one."""
     if isinstance(entry, PackedEntry):
-        if isinstance(entry.packing, Piecewise):
-            yield from entry.packing.pieces(entry.sources, arrays)
-        else:
-            yield entry.packing.unpack(entry.sources, arrays)
+        yield from entry.packing.pieces(entry.sources, arrays)
         return
     (array,) = arrays
     rows = max(1, _AT_ONCE * len(array) // max(entry.numel, 1))

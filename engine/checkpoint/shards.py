@@ -126,16 +126,16 @@ def check_filled(tensors: Iterable[TensorEntry]) -> None:
 def _check_numbers(entries: list[TensorEntry]) -> None:
     import numpy as np
 
-    from engine.checkpoint.gguf.types import BY_NAME
+    from engine.formats.ggml import GGML
 
-    entries = [entry for entry in entries if entry.nbytes and (entry.dtype in BY_NAME or entry.dtype.startswith("F8_"))]
+    entries = [entry for entry in entries if entry.nbytes and (entry.dtype in GGML or entry.dtype.startswith("F8_"))]
     looked_at = entries[:: -(-len(entries) // _SAMPLES) or 1]
     looked_at.sort(key=lambda each: (each.file, each.offset))
     for file, several in itertools.groupby(looked_at, lambda each: each.file):
         try:
             with open_foreign(file, buffering=0) as stream:
                 for entry in several:
-                    kind = BY_NAME.get(entry.dtype)
+                    kind = GGML.get(entry.dtype)
                     size = kind.nbytes if kind is not None else 1
                     blocks = entry.nbytes // size
                     few = min(blocks, -(-_LOOKED_AT // size))

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.codes import format_for
 from engine.checkpoint.gguf.names import SUFFIX
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import LatentHeads, PackedEntry, RotaryRows, Rows, is_blocks
 from engine.checkpoint.quantised.packings import ByRows
 from engine.formats import FORMATS, LADDER, STORED, TiledFormat, format_of
+from engine.formats.ggml import GGML
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 
@@ -79,7 +78,7 @@ def precisions_of(entries: Iterable[TensorEntry], weights: int) -> tuple[str, ..
     if 2 * sum(entry.nbytes for entry, kind in zip(entries, types, strict=True) if kind is not None) <= nbytes:
         if not in_file:
             return LADDER
-    elif any(kind in BY_NAME for kind in types):
+    elif any(kind in GGML for kind in types):
         return (STORED,)
     bits = 8 * nbytes / max(weights, 1)
     return (STORED, *(name for name in LADDER if FORMATS[name].bits < COARSER * bits))
@@ -98,8 +97,7 @@ def type_of(entry: TensorEntry) -> str | None:
 
 
 def target_of(name: str) -> TiledFormat | None:
-    """The format for a type, as `type_of` calls it."""
-    return format_for(name) if name in BY_NAME else _CODES[name.partition(" ")[0]]
+    return GGML[name].in_tiles if name in GGML else _CODES[name.partition(" ")[0]]
 
 
 def common_format(entries: Iterable[TensorEntry]) -> TiledFormat | None:
@@ -111,7 +109,7 @@ def common_format(entries: Iterable[TensorEntry]) -> TiledFormat | None:
     named = [name for name in found if name is not None]
     if not named or len(named) < len(found):
         return None
-    formats = {(target_of(name), BY_NAME[name].table if name in BY_NAME else None) for name in named}
+    formats = {(target_of(name), GGML[name].table if name in GGML else None) for name in named}
     return formats.pop()[0] if len(formats) == 1 else INT8
 
 
@@ -125,12 +123,11 @@ def linear_format(entry: TensorEntry) -> TiledFormat | None:
     """The format that loses least of the weight of a linear layer; `None` for plain numbers."""
     stored = in_rows(entry)
     if stored is not None and len(stored.shape) == 2:
-        return format_for(stored.dtype)
+        return GGML[stored.dtype].in_tiles
     return format_of_codes(entry)
 
 
 def format_of_codes(entry: TensorEntry) -> TiledFormat | None:
-    """The format that keeps the codes of a tensor that is made of several."""
     if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
         return entry.packing.kept_in(entry.sources, entry.shape[1])
     return None
@@ -148,7 +145,7 @@ def in_rows(entry: TensorEntry) -> TensorEntry | None:
         if order_of(entry) is None:
             return None
         (entry,) = entry.sources
-    return entry if entry.dtype in BY_NAME else None
+    return entry if entry.dtype in GGML else None
 
 
 def in_columns(entry: TensorEntry) -> tuple[TensorEntry, NDArray[np.int64]] | None:
@@ -168,7 +165,7 @@ def heads_in_rows(entry: TensorEntry) -> tuple[TensorEntry, TensorEntry] | None:
     if not (isinstance(entry, PackedEntry) and isinstance(entry.packing, LatentHeads)):
         return None
     keys, values = entry.sources
-    return (keys, values) if keys.dtype in BY_NAME and values.dtype in BY_NAME else None
+    return (keys, values) if keys.dtype in GGML and values.dtype in GGML else None
 
 
 def pieces_of(entry: TensorEntry) -> Sequence[TensorEntry]:
@@ -181,7 +178,6 @@ def pieces_of(entry: TensorEntry) -> Sequence[TensorEntry]:
 
 
 def rows_of(entry: TensorEntry) -> Rows | None:
-    """How the rows of other tensors make this one, if they do."""
     return entry.packing if isinstance(entry, PackedEntry) and isinstance(entry.packing, Rows) else None
 
 

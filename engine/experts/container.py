@@ -35,9 +35,11 @@ from engine.checkpoint.gguf.names import MAGIC
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.files import is_full, try_lock, unlock
+from engine.common.footprint import RECORD_ALIGNMENT
 from engine.common.sizes import rounded_down, rounded_up
 from engine.experts.direct_file import DirectFile, Part, bytes_of
-from engine.experts.record import RECORD_ALIGNMENT, LayerSpec, RecordLayout
+from engine.experts.record import LayerSpec
+from engine.formats.layouts import RecordLayout
 
 VERSION = 3
 """Of the content: incremented when kernels read the bytes of a part in another way.  Another one is made again."""
@@ -79,14 +81,7 @@ class UnusableContainerError(EngineError):
 
 @dataclass(frozen=True)
 class Contents:
-    """What a file holds.  Two files with equal contents hold the same weights.
-
-    Attributes:
-        name: of the model, for people.
-        precision: of the weights, a name of `engine.formats`.
-        source: fingerprint of the model that they were made of, and of what made them.
-        tensors: in the order of the file.
-    """
+    """What a file holds, and what that was made of and by: two files with equal contents hold the same weights."""
 
     name: str
     precision: str
@@ -95,7 +90,6 @@ class Contents:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all records."""
         return sum(spec.nbytes for spec in self.tensors)
 
     @cached_property
@@ -124,7 +118,6 @@ class Contents:
 
     @property
     def size(self) -> int:
-        """Bytes of the file."""
         return len(self.header) + self.nbytes
 
     @cached_property
@@ -134,7 +127,6 @@ class Contents:
 
     @property
     def table_size(self) -> int:
-        """How many checksums and seals there are."""
         return self.rows[-1]
 
     @cached_property
@@ -144,12 +136,10 @@ class Contents:
 
     @cached_property
     def layouts(self) -> list[str]:
-        """Of each tensor's records, in words that tell them apart."""
         return [_described(spec.layout) for spec in self.tensors]
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each tensor begins."""
         return list(itertools.accumulate((spec.nbytes for spec in self.tensors[:-1]), initial=len(self.header)))
 
     def difference(self, precision: str, source: Mapping[str, Any]) -> str | None:
@@ -166,14 +156,7 @@ class Contents:
 
 @dataclass(frozen=True)
 class Container:
-    """A file whose header has been read.
-
-    Attributes:
-        precision, source: see `Contents`.
-        entries, layouts: of the tensors, by name: as bytes [records, bytes of one], and descriptions of the records.
-        digests: the checksums of the records of each tensor that is sealed.
-        table: where the checksums begin; identity: of the file, whatever is sealed of it.
-    """
+    """A file whose header has been read."""
 
     path: Path
     precision: str
@@ -185,7 +168,6 @@ class Container:
     identity: bytes
 
     def parts(self, name: str) -> list[Part]:
-        """Where the records of a tensor lie."""
         begin, (count, size) = self.entries[name].offset, self.entries[name].shape
         return [Part(0, size, [(self.path, begin + record * size) for record in range(count)])]
 
@@ -195,7 +177,6 @@ class Container:
         return all(xxh3_64_digest(bytes_of(each)) == digest for each, digest in zip(records, wanted, strict=True))
 
     def damaged(self, name: str) -> UnusableContainerError:
-        """The error for a tensor that is not what it was."""
         return UnusableContainerError(self.path, "a part of them was damaged", name)
 
 
@@ -263,7 +244,6 @@ def _seal(key: bytes, index: int, row: bytes) -> bytes:
 
 
 def part_path(path: Path) -> Path:
-    """Of a file that is being made."""
     return path.with_name(path.name + ".part")
 
 
@@ -286,11 +266,7 @@ def reopen(error: UnusableContainerError) -> None:
 
 @contextmanager
 def making(path: Path, check: Callable[[], None]) -> Iterator[None]:
-    """Holds the lock for making this file; waits while another process holds it.
-
-    Args:
-        check: polled while waiting; raises to give up.
-    """
+    """Holds the lock for making this file; waits while another process holds it."""
     lock_path = path.with_name(path.name + ".lock")
     while True:
         descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -326,10 +302,6 @@ class ContainerWriter:
 
     Attributes:
         finished: indexes of the tensors that need not be written.
-
-    Raises:
-        EngineError: `DISK_FULL`, before anything is written, if the file does not fit; `INVALID_REQUEST` if the folder
-            is not writable.
     """
 
     def __init__(self, path: Path, contents: Contents, *, left_free: int = 0, direct: bool = True) -> None:
@@ -354,14 +326,7 @@ class ContainerWriter:
         self.close()
 
     def write(self, index: int, records: torch.Tensor, on_written: Callable[[int], None]) -> None:
-        """Writes the records of one tensor, uint8 [count, nbytes], and seals it, perhaps later with others.
-
-        Args:
-            on_written: called after every piece with its size in bytes; an exception from it stops the writing.
-
-        Raises:
-            EngineError: `DISK_FULL`.
-        """
+        """Writes the records of one tensor, uint8 [count, nbytes], and seals it, perhaps later with others."""
         begin, data = self.contents.offsets[index], bytes_of(records)
         with ThreadPoolExecutor(1, "checksums") as beside, self._reporting():
             row = beside.submit(lambda: b"".join(xxh3_64_digest(bytes_of(record)) for record in records))
@@ -386,13 +351,11 @@ class ContainerWriter:
         _sync_folder(self.path.parent)
 
     def discard(self) -> None:
-        """Leaves nothing for another attempt."""
         self.finished.clear()
         self._pending.clear()
         self.close()
 
     def close(self) -> None:
-        """Closes the file.  Idempotent."""
         if self._pending and self._file.descriptor >= 0:
             with contextlib.suppress(OSError):
                 self._settle()
@@ -401,7 +364,6 @@ class ContainerWriter:
             self._part.unlink(missing_ok=True)
 
     def _settle(self) -> None:
-        """Seals what has been written."""
         if self._pending:
             self._file.sync()
         key, starts = self.contents.identity, self.contents.rows
@@ -439,7 +401,6 @@ class ContainerWriter:
         return xxh3_64_digest(record) == digest
 
     def _missing(self) -> int:
-        """Bytes of the file that are not yet allocated on disk."""
         return max(self.contents.size - getattr(os.fstat(self._file.descriptor), "st_blocks", 0) * 512, 0)
 
     @contextmanager

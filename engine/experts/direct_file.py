@@ -31,15 +31,7 @@ _NO_WAIT: int = getattr(os, "RWF_NOWAIT", 0)
 
 
 class DirectFile:
-    """An open file.
-
-    Args:
-        writable: open for writing too, creating the file if it does not exist.
-        direct: whether to leave nothing of it in the page cache.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
+    """An open file."""
 
     def __init__(self, path: Path, *, writable: bool = False, direct: bool = True) -> None:
         flags = (os.O_RDWR | os.O_CREAT if writable else os.O_RDONLY) | _BINARY
@@ -56,21 +48,14 @@ class DirectFile:
 
     @property
     def is_direct(self) -> bool:
-        """Whether aligned reads bypass the page cache."""
         return self._direct is not None
 
     @property
     def descriptor(self) -> int:
-        """File descriptor, for `fstat` or locks."""
         return self._buffered
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        """Fills `target` from `offset`.  An I/O error is retried once, since some are transient.
-
-        Raises:
-            OSError: the read failed.
-            EOFError: the file ends too early.
-        """
+        """Fills `target` from `offset`.  An I/O error is retried once, since some are transient."""
         done, failed, direct = 0, False, self._direct_for(offset, target)
         while done < len(target):
             try:
@@ -112,18 +97,12 @@ class DirectFile:
         return done if done == len(target) else done // RECORD_ALIGNMENT * RECORD_ALIGNMENT
 
     def write(self, offset: int, data: memoryview) -> None:
-        """Writes all of `data` at `offset`.
-
-        Raises:
-            OSError: the write failed, for example because the disk is full or the file too large.
-        """
         done = 0
         while done < len(data):
             done += self._write(self._buffered, offset + done, data[done:])
         self.drop(offset, len(data))  # the system begins to write it to the disk
 
     def sync(self) -> None:
-        """Blocks until everything written has reached the disk."""
         os.fsync(self._buffered)
         self.drop(0, 0)
 
@@ -133,7 +112,6 @@ class DirectFile:
             os.posix_fadvise(self._buffered, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Closes the file.  Idempotent."""
         for descriptor in (self._direct, self._buffered):
             if descriptor is not None and descriptor >= 0:
                 os.close(descriptor)
@@ -188,11 +166,7 @@ Place = tuple[Path, int]
 
 
 class OpenFiles:
-    """Files that ranges are read from, opened with the first; safe to use from several threads.
-
-    Args:
-        direct: whether to leave nothing of them in the page cache.
-    """
+    """Files that ranges are read from, opened with the first; safe to use from several threads."""
 
     def __init__(self, *, direct: bool) -> None:
         self._direct, self._files = direct, dict[Path, DirectFile]()
@@ -203,11 +177,6 @@ class OpenFiles:
         return all(file.is_direct for file in self._files.values())
 
     def open(self, path: Path) -> DirectFile:
-        """The file at this path.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED` if it cannot be opened.
-        """
         file = self._files.get(path)
         if file is None:
             try:
@@ -217,11 +186,7 @@ class OpenFiles:
         return file
 
     def read(self, path: Path, offset: int, target: memoryview) -> int:
-        """Fills memory; returns its size.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: it cannot be read.
-        """
+        """Fills memory; returns its size."""
         try:
             self.open(path).read_into(offset, target)
         except (OSError, EOFError) as error:
@@ -229,7 +194,6 @@ class OpenFiles:
         return len(target)
 
     def close(self) -> None:
-        """Closes all of them.  Idempotent."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -237,11 +201,7 @@ class OpenFiles:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Bytes [offset, offset + nbytes) of every record of a layer.
-
-    Attributes:
-        places: where those of each expert lie; or in RAM, one expert's behind the other's.
-    """
+    """Bytes [offset, offset + nbytes) of every record of a layer."""
 
     offset: int
     nbytes: int
@@ -249,7 +209,6 @@ class Part:
 
 
 def unreadable(path: Path, error: OSError | EOFError) -> EngineError:
-    """The error for a file of weights."""
     why = error.strerror if isinstance(error, OSError) else "it is cut short, or has become shorter"
     return EngineError(
         ErrorCode.CHECKPOINT_DAMAGED,

@@ -42,16 +42,11 @@ class _Piece:
 
 
 class Read(Future[None]):
-    """A read of records in flight; done when they are in memory and their checksums have been verified.
+    """A read of a record; done when that is in memory and its checksum has been verified."""
 
-    Attributes:
-        layer, expert, count: the `count` records starting at `expert`.
-        begun_ns: when its first piece was started; is_urgent: whether a step waits for it.
-    """
-
-    def __init__(self, layer: int, expert: int, count: int, target: memoryview) -> None:
+    def __init__(self, layer: int, expert: int, target: memoryview) -> None:
         super().__init__()
-        self.layer, self.expert, self.count, self.target = layer, expert, count, target
+        self.layer, self.expert, self.target = layer, expert, target
         ends = [*range(PIECE_BYTES, len(target), PIECE_BYTES), len(target)]
         self.pieces = [_Piece(self, begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
         self.pieces_left = len(self.pieces)
@@ -72,9 +67,6 @@ class DiskTier:
         readers: maximum requests in flight.
         repair: makes a record (layer, expert) again, uint8 [nbytes], which is then written where it was damaged.
             Called by one reader thread at a time.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if a file cannot be opened.
     """
 
     def __init__(
@@ -125,13 +117,11 @@ class DiskTier:
 
     @property
     def busy_s(self) -> float:
-        """Seconds with at least one request in flight."""
         with self._lock:
             return self._busy_s + (clock.now() - self._busy_since_s if self._under_way else 0.0)
 
     @property
     def note(self) -> str:
-        """One sentence for the user, if the bank was damaged."""
         if not self.records_repaired:
             return ""
         return (
@@ -141,37 +131,25 @@ class DiskTier:
 
     @property
     def is_direct(self) -> bool:
-        """Whether reads bypass the page cache."""
         return self._container is not None and self._files.are_direct
 
     def read(self, layer: int, expert: int, into: torch.Tensor, *, urgent: bool = True) -> Read:
-        """Starts reading records into `into`, uint8 [nbytes] or [count, nbytes], contiguous; page-aligned is fastest.
+        """Starts reading a record into `into`, uint8 [nbytes], contiguous; page-aligned is fastest.
 
         `into` must stay allocated until the result is done.  Its exception is an EngineError: `CHECKPOINT_DAMAGED`
         (also for a wrong checksum that could not be repaired), `INTERNAL` if the tier is closed first.
-
-        Args:
-            urgent: a step waits for it, so it goes before all reads that are not urgent.
         """
         target = bytes_of(into)
-        count, odd = divmod(len(target), self.table.layers[layer].layout.nbytes)
-        if odd or expert < 0 or expert + count > self.table.layers[layer].num_experts:
-            raise ValueError(f"{len(target)} bytes starting at expert {expert} are not experts of layer {layer}")
-        read = Read(layer, expert, count, target)
+        spec = self.table.layers[layer]
+        if len(target) != spec.layout.nbytes or not 0 <= expert < spec.num_experts:
+            raise ValueError(f"{len(target)} bytes are not expert {expert} of layer {layer}")
+        read = Read(layer, expert, target)
         read.is_urgent = urgent
         with self._work:
             if self._closed:
                 raise EngineError(ErrorCode.INTERNAL, "An expert was requested after the model had been closed.")
             self._push(_URGENT if urgent else _LATER, read.pieces)
         return read
-
-    def read_all(self, layer: int, records: torch.Tensor, *, urgent: bool = True) -> list[Read]:
-        """Starts reading a whole layer, uint8 [E, nbytes], in large pieces in file order."""
-        step = max(PIECE_BYTES // records.shape[1], 1)
-        return [
-            self.read(layer, begin, records[begin : begin + step], urgent=urgent)
-            for begin in range(0, records.shape[0], step)
-        ]
 
     def hurry(self, read: Read) -> None:
         """Makes `read` urgent: its pieces that have not started move ahead of all that are not urgent."""
@@ -180,7 +158,6 @@ class DiskTier:
             self._push(_URGENT, [piece for piece in read.pieces if not piece.begun])
 
     def close(self) -> None:
-        """Stops the threads once the requests in flight have ended; queued reads fail.  Idempotent."""
         with self._work:
             self._closed = True
             waiting = {piece for _, _, piece in self._queue if not piece.begun}
@@ -204,8 +181,7 @@ class DiskTier:
             read, error = piece.read, None
             try:
                 if read.error is None:
-                    begin = read.expert * self.table.layers[read.layer].layout.nbytes + piece.begin
-                    self._fill(read.layer, begin, read.target[piece.begin : piece.end])
+                    self._fill(read.layer, read.expert, piece.begin, read.target[piece.begin : piece.end])
             except BaseException as failure:  # of any kind, because the read must end for its waiters
                 error = failure
             self._done(urgency)
@@ -247,7 +223,8 @@ class DiskTier:
         error = read.error
         try:
             if error is None or self._may_be_repaired(error):
-                self._check(read)
+                if error is not None or not self._is_intact(read.layer, read.expert, read.target):
+                    self._repair_record(read.layer, read.expert, read.target)
                 error = None
         except BaseException as failure:
             error = failure
@@ -256,12 +233,12 @@ class DiskTier:
             read.set_exception(error)
             return
         with self._lock:
-            self.records_read += read.count
+            self.records_read += 1
             self.bytes_read += len(target)
         if RECORDER.on:
             name, now_ns = lanes.READ if read.is_urgent else lanes.READ_AHEAD, clock.now_ns()
-            layer, expert = self._layer_numbers[read.layer], read.expert if read.count == 1 else -1
-            RECORDER.span(lanes.DISK, name, read.begun_ns, now_ns, layer, expert, len(target), read.count)
+            layer = self._layer_numbers[read.layer]
+            RECORDER.span(lanes.DISK, name, read.begun_ns, now_ns, layer, read.expert, len(target), 1)
         del target
         read.set_result(None)
 
@@ -269,13 +246,6 @@ class DiskTier:
         """Whether rewriting the record may fix a failed read."""
         is_read_error = isinstance(error, EngineError) and error.code is ErrorCode.CHECKPOINT_DAMAGED
         return is_read_error and self._repair is not None
-
-    def _check(self, read: Read) -> None:
-        size = self.table.layers[read.layer].layout.nbytes
-        for number in range(read.count):
-            expert, record = read.expert + number, read.target[number * size : (number + 1) * size]
-            if read.error is not None or not self._is_intact(read.layer, expert, record):
-                self._repair_record(read.layer, expert, record)
 
     def _repair_record(self, layer: int, expert: int, record: memoryview) -> None:
         name = self.table.layers[layer].name
@@ -299,7 +269,6 @@ class DiskTier:
             self.records_repaired += 1
 
     def _rewrite(self, layer: int, expert: int, record: torch.Tensor) -> None:
-        """Overwrites a damaged record with the same one, made again; what is another one fails the next look at it."""
         places = self._parts[layer][0].places
         assert not isinstance(places, memoryview)
         path, offset = places[expert]
@@ -313,45 +282,34 @@ class DiskTier:
             writable.close()
 
     def _read_again(self, layer: int, expert: int, record: memoryview) -> bool:
-        """Rereads the record; whether it is intact now."""
         try:
-            self._fill(layer, expert * len(record), record)
+            self._fill(layer, expert, 0, record)
         except EngineError:
             return False
         return self._is_intact(layer, expert, record)
 
     def _is_intact(self, layer: int, expert: int, record: memoryview) -> bool:
-        """Whether these are the bytes of a record, if that can be told."""
         name, container = self.table.layers[layer].name, self._container
         if container is None or name not in container.entries:
             return True
         return container.is_intact(name, expert, torch.frombuffer(record, dtype=torch.uint8)[None])
 
-    def _fill(self, layer: int, begin: int, target: memoryview) -> None:
-        """Bytes of a layer's records, one behind the other, from this one on.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
-        """
-        nbytes, done = self.table.layers[layer].layout.nbytes, 0
-        while done < len(target):
-            expert, start = divmod(begin + done, nbytes)
-            end = min(nbytes, start + len(target) - done)
-            record, at = target[done : done + end - start], start
-            for part in self._parts[layer]:
-                first, last = max(start, part.offset), min(end, part.offset + part.nbytes)
-                if first >= last:
-                    continue
-                if first > at:
-                    record[at - start : first - start] = bytes(first - at)  # padding
-                room, within = record[first - start : last - start], first - part.offset
-                if isinstance(part.places, memoryview):
-                    own = expert * part.nbytes + within
-                    room[:] = part.places[own : own + len(room)]
-                else:
-                    path, offset = part.places[expert]
-                    self._files.read(path, offset + within, room)
-                at = last
-            if end > at:
-                record[at - start :] = bytes(end - at)
-            done += end - start
+    def _fill(self, layer: int, expert: int, begin: int, target: memoryview) -> None:
+        """Bytes of a record from this one on."""
+        at, end = begin, begin + len(target)
+        for part in self._parts[layer]:
+            first, last = max(begin, part.offset), min(end, part.offset + part.nbytes)
+            if first >= last:
+                continue
+            if first > at:
+                target[at - begin : first - begin] = bytes(first - at)  # padding
+            room, within = target[first - begin : last - begin], first - part.offset
+            if isinstance(part.places, memoryview):
+                own = expert * part.nbytes + within
+                room[:] = part.places[own : own + len(room)]
+            else:
+                path, offset = part.places[expert]
+                self._files.read(path, offset + within, room)
+            at = last
+        if end > at:
+            target[at - begin :] = bytes(end - at)

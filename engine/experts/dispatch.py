@@ -18,8 +18,7 @@ from engine.experts.recording import recorded_experts
 from engine.telemetry.recorder import RECORDER
 
 if TYPE_CHECKING:
-    from engine.experts.bank import BankLayer
-    from engine.kernels.interface import ExpertKernel
+    from engine.kernels.interface import ExpertKernel, LayerRecords
 
 IMPLEMENTATION = "switchyard"
 """Our name in the library's registry of experts implementations."""
@@ -35,7 +34,7 @@ class _Interruption(threading.local):
 _interruption = _Interruption()
 
 BANK_LAYER = "_switchyard_bank_layer"
-"""Attribute of an experts module that holds its (BankLayer, kernel)."""
+"""Attribute of an experts module that holds its (LayerRecords, kernel)."""
 
 
 def experts_forward(
@@ -91,7 +90,7 @@ def interrupted_by_experts(handler: ExpertsForward) -> Iterator[None]:
         _interruption.handler = before
 
 
-def bound_kernel(module: Any) -> tuple[BankLayer, ExpertKernel]:
+def bound_kernel(module: Any) -> tuple[LayerRecords, ExpertKernel]:
     """The records and the kernel that an experts module is currently bound to.
 
     Raises:
@@ -100,14 +99,14 @@ def bound_kernel(module: Any) -> tuple[BankLayer, ExpertKernel]:
     return _bound(module)
 
 
-def bank_layer(module: Any) -> BankLayer:
+def bank_layer(module: Any) -> LayerRecords:
     """The records of an experts module with its own forward (see `engine.runtime.adapters`)."""
     return _bound(module)[0]
 
 
-def _bound(module: Any) -> tuple[BankLayer, ExpertKernel]:
+def _bound(module: Any) -> tuple[LayerRecords, ExpertKernel]:
     try:
-        return cast("tuple[BankLayer, ExpertKernel]", module._switchyard_bank_layer)
+        return cast("tuple[LayerRecords, ExpertKernel]", module._switchyard_bank_layer)
     except AttributeError:
         raise EngineError(
             ErrorCode.INTERNAL, f"An experts module ({type(module).__name__}) is not bound to the expert bank."

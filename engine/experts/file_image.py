@@ -6,6 +6,10 @@ without a copy.
 Elsewhere it is copied into memory of our own: from the page cache what that holds, everything else past it. Through it,
 each byte would take a page that is used once, and twice the processor's time.
 
+Which files a model takes is known once its headers are read and its memory is planned, and all that takes torch.  So
+each start notes what it has read or kept, and the next one that is asked for the same begins with that while Python
+still imports the engine.  A wrong guess costs nothing but the reading: what nobody takes is given back.
+
 A disk that fails while a file is read is an error with a name.  Later the system may drop pages of a mapped file where
 memory is short, and read them again when they are needed.  If the disk fails then, the process ends, and the next start
 meets the error with a name.  So files are mapped on disks that stay plugged in, and while there is memory to spare;
@@ -17,15 +21,24 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
+import logging
 import mmap
 import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
+from engine.checkpoint.names import resolve
+from engine.checkpoint.usage import where
+from engine.common.errors import EngineError
+from engine.common.files import write_private
+from engine.common.foreign import parse_json, read_foreign
+from engine.common.paths import cache_dir
 from engine.experts.direct_file import DirectFile
 from engine.hardware.disk import stays_connected
 from engine.hardware.surroundings import available_ram, count_as_used
@@ -37,11 +50,7 @@ NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 
 def map_in_huge_pages(nbytes: int) -> tuple[mmap.mmap, int]:
-    """Memory that is only used once it is written to, and how many of its bytes to skip so that huge pages fit.
-
-    Raises:
-        MemoryError: the system refuses the allocation.
-    """
+    """Memory that is only used once it is written to, and how many of its bytes to skip so that huge pages fit."""
     try:
         if sys.platform == "win32":
             return mmap.mmap(-1, max(nbytes, 1)), 0
@@ -73,13 +82,6 @@ class MappedFile:
 
     Args:
         is_held: whether all of it is to stay in memory; then it counts as used RAM as long as it lives.
-
-    Attributes:
-        nbytes: of the file, as it is now.
-        memory: all of it; only what `read` has read is sure to be there.
-
-    Raises:
-        OSError, ValueError: it cannot be mapped.
     """
 
     def __init__(self, file: DirectFile, *, is_held: bool = True) -> None:
@@ -101,11 +103,7 @@ class MappedFile:
                 self.memory.madvise(mmap.MADV_HUGEPAGE)  # also: in huge pages from the disk
 
     def read(self, begin: int, nbytes: int) -> None:
-        """Until these bytes, which begin with a page, are there.
-
-        Raises:
-            OSError: the disk cannot read them, the file has become shorter, or this system is too old.
-        """
+        """Until these bytes, which begin with a page, are there."""
         if self._madvise(ctypes.c_void_p(self._address + begin), ctypes.c_size_t(nbytes), _POPULATE_READ):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
@@ -198,16 +196,7 @@ _LESS_URGENT = 10
 
 
 class FileImage:
-    """A file that is being read from its beginning; any thread may wait for a part of it.
-
-    Raises:
-        OSError: it cannot be opened.
-        MemoryError: the system refuses memory of its size.
-
-    Attributes:
-        path: of the file.
-        bytes: all of it, page-aligned; only what `wait_for` has waited for is there.
-    """
+    """A file that is being read from its beginning; any thread may wait for a part of it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -251,11 +240,7 @@ class FileImage:
         return _identity(now) == _identity(self._status)
 
     def wait_for(self, end: int, patience_s: float | None = None) -> bool:
-        """Until everything before the byte `end` is there, or for so long; whether it is.
-
-        Raises:
-            OSError: the disk cannot read it, the file has become shorter, or the image was closed.
-        """
+        """Until everything before the byte `end` is there, or for so long; whether it is."""
         end = min(end, len(self.bytes))
         with self._changed:
             self._changed.wait_for(lambda: self._complete >= end or self._failure is not None, patience_s)
@@ -319,3 +304,99 @@ class FileImage:
 
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+_LEFT_FREE = 2**30
+"""Bytes of RAM that must be free besides: nothing has been planned yet."""
+_MOST_BYTES = 2**16
+_log = logging.getLogger(__name__)
+
+
+class EarlyReads:
+    """What a process reads before its engine is there."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._has_begun = False
+        self._starting: threading.Thread | None = None
+        self._images: dict[Path, FileImage] = {}
+
+    def begin(self, model: str, asked: str) -> bool:
+        """Begins to read what the last start with these settings has read, on threads.  Once: a process that has its
+        engine has other things in RAM and to do."""
+        with self._lock:
+            if self._has_begun:
+                return False
+            self._has_begun = True
+            self._starting = threading.Thread(target=self._begin, args=(model, asked), name="early-reads", daemon=True)
+            self._starting.start()
+        return True
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of RAM that they take, which whoever plans memory need not find again."""
+        self._started()
+        with self._lock:
+            return sum(image.nbytes for image in self._images.values())
+
+    def take(self, path: Path) -> FileImage:
+        """The image of this file, begun early or now; the caller closes it."""
+        self._started()
+        with self._lock:
+            image = self._images.pop(path, None)
+        if image is not None:
+            if image.is_of(path):
+                return image
+            image.close()
+        return FileImage(path)
+
+    def drop(self) -> None:
+        self._started()
+        with self._lock:
+            images, self._images = list(self._images.values()), {}
+        for image in images:
+            image.close()
+
+    def _started(self) -> None:
+        with self._lock:
+            starting, self._starting = self._starting, None
+        if starting is not None:
+            starting.join()
+
+    def _begin(self, model: str, asked: str) -> None:
+        for path in remembered(model, asked):
+            try:
+                if path.stat().st_size + _LEFT_FREE > available_ram():
+                    break
+                image = FileImage(path)
+            except (OSError, MemoryError) as error:
+                _log.info("%s is not read early: %s", path, error)
+                continue
+            self._images[path] = image
+
+
+EARLY_READS = EarlyReads()
+"""Of this process."""
+
+
+def remember(model: str, asked: str, files: Iterable[Path]) -> None:
+    """Notes what the next start that is asked for this model and these settings can read; never fails."""
+    with contextlib.suppress(OSError, EngineError, ValueError):
+        note = _note_of(model)
+        record = json.dumps({"asked": asked, "files": [str(file) for file in files]})
+        if not note.exists() or note.read_text(encoding="utf-8") != record:
+            write_private(note, record)
+
+
+def remembered(model: str, asked: str) -> list[Path]:
+    """The files of the last start that was asked for the same, those that are there."""
+    try:
+        found = parse_json(read_foreign(_note_of(model), _MOST_BYTES))
+        files = [Path(file) for file in found["files"]] if found["asked"] == asked else []
+        return [file for file in files if file.is_file()]
+    except (OSError, EngineError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _note_of(model: str) -> Path:
+    return cache_dir() / "starts" / f"{where(Path(resolve(model)))}.json"

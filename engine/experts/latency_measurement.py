@@ -12,7 +12,6 @@ import torch
 from engine.common import clock
 from engine.devices.device import CaptureError, Device
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
-from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
 from engine.kernels.interface import ExpertKernel, LayerRecords
 
@@ -27,7 +26,7 @@ _MOST_EXPERTS = 8
 
 def measure(
     device: Device,
-    bank: BankLayer,
+    bank: LayerRecords,
     cpu_kernel: ExpertKernel,
     make_kernel: Callable[[LayerRecords], ExpertKernel],
     hidden_width: int,
@@ -50,7 +49,7 @@ def measure(
     """
     memory = _slots(device, bank.layout.nbytes)
     try:
-        slots = BankLayer("measured", bank.layout, memory)
+        slots = LayerRecords("measured", bank.layout, memory)
         kernel = make_kernel(slots)
         if device.compute_follows_caller:
             _compile(device, kernel, hidden_width, dtype)
@@ -126,7 +125,7 @@ def _with_knee(times: Sequence[tuple[int, float]], count: int) -> tuple[float, f
 
 
 def _cpu_times(
-    bank: BankLayer, kernel: ExpertKernel, width: int, dtype: torch.dtype, until_s: float
+    bank: LayerRecords, kernel: ExpertKernel, width: int, dtype: torch.dtype, until_s: float
 ) -> list[tuple[int, float]]:
     times = []
     for tokens, hidden in _inputs(width, dtype, torch.device("cpu"), until_s):
@@ -209,7 +208,7 @@ def _compile(device: Device, kernel: ExpertKernel, width: int, dtype: torch.dtyp
             device.compute_stream.submit(partial(kernel, hidden, index, torch.ones(tokens, 1, device=place))).wait()
 
 
-def _link_times(device: Device, bank: BankLayer, slots: BankLayer, until_s: float) -> tuple[float, float]:
+def _link_times(device: Device, bank: LayerRecords, slots: LayerRecords, until_s: float) -> tuple[float, float]:
     """(latency, bytes per second)."""
     stream, record = device.h2d_stream, slots.records[0]
     small = min(4096, record.nbytes // 2)

@@ -49,8 +49,6 @@ def _mapped(path: Path) -> MappedFile:
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Pages of a file."""
-
     file: MappedFile
     begin: int
     end: int
@@ -59,15 +57,8 @@ class _Range:
 class LayerStream:
     """The layers of a model that are not held.
 
-    Args:
-        layers: where the weights of each lie.
-        window: bytes of those that are there at once.
-
     Attributes:
         nbytes: of all of them; bytes_read: so far.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED`: a file cannot be opened.
     """
 
     def __init__(self, layers: Mapping[int, Sequence[TensorEntry]], window: int) -> None:
@@ -97,7 +88,6 @@ class LayerStream:
         return torch.frombuffer(memory[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
 
     def follow(self, modules: Sequence[Any]) -> None:
-        """From now on each of a model's layers waits for its weights."""
         for layer, module in enumerate(modules):
             module.register_forward_pre_hook(partial(self._before, layer))
 
@@ -116,12 +106,7 @@ class LayerStream:
             self._cancelled = before
 
     def enter(self, layer: int) -> None:
-        """Until the weights of this layer are there; those of the layers before are given back.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
-            RequestCancelled: see `until`.
-        """
+        """Until the weights of this layer are there; those of the layers before are given back."""
         for before in self._used - {layer}:
             self._give_back(before)
         if layer not in self._ranges:
@@ -145,7 +130,6 @@ class LayerStream:
             raise failure
 
     def close(self) -> None:
-        """Reads no more.  Idempotent; the memory lives as long as anything refers to it."""
         if self._closed:
             return
         self._closed = True
@@ -182,7 +166,6 @@ class LayerStream:
         self._last, self._coming[layer] = layer, self._pool.submit(self._bring, layer)
 
     def _read_ahead(self) -> None:
-        """Begins with the layers that follow, as far as there is room."""
         while self._last >= 0 and len(self._coming) < LAYERS_AT_ONCE:
             following = self._order[(self._order.index(self._last) + 1) % len(self._order)]
             if following in self._coming:

@@ -25,8 +25,7 @@ from engine.experts.partial_sums import PartialSums, Routing, Work
 from engine.experts.prompt_choice import PromptWay
 from engine.experts.record_source import Arrivals, Held, RecordSource
 from engine.experts.shares import Estimate
-from engine.experts.slot_segments import KernelMaker, Segment
-from engine.experts.staging import Staged
+from engine.experts.slot_segments import KernelMaker, Segment, Staged
 from engine.experts.vram_cache import Lookup, VramCache
 from engine.telemetry import lanes
 

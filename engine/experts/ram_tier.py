@@ -14,15 +14,15 @@ from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_down, rounded_up
 from engine.devices.device import Event
 from engine.devices.host_memory import available_ram
-from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Purpose, Tier, TierCounters
 from engine.experts.direct_file import bytes_of
 from engine.experts.disk_tier import DiskTier, Read
-from engine.experts.record import CAN_GIVE_BACK, RecordLayout, RecordMemory, RecordTable
+from engine.experts.record import CAN_GIVE_BACK, RecordMemory, RecordTable
 from engine.experts.record_source import Held, RecordSource
-from engine.kernels.interface import ExpertKernel
+from engine.formats.layouts import RecordLayout
+from engine.kernels.interface import ExpertKernel, LayerRecords
 
 _log = logging.getLogger(__name__)
 
@@ -63,16 +63,10 @@ class RamPressure:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next check is due."""
         return self._clock() >= self._look_at_s
 
     def advise(self, allowed: int, filled: int) -> int | None:
-        """The new limit of the cache in bytes; `None` if it does not change or the next check is not due.
-
-        Args:
-            allowed: current limit in bytes.
-            filled: bytes of it in use.
-        """
+        """The new limit of the cache in bytes; `None` if it does not change or the next check is not due."""
         now_s = self._clock()
         if now_s < self._look_at_s:
             return None
@@ -93,22 +87,16 @@ class RamPressure:
 class _Slots:
     """The slots shared by all layers with records of one layout, and the `Copier` from disk to them.
 
-    Args:
-        count: initial slots; most: that there can ever be.
-
     Attributes:
         slots: the memory, as a layer that kernels index by slot, used or not.
         tier: manages the slots; pool: its only pool.
-
-    Raises:
-        MemoryError: the system refuses the allocation.
     """
 
     def __init__(
         self, table: RecordTable, layout: RecordLayout, count: int, most: int, counters: TierCounters, policy: str
     ) -> None:
         self._memory = RecordMemory(most, layout.nbytes)
-        self.slots = BankLayer("slots", layout, self._memory.records)
+        self.slots = LayerRecords("slots", layout, self._memory.records)
         self._unused = list(range(most - 1, count - 1, -1))
         layers, experts = len(table.layers), max(layer.num_experts for layer in table.layers)
         self.tier = Tier(self, layers, experts, layout.nbytes, policy, counters=counters)
@@ -118,16 +106,14 @@ class _Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots."""
         return self.pool.capacity * self.slots.layout.nbytes
 
     def start(self, layer: int, expert: int, slot: Slot, source: DiskTier, purpose: Purpose) -> Read:
-        """See `engine.experts.cache.tier.Copier`; a read that cannot be started is returned as failed."""
         target = self.slots.records[slot]
         try:
             return source.read(layer, expert, target, urgent=purpose is Purpose.FETCH)
         except EngineError as error:
-            read = Read(layer, expert, 1, bytes_of(target))
+            read = Read(layer, expert, bytes_of(target))
             read.set_exception(error)
             return read
 
@@ -164,14 +150,7 @@ class _Slots:
 
 
 def share_slots(table: RecordTable, budget: int, at_least: int) -> dict[RecordLayout, int]:
-    """Divides `budget` bytes into slots of each layout, in proportion to its records and never more than those.
-
-    Args:
-        at_least: experts of one layer that must fit at once.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`; the message gives the minimum budget.
-    """
+    """Divides `budget` bytes into slots of each layout, in proportion to its records and never more than those."""
     least = _least_nbytes(table, at_least)
     if least > budget:
         raise EngineError(
@@ -197,8 +176,6 @@ def _least_nbytes(table: RecordTable, at_least: int) -> int:
 
 
 class HeldInSlots(Held):
-    """Experts of one layer, pinned in slots of a tier."""
-
     def __init__(self, tier: RamTier, layer: int) -> None:
         # Looked up for every step: a reference kept elsewhere would keep the memory alive after the tier is closed.
         super().__init__(tier.slots(layer).records, {})
@@ -233,9 +210,6 @@ class RamTier:
 
     Attributes:
         lent: slots that copies to devices hold after their step: layer, expert and the copies.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`; the message gives the minimum.
     """
 
     def __init__(
@@ -289,31 +263,26 @@ class RamTier:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all slots, at most the budget."""
         return sum(group.nbytes for group in self._groups.values())
 
     @property
     def note(self) -> str:
-        """Sentences for the user about damage, and while there is less RAM for experts than planned."""
         return " ".join(filter(None, (self.disk.note, self._lowered or self._refused)))
 
     @property
     def counters(self) -> TierCounters:
-        """A copy of the counters: hits + late + misses is the number of experts acquired."""
         with self._lock:
             return replace(self._counters)
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes of the reads in flight."""
         return sum(group.tier.backlog_bytes for group in self._groups.values())
 
     def capacity(self, layer: int) -> int:
-        """Current number of slots for this layer and those that share its pool."""
         self._check_open()
         return self._of_layer[layer].pool.capacity
 
-    def slots(self, layer: int) -> BankLayer:
+    def slots(self, layer: int) -> LayerRecords:
         """The slots for this layer's experts, as a layer that kernels index by slot.
 
         Includes all slots that there can ever be; `capacity` of them are in use.
@@ -321,7 +290,6 @@ class RamTier:
         return self._of_layer[layer].slots
 
     def source(self, layer: int, kernel: ExpertKernel) -> RecordSource:
-        """A layer's records, for this kernel on the CPU, which is bound to `slots`."""
         return _InTier(self, layer, kernel)
 
     def resident(self, layer: int) -> dict[int, Slot]:
@@ -331,12 +299,10 @@ class RamTier:
 
     @property
     def filled_nbytes(self) -> int:
-        """Bytes of the slots with a resident or arriving expert: others use no memory yet."""
         with self._lock:
             return sum(group.tier.filled * group.slots.layout.nbytes for group in self._groups.values())
 
     def snapshots(self) -> list[CacheSnapshot]:
-        """The state of each layout's slots, taken atomically."""
         with self._lock:
             return [group.tier.snapshot() for group in self._groups.values()]
 
@@ -352,9 +318,6 @@ class RamTier:
         Reads of missing ones start at once.  If all slots are in use, some or all experts are `left`.  Blocks only if
         no expert can get a slot before a read in flight ends, and not at all for callers with other experts to compute
         meanwhile, which have asked for all before (`waits`).
-
-        Raises:
-            EngineError: `INTERNAL`, the tier is closed.
         """
         self.settle()
         if waits and self._pressure is not None and self._pressure.is_due:
@@ -388,7 +351,6 @@ class RamTier:
             self._unpin(layer, [expert for expert in experts if expert not in copies])
 
     def settle(self) -> None:
-        """Releases slots whose copies to devices have all ended."""
         if not self.lent:
             return
         with self._changed:
@@ -408,7 +370,6 @@ class RamTier:
         return bool(copies)
 
     def lendable(self, layer: int) -> int:
-        """How many more records of a layer copies that no step waits for may hold."""
         return self.capacity(layer) // _LENT_SHARE - len(self.lent)
 
     def prefetch(self, layer: int, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:
@@ -416,9 +377,6 @@ class RamTier:
 
         Args:
             dead: (layer, expert) pairs that are not expected to be needed and may be evicted.
-
-        Returns:
-            How many reads were started; experts without a slot are skipped.
         """
         reads: list[Read] = []
         with self._lock:
@@ -473,7 +431,6 @@ class RamTier:
             return self.nbytes
 
     def trim(self) -> None:
-        """Adapts the budget to the machine's available RAM; `acquire` calls it periodically."""
         if self._pressure is None or not CAN_GIVE_BACK:
             return
         before = self.nbytes
@@ -491,7 +448,6 @@ class RamTier:
             _log.warning("%s", self._lowered)
 
     def close(self) -> None:
-        """Closes the disk, then frees the memory.  Idempotent."""
         self.disk.close()
         with self._changed:
             self._closed = True
@@ -563,8 +519,6 @@ class RamTier:
 
 
 class _InTier(RecordSource):
-    """A layer's records in slots of a tier."""
-
     has_all = False
 
     def __init__(self, tier: RamTier, layer: int, kernel: ExpertKernel) -> None:

@@ -1,10 +1,6 @@
-"""The record: all weights of one expert in one contiguous, aligned block of memory.
+"""Memory for records, and the bank: all experts of a model, outside its modules, in one memory.
 
-The records of a layer have the same layout and are contiguous, so a layer is one tensor of bytes [E, record bytes], an
-expert is one row of it, and moving an expert between tiers is one copy.  Matrices are stored as
-`torch.nn.functional.linear` expects them, [out, in], whatever the module's own layout is.
-
-Memory for records: in huge pages where available, and returned to the system record by record.
+It is in huge pages where available, and returned to the system record by record.
 
 With 4 KiB pages, page faults slow down reads from a fast disk, kernels streaming through records may miss the TLB once
 per page, and processors end what they fetch ahead at each page's end; 2 MiB pages divide all of them by 512.
@@ -15,17 +11,19 @@ from __future__ import annotations
 import math
 import mmap
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
-from engine.common.footprint import PART_ALIGNMENT as PART_ALIGNMENT
-from engine.common.footprint import RECORD_ALIGNMENT as RECORD_ALIGNMENT
-from engine.common.footprint import record_bytes, round_up
+from engine.common.footprint import RECORD_ALIGNMENT
+from engine.devices.host_memory import HostMemory
 from engine.experts.file_image import HUGE as _HUGE
 from engine.experts.file_image import map_in_huge_pages
+from engine.formats.layouts import RecordLayout
+from engine.kernels.interface import LayerRecords
 
 _BLOCK = 32 * _HUGE
 _APART = 64
@@ -38,11 +36,7 @@ CAN_GIVE_BACK = _GIVE_BACK is not None
 
 
 class RecordMemory:
-    """Memory for records, [count, nbytes] uint8, page-aligned.  Uses RAM only once written to.
-
-    Raises:
-        MemoryError: the system refuses the allocation.
-    """
+    """Memory for records, [count, nbytes] uint8, page-aligned.  Uses RAM only once written to."""
 
     def __init__(self, count: int, nbytes: int) -> None:
         size = count * nbytes
@@ -84,11 +78,7 @@ class HugePages:
         self._used = 0
 
     def empty(self, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
-        """As `torch.empty`, which it is for other memory than RAM, and where there are no huge pages.
-
-        Raises:
-            MemoryError: the system refuses a further block.
-        """
+        """As `torch.empty`, which it is for other memory than RAM, and where there are no huge pages."""
         if not _HAS_HUGE_PAGES or (device is not None and device.type != "cpu"):
             return torch.empty(tuple(shape), dtype=dtype, device=device)
         nbytes = math.prod(shape) * dtype.itemsize
@@ -118,90 +108,13 @@ _IN_HUGE_PAGES = 4 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class PartSpec:
-    """One tensor of an expert.
-
-    Attributes:
-        name: the module's parameter name (`gate_up_proj`, `down_proj_bias`, ...).
-        shape: of one expert, as stored in the record.
-        dtype: as stored in the record.
-        transposed: whether the module's own parameter has the last two dimensions swapped.
-        offset: bytes from the start of the record.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    transposed: bool
-    offset: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tensor, without padding."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class RecordLayout:
-    """Where the parts of an expert lie in its record."""
-
-    parts: tuple[PartSpec, ...]
-    nbytes: int
-
-    @classmethod
-    def of(cls, shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], *, transposed: bool) -> RecordLayout:
-        """The layout for parts of these module shapes (of one expert) and dtypes, in this order."""
-        parts, offset = [], 0
-        for name, (shape, dtype) in shapes.items():
-            turned = transposed and len(shape) == 2
-            stored = (shape[1], shape[0]) if turned else shape
-            part = PartSpec(name, stored, dtype, turned, offset)
-            parts.append(part)
-            offset = round_up(offset + part.nbytes, PART_ALIGNMENT)
-        return cls(tuple(parts), record_bytes(part.nbytes for part in parts))
-
-    @property
-    def unquantised(self) -> RecordLayout:
-        """The layout of the same expert before quantisation, as converted from the checkpoint."""
-        return self
-
-    @property
-    def padding(self) -> list[tuple[int, int]]:
-        """Begin and end of each run of bytes that no part has."""
-        ends = [0, *(part.offset + part.nbytes for part in self.parts)]
-        return [
-            (end, begin)
-            for end, begin in zip(ends, [*(part.offset for part in self.parts), self.nbytes], strict=True)
-            if begin > end
-        ]
-
-    def stacked_view(self, records: torch.Tensor, part: PartSpec) -> torch.Tensor:
-        """A part of all experts, [E, *shape], as a view of their records [E, nbytes] (uint8)."""
-        typed = records.view(part.dtype)
-        strides = [math.prod(part.shape[i + 1 :]) for i in range(len(part.shape))]
-        return typed.as_strided(
-            (records.shape[0], *part.shape),
-            (self.nbytes // part.dtype.itemsize, *strides),
-            typed.storage_offset() + part.offset // part.dtype.itemsize,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """Records of one layout: those of an experts module, or a linear layer's only one.
-
-    Attributes:
-        name: the module's name in the model.
-        num_experts: how many there are.
-    """
-
     name: str
     num_experts: int
     layout: RecordLayout
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its records."""
         return self.num_experts * self.layout.nbytes
 
 
@@ -213,7 +126,6 @@ class RecordTable:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of all records."""
         return sum(layer.nbytes for layer in self.layers)
 
     @cached_property
@@ -227,18 +139,75 @@ class RecordTable:
 
     @cached_property
     def index_of(self) -> dict[str, int]:
-        """Layer name -> its index."""
         return {layer.name: index for index, layer in enumerate(self.layers)}
 
 
 def allocate_records(count: int, layout: RecordLayout, device: torch.device) -> torch.Tensor:
-    """Page-aligned memory for `count` records: [count, layout.nbytes], uint8, not initialised.
-
-    Raises:
-        MemoryError, RuntimeError: not enough memory.
-    """
+    """Page-aligned memory for `count` records: [count, layout.nbytes], uint8, not initialised."""
     if device.type == "cpu" and count * layout.nbytes >= _IN_HUGE_PAGES:
         return RecordMemory(count, layout.nbytes).records
     raw = torch.empty(count * layout.nbytes + RECORD_ALIGNMENT, dtype=torch.uint8, device=device)
     skip = -raw.data_ptr() % RECORD_ALIGNMENT
     return raw[skip : skip + count * layout.nbytes].view(count, layout.nbytes)
+
+
+class ExpertBank:
+    """All experts of a model, by the name of their module."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        host_memory: HostMemory | None = None,
+        elsewhere: Mapping[str, torch.device] | None = None,
+    ) -> None:
+        self.device = device
+        self._elsewhere = elsewhere or {}
+        self.layers: dict[str, LayerRecords] = {}
+        self._host_memory = host_memory
+
+    def add_layer(
+        self, name: str, num_experts: int, layout: RecordLayout, records: torch.Tensor | None = None
+    ) -> LayerRecords:
+        """Allocates the records of one experts module, which the caller fills.
+
+        Args:
+            records: [E, nbytes], page-aligned, that are there or on their way; only if it `takes_memory`.
+        """
+        if records is None and self._host_memory is None:
+            records = allocate_records(num_experts, layout, self._elsewhere.get(name, self.device))
+        elif records is None and self._host_memory is not None:
+            memory = self._host_memory.allocate(num_experts * layout.nbytes, unit=layout.nbytes)
+            records = memory.view(num_experts, layout.nbytes)
+        assert records is not None
+        layer = self.layers[name] = LayerRecords(name, layout, records)
+        return layer
+
+    @staticmethod
+    @contextmanager
+    def filling(layer: LayerRecords) -> Iterator[torch.Tensor]:
+        """Memory in RAM for the records, which are as the caller leaves it from then on."""
+        here = layer.device.type == "cpu"
+        records = layer.records
+        if not here:
+            records = allocate_records(layer.num_experts, layer.layout, torch.device("cpu"))
+        yield records
+        if not here:
+            layer.records.copy_(records)
+
+    @property
+    def takes_memory(self) -> bool:
+        """Whether records in plain memory are as good as those that it would allocate."""
+        return self._host_memory is None and self.device.type == "cpu"
+
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers.values())
+
+    def close(self) -> None:
+        """Frees the records.  A model still bound to them raises an error when used."""
+        for layer in self.layers.values():
+            records = layer.records
+            layer.forget()
+            if self._host_memory is not None:
+                self._host_memory.release(records)
+        self.layers.clear()

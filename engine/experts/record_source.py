@@ -13,8 +13,7 @@ import torch
 
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import Event
-from engine.experts.bank import BankLayer
-from engine.kernels.interface import ExpertKernel
+from engine.kernels.interface import ExpertKernel, LayerRecords
 
 
 class Held:
@@ -32,7 +31,6 @@ class Held:
         self.left: Sequence[int] = ()
 
     def record(self, expert: int) -> torch.Tensor:
-        """[record bytes], uint8."""
         return self._records[self.rows[expert]]
 
     def until(self, expert: int, copied: Event) -> None:
@@ -45,31 +43,22 @@ class Held:
 class RecordSource:
     """One layer's records; of this class if all of them are in RAM and stay there.
 
-    Args:
-        bank: the records.
-        kernel: the CPU's, which takes rows of `Held` as expert ids.
-
     Attributes:
         has_all: whether all records are always in RAM.
     """
 
     has_all = True
 
-    def __init__(self, bank: BankLayer, kernel: ExpertKernel) -> None:
+    def __init__(self, bank: LayerRecords, kernel: ExpertKernel) -> None:
         self._records, self.kernel = bank.records, kernel
         self.num_experts = bank.num_experts
 
     @property
     def lendable(self) -> int:
-        """How many more records non-urgent copies may hold."""
         return 2**31
 
     def acquire(self, experts: Sequence[int], *, waits: bool = True) -> Held:  # noqa: ARG002
-        """Pins these distinct experts, and starts reading missing ones.  May pin none of them; see `RamTier.acquire`.
-
-        Raises:
-            EngineError: the model has been closed.
-        """
+        """Pins these distinct experts, and starts reading missing ones.  May pin none; see `RamTier.acquire`."""
         return Held(self._records, {expert: expert for expert in experts})
 
     def hold_present(self, experts: Sequence[int]) -> Held:
@@ -93,7 +82,7 @@ class PartOfRecords(RecordSource):
         own: which they are.
     """
 
-    def __init__(self, bank: BankLayer, kernel: ExpertKernel, own: range) -> None:
+    def __init__(self, bank: LayerRecords, kernel: ExpertKernel, own: range) -> None:
         super().__init__(bank, kernel)
         self.num_experts, self._first = len(own), own.start
 
@@ -126,15 +115,10 @@ class Arrivals:
         self._held: list[Held] = []
 
     def release(self) -> None:
-        """Releases everything still held, if iteration was cut short.  Idempotent."""
         for held in self._held:
             held.release()
 
     def __iter__(self) -> Iterator[tuple[Held, list[int]]]:
-        """
-        Raises:
-            EngineError: a record could not be read, or the model has been closed.
-        """
         source = self._source
         arrived: SimpleQueue[tuple[int, Held]] = SimpleQueue()
         coming, room = 0, len(self.left)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.bank import ExpertBank
 from engine.experts.dispatch import BANK_LAYER, IMPLEMENTATION
-from engine.experts.record import LayerSpec, RecordLayout
+from engine.experts.record import ExpertBank, LayerSpec
 from engine.families.library import CHOSEN_EXPERTS, EXPERTS_INTERFACE
+from engine.formats.layouts import RecordLayout
 from engine.kernels import choose_kernel
 from engine.kernels.native.library import NativeKernels
 
@@ -39,7 +39,6 @@ class ExpertsSite(LayerSpec):
 
     @property
     def targets(self) -> dict[str, str]:
-        """Full parameter name -> part name."""
         return {f"{self.name}.{part.name}": part.name for part in self.layout.unquantised.parts}
 
 
@@ -86,7 +85,6 @@ def empty_modules(model: Any, sites: list[ExpertsSite]) -> None:
 
 
 def bind(sites: list[ExpertsSite], bank: ExpertBank, kernels: NativeKernels | None) -> None:
-    """Gives every experts module its records and the kernel that computes them."""
     for site in sites:
         layer = bank.layers[site.name]
         setattr(site.module, BANK_LAYER, (layer, choose_kernel(site.module, layer, kernels)))
@@ -99,11 +97,7 @@ def unbind(model: Any) -> None:
 
 
 def verify(model: Any, sites: list[ExpertsSite]) -> None:
-    """Checks that every experts module is bound, empty and dispatched to us, and that all other parameters are loaded.
-
-    Raises:
-        EngineError: `INTERNAL`; the message names the fault.
-    """
+    """Checks that every experts module is bound, empty and dispatched to us, and all other parameters loaded."""
     for site in sites:
         config = getattr(site.module, "config", None)
         if config is not None and getattr(config, CHOSEN_EXPERTS, IMPLEMENTATION) != IMPLEMENTATION:

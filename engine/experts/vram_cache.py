@@ -24,10 +24,9 @@ from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.cache.policies import Key
 from engine.experts.cache.pool import Slot
 from engine.experts.cache.tier import ADAPTIVE, CacheSnapshot, Copy, Purpose, Tier, TierCounters
-from engine.experts.record import RecordLayout
 from engine.experts.record_source import Held, RecordSource
-from engine.experts.slot_segments import DeviceSlots, KernelMaker, Segment
-from engine.experts.staging import Staging
+from engine.experts.slot_segments import DeviceSlots, KernelMaker, Segment, Staging
+from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel
 
 _log = logging.getLogger(__name__)
@@ -62,14 +61,8 @@ class VramCounters(TierCounters):
 
 @dataclass(slots=True)
 class Lookup:
-    """One layer's experts of one step.
-
-    Attributes:
-        hits: expert -> its slot, pinned until `VramCache.release`.
-        misses: the others, in request order; late: those of them that are arriving.
-        is_use: whether the step counts as a use for the policy; a prefill does not.
-        admitted: misses that are being copied to a slot, also pinned.
-    """
+    """One layer's experts of one step: hits are pinned until `VramCache.release`, misses in request order, `late` those
+    of them that are arriving, `admitted` those that are being copied to a slot.  A prefill is no use for the policy."""
 
     layer: int
     hits: dict[int, Slot] = field(default_factory=dict)
@@ -130,27 +123,22 @@ class VramCache:
 
     @property
     def slots(self) -> int:
-        """Current number of slots."""
         return len(self._memory)
 
     @property
     def nbytes(self) -> int:
-        """Device memory of the slots, without staging."""
         return self.slots * self.layout.nbytes
 
     @property
     def policy(self) -> str:
-        """Name of the current policy."""
         return self._tier.policy
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes of the copies into slots that have not ended."""
         return self._tier.backlog_bytes
 
     @property
     def is_full(self) -> bool:
-        """Whether no slot is without a resident or arriving expert."""
         return all(not pool.free for pool in self._tier.pools)
 
     @property
@@ -167,19 +155,16 @@ class VramCache:
         return self._tier.key_of(layer, expert)
 
     def residents(self, layer: int) -> dict[int, Slot]:
-        """A layer's resident experts; they may be evicted at any time."""
         with self._lock:
             self._settle()
             return self._tier.residents(layer)
 
     def snapshot(self) -> CacheSnapshot:
-        """The current state, taken atomically."""
         with self._lock:
             self._settle()
             return self._tier.snapshot()
 
     def free_slots(self, layer: int) -> int:
-        """Slots for a layer without a resident or arriving expert."""
         with self._lock:
             self._settle()
             return self._tier.pool_of[layer].free
@@ -190,7 +175,6 @@ class VramCache:
             return self._tier.absent(layer, experts)
 
     def kernel(self, make: KernelMaker) -> ExpertKernel:
-        """The kernel for the experts in all slots; valid while any slot is pinned."""
         with self._lock:
             return self._memory.kernel(make)
 
@@ -200,15 +184,10 @@ class VramCache:
         return self._memory.addresses
 
     def locate(self, slot: Slot) -> tuple[Segment, int]:
-        """The segment of a pinned slot, and its index in the segment."""
         return self._memory.locate(slot)
 
     def acquire(self, layer: int, experts: Sequence[int]) -> Lookup:
-        """Looks up the distinct experts that a layer needs now, and pins the hits.
-
-        Raises:
-            EngineError: the device has failed permanently.
-        """
+        """Looks up the distinct experts that a layer needs now, and pins the hits."""
         with self._lock:
             self._make_room()
             return self._look_up(layer, experts)
@@ -246,11 +225,7 @@ class VramCache:
             yield moved
 
     def looked_up(self, layers: Sequence[int], keys: NDArray[np.int64], missed: NDArray[np.bool_]) -> None:
-        """Within `unchanged`: the device has looked up these keys, and the CPU computed those missed.
-
-        Args:
-            keys, missed: [layers, n], each layer's keys in ascending order.
-        """
+        """Within `unchanged`: the device has looked up these keys, and the CPU computed those missed."""
         counters, copies, misses = self.counters, self._tier.copies, int(missed.sum())
         with self._lock:
             self._tier.used(layers, keys, missed)
@@ -262,7 +237,6 @@ class VramCache:
                 counters.late += len(copies.keys() & set(keys.ravel().tolist()))
 
     def price_copies(self, hits: float) -> None:
-        """So many hits pay for a copy from now on."""
         with self._lock:
             self._tier.price_copies(hits)
 
@@ -282,11 +256,7 @@ class VramCache:
             self.counters.prefill_hits -= len(lookup.hits)
 
     def release(self, lookup: Lookup, last_use: Event | None = None) -> None:
-        """Unpins the hits and admitted misses.  Idempotent.
-
-        Args:
-            last_use: event after all work on slots so far, on the compute stream; no slot is written before it.
-        """
+        """Unpins hits and admitted misses; no slot is written before `last_use`, which is after all work on slots."""
         with self._lock:
             if last_use is not None:
                 self._memory.not_before(last_use)
@@ -296,11 +266,7 @@ class VramCache:
             lookup.hits, lookup.admitted = {}, []
 
     def admit(self, lookup: Lookup, expert: int, held: Held) -> tuple[Slot, Event] | None:
-        """Starts copying a miss to a slot, where it can be computed after the event, and stays cached.
-
-        Returns:
-            None if the policy does not admit it, so that it must be computed elsewhere.
-        """
+        """Starts copying a miss to a slot, where it can be computed after the event; None if the policy refuses it."""
         with self._lock:
             copy = self._tier.bring(lookup.layer, expert, held, Purpose.FETCH)
             if copy is None:
@@ -310,15 +276,7 @@ class VramCache:
             return copy.slot, copy.handle
 
     def post_fetch(self, layer: int, experts: Sequence[int], held: Held, most: int | None = None) -> int:
-        """Starts copying experts that may be needed again, as far as the policy admits them.
-
-        Args:
-            held: their records in RAM.
-            most: maximum copies to start.
-
-        Returns:
-            How many copies were started.
-        """
+        """Starts copying experts that may be needed again, as far as the policy admits them."""
         begun, tier = 0, self._tier
         with self._lock:
             self._settle()
@@ -329,11 +287,7 @@ class VramCache:
         return begun
 
     def prefetch(self, layer: int, expert: int, source: RecordSource, dead: Iterable[tuple[int, int]] = ()) -> bool:
-        """Starts copying an absent expert that may be needed, if it is in RAM; evicts nothing but experts in `dead`.
-
-        Args:
-            dead: (layer, expert) pairs that are not expected to be needed; at most one of them is evicted.
-        """
+        """Starts copying an absent expert that may be needed, if it is in RAM; evicts nothing but experts in `dead`."""
         tier = self._tier
         with self._lock:
             self._settle()
@@ -375,7 +329,6 @@ class VramCache:
             counters.fetched_bytes += (fetched - came_ahead) * self.layout.nbytes
 
     def cancel(self) -> int:
-        """Cancels non-urgent copies that have not started; returns how many."""
         with self._lock:
             cancelled = 0
             for copy in self._tier.copies.values():
@@ -386,7 +339,6 @@ class VramCache:
             return cancelled
 
     def wait(self) -> None:
-        """Blocks until no copy is in flight."""
         with self._lock:
             for copy in self._tier.copies.values():
                 with contextlib.suppress(EngineError):
@@ -398,9 +350,6 @@ class VramCache:
 
         Returns:
             Number of slots now: more than requested while one that should be freed is in use, fewer if memory is short.
-
-        Raises:
-            EngineError: the compute stream has failed, so it is unknown what is in use.
         """
         with self._lock:
             wanted = self._segments_for(slots)
@@ -418,14 +367,7 @@ class VramCache:
             return self.slots
 
     def remake(self, slots: int) -> int:
-        """So many slots, to the last one if there is memory for them; what was cached is forgotten.
-
-        Returns:
-            Number of slots now.
-
-        Raises:
-            EngineError: as of `resize`.
-        """
+        """So many slots, to the last one if there is memory for them; what was cached is forgotten."""
         with self._lock:
             if self._ways is None and not self.resize(0) and slots > 0:
                 pieces = max(each for each in range(1, SEGMENTS + 1) if slots % each == 0)
@@ -448,7 +390,6 @@ class VramCache:
             self.wait()
 
     def close(self) -> None:
-        """Waits for copies and work in flight, then frees all memory.  Idempotent."""
         with self._lock:
             with contextlib.suppress(EngineError):
                 self.cancel()
@@ -472,7 +413,6 @@ class VramCache:
         return pool_segments(slots, self._memory.segment_slots, self._layers, most, self._ways)
 
     def _grow(self, segments: int) -> DeviceMemoryError | None:
-        """Adds segments up to this number; returns the error if the device refuses one."""
         try:
             while (count := len(self._memory.segments)) < segments:
                 slots = self._memory.add().slots
@@ -497,7 +437,6 @@ class VramCache:
             self._memory.drop()
 
     def _settle(self) -> None:
-        """Updates the tier with copies that have ended."""
         copies = self._tier.copies
         if not copies:
             return

@@ -17,9 +17,9 @@ from engine.devices.device import Device, Direction, Event
 from engine.devices.failures import as_engine_error
 from engine.devices.memory_budget import MemoryCategory
 from engine.experts.executor import ExpertExecutor
-from engine.experts.record import RecordLayout
 from engine.experts.record_source import Arrivals, RecordSource
 from engine.experts.slot_segments import KernelMaker, Segment
+from engine.formats.layouts import RecordLayout
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 

@@ -22,11 +22,7 @@ BF16 = PlainFormat(name="bf16", words="16-bit", bits=16.0, dtype="bfloat16", wor
 
 @dataclass(frozen=True, kw_only=True)
 class SizedFormat(WeightFormat):
-    """A format known only by its size; nothing here reads or writes it.
-
-    Attributes:
-        tiled: `is_tiled`.
-    """
+    """A format known only by its size; nothing here reads or writes it."""
 
     tiled: bool = False
 
@@ -89,16 +85,10 @@ SMALL_MODEL = 10**9
 
 
 def format_of(name: str) -> WeightFormat:
-    """The format of that name.
-
-    Raises:
-        KeyError: there is no such format.
-    """
     return FORMATS[name]
 
 
 def tiled_format(name: str) -> TiledFormat | None:
-    """The format of that name if it is tiled."""
     found = FORMATS.get(name)
     return found if isinstance(found, TiledFormat) else None
 
@@ -110,16 +100,11 @@ def as_stored(name: str) -> PlainFormat:
 
 
 def is_precision(name: str) -> bool:
-    """Whether weights can be run in it (not so `auto`)."""
     return name in PRECISIONS and name != AUTO
 
 
 def measured_as(name: str, bits: float = 0.0) -> str:
-    """The format of `LADDER` whose measured speeds hold for `name`: the nearest in bits (for `auto`: the first).
-
-    Args:
-        bits: per weight, if known better than from the name.
-    """
+    """The format of `LADDER` whose measured speeds hold for `name`: the nearest in bits (for `auto`: the first)."""
     if name in LADDER or name not in FORMATS:
         return name if name in LADDER else LADDER[0]
     bits = bits or FORMATS[name].bits

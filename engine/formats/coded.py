@@ -8,17 +8,22 @@ bit.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.formats.weight_format import GROUP, TiledFormat
 
+if TYPE_CHECKING:
+    from engine.formats.ggml import BlockType, Bytes, Floats
+
 _CLAMPED = 0.25
 """By how much of a step a zero may be clamped to what a record holds; beyond, its group is fitted again."""
 _HIGHEST_ZERO = 255
 _TINY = 2.0**-120
+_FLAT = np.float32(2**20)
+"""A group whose offset is this many times its scale is as good as constant."""
 _NAN, _HALF_NAN = 0x7FC0, 0x7E00
 _HALF_STEP = np.float32(254)
 """A scale that is off by one part in as many moves no code of int8 by half a step."""
@@ -44,11 +49,9 @@ class CodedMatrix:
 
     @property
     def groups(self) -> NDArray[Any]:
-        """The codes, [rows, columns / 32, 32]."""
         return self.codes.reshape(len(self.codes), -1, GROUP)
 
     def values(self) -> NDArray[np.float32]:
-        """The weights, [rows, columns]."""
         values = self.groups.astype(np.float32)
         if self.table is not None:
             values = np.array(self.table, np.float32)[self.groups]
@@ -56,6 +59,37 @@ class CodedMatrix:
             values -= self.zeros[..., None]
         with np.errstate(all="ignore"):  # a broken file may hold infinities
             return (values * self.scales[..., None]).reshape(self.codes.shape)
+
+
+def codes_of(kind: BlockType, raw: Bytes) -> CodedMatrix | None:
+    target = kind.kept_in
+    if target is None:
+        return None
+    groups = kind.apart(raw)
+    rows = len(raw)
+    codes, scales, zeros = groups.codes, groups.scales, None
+    if target.code_bits == 8:
+        codes = codes.astype(np.int8) - np.int8(kind.zero)
+    elif groups.offsets is not None:
+        codes, scales, zeros = _with_zeros(codes, scales, groups.offsets)
+    elif target.has_zeros:
+        zeros = np.full_like(scales, kind.zero)
+    by_row = None if zeros is None else zeros.reshape(rows, -1)
+    return CodedMatrix(target, codes.reshape(rows, -1), scales.reshape(rows, -1), by_row, kind.table)
+
+
+def _with_zeros(codes: Bytes, scales: Floats, offsets: Floats) -> tuple[Bytes, Floats, Floats]:
+    """Codes [..., 32], scales and zeros of w = scale * code - offset.
+
+    A constant group, whose scale is next to nothing, becomes 0 - 8 or 0 + 8 times an eighth of it.
+    """
+    with np.errstate(all="ignore"):
+        flat = (scales == 0) | (np.abs(offsets) > _FLAT * np.abs(scales))
+        zeros = offsets / scales
+        eighths = np.abs(offsets) * np.float32(0.125)
+    signs = np.where(offsets < 0, np.float32(-8), np.float32(8))
+    codes = np.where(flat[..., None], np.uint8(0), codes)
+    return codes, np.where(flat, eighths, scales), np.where(flat, signs, zeros)
 
 
 def record_scales(matrix: CodedMatrix) -> tuple[NDArray[np.uint16], NDArray[np.uint8] | None, NDArray[np.bool_]]:

@@ -15,8 +15,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.formats.lut4 import IQ4_NL_TABLE, MXFP4_TABLE
-from engine.formats.weight_format import WeightFormat
+from engine.formats.int4 import INT4
+from engine.formats.int8 import INT8
+from engine.formats.lut4 import IQ4_NL_TABLE, LUT4, MXFP4_TABLE
+from engine.formats.weight_format import TiledFormat, WeightFormat
 
 if TYPE_CHECKING:  # the window asks for sizes and names only
     import numpy as np
@@ -56,6 +58,7 @@ class BlockType(WeightFormat):
         halves: where a block has its fp16 scale, and that of its offsets.
         zero: what is subtracted from each code.
         table: what codes are positions in, if they are.
+        kept_in: the format in tiles that keeps its codes.  native/src/ggml_blocks.h has the same.
         put: sets the scales of blocks to about these, where they are no fp16: what tests and proofs make up needs it.
     """
 
@@ -69,10 +72,16 @@ class BlockType(WeightFormat):
     halves: tuple[int, ...] = ()
     zero: int = 0
     table: tuple[int, ...] | None = None
+    kept_in: TiledFormat | None = None
     put: Callable[[Bytes, Floats], None] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bits", 8 * self.nbytes / self.elements)
+
+    @property
+    def in_tiles(self) -> TiledFormat | None:
+        """The format in tiles that loses least: that which keeps the codes, else int8; `None` for plain numbers."""
+        return None if self.split is None else self.kept_in or INT8
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:
         return (rows * -(-columns // self.elements) * self.nbytes,)
@@ -114,7 +123,6 @@ def _half(two_bytes: Bytes) -> NDArray[Any]:
 
 
 def _as(raw: Bytes, dtype: str) -> NDArray[Any]:
-    """Bytes as numbers."""
     import numpy as np
 
     return np.ascontiguousarray(raw).view(dtype)
@@ -408,29 +416,29 @@ def _plain(name: str, raw: Bytes) -> Floats:
 TYPES = (
     BlockType("F32", "32-bit", 0, 1, 4),
     BlockType("F16", "16-bit", 1, 1, 2),
-    BlockType("Q4_0", "4-bit", 2, 32, 18, _q4_0, (0,), zero=8),
-    BlockType("Q4_1", "4-bit", 3, 32, 20, _q4_1, (0, 2)),
-    BlockType("Q5_0", "5-bit", 6, 32, 22, _q5_0, (0,), zero=16),
+    BlockType("Q4_0", "4-bit", 2, 32, 18, _q4_0, (0,), zero=8, kept_in=INT4),
+    BlockType("Q4_1", "4-bit", 3, 32, 20, _q4_1, (0, 2), kept_in=INT4),
+    BlockType("Q5_0", "5-bit", 6, 32, 22, _q5_0, (0,), zero=16, kept_in=INT8),
     BlockType("Q5_1", "5-bit", 7, 32, 24, _q5_1, (0, 2)),
-    BlockType("Q8_0", "8-bit", 8, 32, 34, _q8_0, (0,)),
+    BlockType("Q8_0", "8-bit", 8, 32, 34, _q8_0, (0,), kept_in=INT8),
     BlockType("Q2_K", "2-bit", 10, 256, 84, _q2_k, (80, 82)),
     BlockType("Q3_K", "3-bit", 11, 256, 110, _q3_k, (108,), zero=4),
-    BlockType("Q4_K", "4-bit", 12, 256, 144, _q4_k, (0, 2)),
+    BlockType("Q4_K", "4-bit", 12, 256, 144, _q4_k, (0, 2), kept_in=INT4),
     BlockType("Q5_K", "5-bit", 13, 256, 176, _q5_k, (0, 2)),
     BlockType("Q6_K", "6-bit", 14, 256, 210, _q6_k, (208,), zero=32),
     BlockType("IQ2_XXS", "2-bit", 16, 256, 66, _iq2_xxs, (0,)),
     BlockType("IQ2_XS", "2-bit", 17, 256, 74, _iq2_xs, (0,)),
     BlockType("IQ3_XXS", "3-bit", 18, 256, 98, _iq3_xxs, (0,)),
     BlockType("IQ1_S", "1-bit", 19, 256, 50, _iq1_s, (0,)),
-    BlockType("IQ4_NL", "4-bit", 20, 32, 18, _iq4_nl, (0,), table=IQ4_NL_TABLE),
+    BlockType("IQ4_NL", "4-bit", 20, 32, 18, _iq4_nl, (0,), table=IQ4_NL_TABLE, kept_in=LUT4),
     BlockType("IQ3_S", "3-bit", 21, 256, 110, _iq3_s, (0,)),
     BlockType("IQ2_S", "2-bit", 22, 256, 82, _iq2_s, (0,)),
-    BlockType("IQ4_XS", "4-bit", 23, 256, 136, _iq4_xs, (0,), table=IQ4_NL_TABLE),
+    BlockType("IQ4_XS", "4-bit", 23, 256, 136, _iq4_xs, (0,), table=IQ4_NL_TABLE, kept_in=LUT4),
     BlockType("IQ1_M", "1-bit", 29, 256, 56, _iq1_m, put=_put_iq1_m),
     BlockType("BF16", "16-bit", 30, 1, 2),
     BlockType("TQ1_0", "ternary", 34, 256, 54, _tq1_0, (52,), zero=1),
     BlockType("TQ2_0", "ternary", 35, 256, 66, _tq2_0, (64,), zero=1),
-    BlockType("MXFP4", "4-bit", 39, 32, 17, _mxfp4, table=MXFP4_TABLE, put=_put_mxfp4),
+    BlockType("MXFP4", "4-bit", 39, 32, 17, _mxfp4, table=MXFP4_TABLE, put=_put_mxfp4, kept_in=LUT4),
     BlockType("NVFP4", "4-bit", 40, 64, 36, _nvfp4, put=_put_nvfp4),
     BlockType("Q1_0", "1-bit", 41, 128, 18, _q1_0, (0,), zero=1),
     BlockType("Q2_0", "2-bit", 42, 64, 18, _q2_0, (0,), zero=1),
@@ -438,3 +446,5 @@ TYPES = (
 
 GGML: Mapping[str, BlockType] = {each.name: each for each in TYPES}
 """By ggml's names."""
+BLOCK_TYPES: Mapping[int, BlockType] = {each.id: each for each in TYPES}
+"""By their numbers in files."""

@@ -23,7 +23,6 @@ class Int4(TiledFormat):
     """w = scale * (code - zero / 16), 0 <= code <= 15.  format_int4.h is the same."""
 
     def fit(self, groups: torch.Tensor, rounds: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """See `TiledFormat.fit`; with 0 rounds it is plain min-max."""
         import torch
 
         low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)

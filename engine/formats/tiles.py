@@ -40,11 +40,7 @@ class Pairing(IntEnum):
 
 @dataclass(frozen=True)
 class TiledShape:
-    """The shape of a matrix in tiles.
-
-    Attributes:
-        rows, columns: of the matrix; `rows` is even if they are paired.
-    """
+    """The shape of a matrix in tiles; rows are even if they are paired."""
 
     rows: int
     columns: int
@@ -53,12 +49,10 @@ class TiledShape:
 
     @property
     def blocks(self) -> int:
-        """Blocks of 32 rows."""
         return -(-self.rows // TILE_ROWS)
 
     @property
     def groups(self) -> int:
-        """Groups of 32 columns."""
         return -(-self.columns // GROUP)
 
     @property
@@ -99,19 +93,16 @@ class TiledMatrix:
         return matrix
 
     def set_table(self, table: tuple[int, ...] | None = None) -> None:
-        """Sets its table, if it has one: by default its format's."""
         if self.table is not None:
             self.table.copy_(torch.tensor(table or self.shape.format.table, dtype=torch.int8))
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """Its tensors by the suffix of their names."""
         named = {"": self.weights, "_scales": self.scales, "_zeros": self.zeros, "_table": self.table}
         return {suffix: tensor for suffix, tensor in named.items() if tensor is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its parts."""
         return sum(tensor.nbytes for tensor in self.parts.values())
 
 
@@ -186,7 +177,6 @@ def keep_codes(matrix: CodedMatrix, rounds: int = ROUNDS) -> RecordCodes:
 
 
 def fit_codes(weight: torch.Tensor, target_format: TiledFormat, rounds: int = ROUNDS) -> RecordCodes:
-    """[rows, columns] in codes of this format."""
     padded = torch.nn.functional.pad(weight.float(), (0, -weight.shape[1] % GROUP))
     return target_format.fit(padded.view(len(padded), -1, GROUP), rounds)
 

@@ -46,7 +46,6 @@ class WeightFormat(ABC):
 
     @property
     def bytes_per_weight(self) -> float:
-        """Bytes per weight, including scales and zero points."""
         return self.bits / 8
 
     @property
@@ -61,17 +60,12 @@ class WeightFormat(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class PlainFormat(WeightFormat):
-    """Floating-point numbers in row-major order.
-
-    Attributes:
-        dtype: torch's name of the type.
-    """
+    """Floating-point numbers in row-major order."""
 
     dtype: str
 
     @property
     def width(self) -> int:
-        """Bytes per number."""
         return int(self.bits) // 8
 
     def part_bytes(self, rows: int, columns: int) -> tuple[int, ...]:

@@ -5,79 +5,77 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast
 
 import torch
 
-from engine.checkpoint.gguf.types import BlockType
 from engine.families.library import gates_as_usual
-from engine.formats.tiles import Pairing, TiledMatrix, TiledShape
+from engine.formats.layouts import RecordLayout
 from engine.kernels.activation import Activation, activation_of
 
 
-class RecordPart(Protocol):
-    """One tensor of an expert's record; `offset` in bytes from the record's start."""
+class LayerRecords:
+    """The records of one layer's experts, or their parts where each lies by itself, in a mapped file or beside it.
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def offset(self) -> int: ...
+    Args:
+        name: the module's in the model.
+        pieces: segments of records, uint8 [n, nbytes], together all of them.
+        parts: part name -> one view per expert, in place of records.
 
-
-class RecordFormat(Protocol):
-    """The layout of an expert's record of `nbytes`; `unquantised`: the same expert's layout in a checkpoint."""
-
-    @property
-    def parts(self) -> Sequence[RecordPart]: ...
-    @property
-    def nbytes(self) -> int: ...
-    @property
-    def unquantised(self) -> RecordFormat: ...
-
-
-@runtime_checkable
-class QuantisedFormat(RecordFormat, Protocol):
-    """Layout of records with tiled matrices (see `engine.experts.quantised_layout`)."""
-
-    @property
-    def pairing(self) -> Pairing: ...
-    def is_tiled(self, name: str) -> bool: ...
-    def tiled_shape(self, name: str) -> TiledShape: ...
-    def matrix(self, rows: Mapping[str, Sequence[torch.Tensor]], name: str, expert: int) -> TiledMatrix: ...
-
-
-@runtime_checkable
-class BlockFormat(RecordFormat, Protocol):
-    """Layout of records with matrices in blocks (see `engine.experts.quantised_layout.BlockLayout`)."""
-
-    @property
-    def alternates(self) -> bool: ...
-    def blocks_of(self, name: str) -> Sequence[tuple[str, BlockType]]: ...
-
-
-class LayerRecords(Protocol):
-    """The records of one layer's experts, as seen by kernels (such as `engine.experts.bank.BankLayer`).
-
-    `pieces`: segments, uint8 [n, nbytes], together all E records; `rows`: each part as a view [*shape] per expert. If
-    there is only one segment, `stacked` has the parts as views [E, *shape].
+    Attributes:
+        pieces: of parts, the first of the first expert, which the others are found from.
+        rows: part name -> one view per expert, made in advance because indexing a tensor takes microseconds.
+        stacked: part name -> view [E, *shape], if one piece has all records.
     """
 
+    def __init__(
+        self,
+        name: str,
+        layout: RecordLayout,
+        *pieces: torch.Tensor,
+        parts: Mapping[str, Sequence[torch.Tensor]] | None = None,
+    ) -> None:
+        self.name, self.layout, self.is_in_place = name, layout, parts is not None
+        views = [layout.views(piece) for piece in pieces]
+        self.stacked = views[0] if len(views) == 1 else {}
+        self.rows: dict[str, tuple[torch.Tensor, ...]] = {
+            part.name: tuple(row for each in views for row in each[part.name].unbind(0)) for part in layout.parts
+        }
+        if parts is not None:
+            self.rows = {part: tuple(experts) for part, experts in parts.items()}
+            pieces = (next(iter(self.rows.values()))[0],)
+        self.pieces = pieces
+
     @property
-    def layout(self) -> RecordFormat: ...
+    def records(self) -> torch.Tensor:
+        """[E, record bytes], uint8, if one piece has all."""
+        return self.pieces[0]
+
     @property
-    def pieces(self) -> Sequence[torch.Tensor]: ...
+    def nbytes(self) -> int:
+        """Bytes of all records, padding included."""
+        if self.is_in_place:
+            return sum(len(experts) * experts[0].nbytes for experts in self.rows.values())
+        return sum(piece.nbytes for piece in self.pieces)
+
     @property
-    def num_experts(self) -> int: ...
+    def num_experts(self) -> int:
+        return len(next(iter(self.rows.values())))
+
     @property
-    def device(self) -> torch.device: ...
-    @property
-    def stacked(self) -> Mapping[str, torch.Tensor]: ...
-    @property
-    def rows(self) -> Mapping[str, Sequence[torch.Tensor]]: ...
+    def device(self) -> torch.device:
+        """That holds the records and computes the experts."""
+        return self.pieces[0].device
+
+    def part(self, name: str, expert: int) -> torch.Tensor:
+        """One part of one expert, [out, in] (or [out] for a bias): a view, not a copy."""
+        return self.rows[name][expert]
+
+    def forget(self) -> None:
+        """Holds no memory from now on.  A model still bound to it raises an error when used."""
+        self.stacked.clear()
+        self.rows.clear()
+        self.pieces = (torch.empty(0, self.layout.nbytes, dtype=torch.uint8),)
 
 
 def are_even(rows: Sequence[torch.Tensor]) -> bool:

@@ -4,26 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
 from engine.formats import TiledFormat
-from engine.formats.tiles import Pairing, TiledMatrix, TiledShape, quantise_in_torch
+from engine.formats.layouts import RecordLayout
+from engine.formats.tiles import ROUNDS, Pairing, TiledMatrix, TiledShape, quantise_in_torch
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import matrix_struct
 
-if TYPE_CHECKING:
-    import torch
 
-    from engine.formats.tiles import TiledMatrix
-    from engine.kernels.native.library import NativeKernels
-
-_ROUNDS = 16
-"""As `engine.formats.tiles.ROUNDS`."""
-
-
-def quantise_natively(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKernels, rounds: int = _ROUNDS) -> None:
+def quantise_natively(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKernels, rounds: int = ROUNDS) -> None:
     """Fills `target` from `weight`: bf16 [rows, columns], contiguous, in RAM, like `target`."""
     struct = matrix_struct(target)
     kernels.quantise(kernels.pool, ctypes.addressof(struct), weight.data_ptr(), rounds)
@@ -61,3 +52,16 @@ def quantise_into(weight: torch.Tensor, target: TiledMatrix, kernels: NativeKern
         quantise_natively(weight, target, kernels)
     else:
         quantise_in_torch(weight, target)
+
+
+def quantise_record(
+    layout: RecordLayout, plain: torch.Tensor, target: torch.Tensor, kernels: NativeKernels | None = None
+) -> None:
+    """Fills a record in tiles, uint8 [nbytes], from the same in plain numbers, both aligned as records are."""
+    target.zero_()  # also between the parts, so that equal experts have equal bytes
+    parts = layout.views(target[None])
+    for name, values in layout.unquantised.views(plain[None]).items():
+        if layout.is_tiled(name):
+            quantise_into(values[0], layout.matrix(parts, name, 0), kernels)
+        else:
+            parts[name].copy_(values)

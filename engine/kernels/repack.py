@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from engine.checkpoint.gguf.codes import KEPT_IN, codes_of
-from engine.checkpoint.gguf.types import BlockType
 from engine.checkpoint.quantised.packings import Arrangement, Codes
-from engine.formats.coded import CodedMatrix
+from engine.formats.coded import CodedMatrix, codes_of
+from engine.formats.ggml import BlockType
 from engine.formats.tiles import (
     Pairing,
     RecordCodes,
@@ -194,8 +193,7 @@ def set_table(sources: Sequence[Source], target: TiledMatrix) -> None:
 
 
 def _keeps(source: Source, target: TiledMatrix) -> bool:
-    kept_in = KEPT_IN.get(source.kind.name) if isinstance(source, Blocks) else source.kept_in
-    return kept_in is target.shape.format
+    return (source.kind.kept_in if isinstance(source, Blocks) else source.kept_in) is target.shape.format
 
 
 def _coded(source: Source) -> CodedMatrix | None:

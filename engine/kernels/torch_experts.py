@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import linear, pad, silu
 
 from engine.formats.tiles import Pairing, TiledMatrix
-from engine.kernels.interface import BlockFormat, ByGroup, ExpertMath, LayerRecords, QuantisedFormat, Upload
+from engine.kernels.interface import ByGroup, ExpertMath, LayerRecords, Upload
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.quantise import dequantise_natively
 from engine.kernels.repack import Blocks, Unpack, unpack_into, unpacked
@@ -33,10 +33,10 @@ def layer_matrices(
 ) -> Matrices:
     """The matrices `name` of a layer; `kernels`, if given, dequantise natively on the CPU, and `unpack` elsewhere."""
     layout, rows = layer.layout, layer.rows
-    if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
+    if layout.is_tiled(name):
         return TiledMatrices(partial(layout.matrix, rows, name), biases, kernels, unpack)
-    if isinstance(layout, BlockFormat) and layout.blocks_of(name):
-        return BlockMatrices(layer, layout, name, biases, kernels, unpack)
+    if layout.blocks_of(name):
+        return BlockMatrices(layer, name, biases, kernels, unpack)
     weights = rows[name]
     if biases is None:
         return lambda x, expert: linear(x, weights[expert])
@@ -75,16 +75,15 @@ class BlockMatrices:
     def __init__(
         self,
         layer: LayerRecords,
-        layout: BlockFormat,
         name: str,
         biases: Sequence[torch.Tensor] | None,
         kernels: NativeKernels | None,
         unpack: Unpack,
     ) -> None:
         self._unpack = unpack
-        self._parts = [(layer.rows[own], kind) for own, kind in layout.blocks_of(name)]
+        self._parts = [(layer.rows[own], kind) for own, kind in layer.layout.blocks_of(name)]
         self._biases, self._kernels = biases, kernels
-        self._alternates = layout.alternates and name != "down_proj"
+        self._alternates = layer.layout.alternates and name != "down_proj"
 
     def __call__(self, x: torch.Tensor, expert: int) -> torch.Tensor:
         products = []
@@ -167,7 +166,7 @@ class TorchExperts:
         self._down_bias_all: torch.Tensor | None = None
         if layer.device.type != "cpu":  # where every row must give the same however many come with it
             self.fewest_in_groups = 2
-        quantised = isinstance(layer.layout, QuantisedFormat | BlockFormat)
+        quantised = layer.layout.plain is not None
         self._dtype = torch.bfloat16 if quantised else layer.rows["down_proj"][0].dtype
         in_one_piece = len(layer.pieces) == 1 and layer.pieces[0].nbytes <= _ALL_AT_ONCE_BYTES
         # One expert alone must give the same result as among several, whatever the number of cache slots.

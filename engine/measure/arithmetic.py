@@ -14,7 +14,8 @@ import torch
 
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import allocate_records
+from engine.formats.layouts import RecordLayout
 from engine.hardware.measured import Arithmetic, RamRead
 from engine.kernels.native.library import load_kernels
 from engine.measure.run import NotMeasuredError, Run, counted

@@ -20,7 +20,8 @@ import torch
 from engine.common.files import new_folder
 from engine.experts.direct_file import DirectFile, bytes_of
 from engine.experts.disk_tier import DEFAULT_READERS, PIECE_BYTES
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import allocate_records
+from engine.formats.layouts import RecordLayout
 from engine.hardware.measured import DiskRead
 from engine.measure.run import NotMeasuredError, Run
 

@@ -10,15 +10,14 @@ from functools import partial
 import torch
 
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.bank import BankLayer
 from engine.experts.dispatch import StandardExperts
-from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import allocate_records
 from engine.formats import tiled_format
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing
 from engine.hardware.measured import ExpertTime
 from engine.kernels import choose_kernel
-from engine.kernels.interface import ExpertKernel
+from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.kernels.native.library import NativeKernels, load_kernels
 from engine.measure.arithmetic import seconds_here, seconds_on, torch_threads
 from engine.measure.run import NotMeasuredError, Run, counted
@@ -182,11 +181,11 @@ def expert_layout(shape: ExpertShape, precision: str) -> RecordLayout:
     shapes = {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in expert_module(shape).named_parameters()}
     plain = RecordLayout.of(shapes, transposed=False)
     of_all = tiled_format(precision)
-    return plain if of_all is None else QuantisedLayout.quantising(plain, lambda _: of_all, Pairing.HALVES)
+    return plain if of_all is None else RecordLayout.in_tiles(plain, lambda _: of_all, Pairing.HALVES)
 
 
-def layer_in(shape: ExpertShape, precision: str, room: torch.Tensor) -> BankLayer:
+def layer_in(shape: ExpertShape, precision: str, room: torch.Tensor) -> LayerRecords:
     """As many experts as fit into the memory, up to a limit."""
     layout = expert_layout(shape, precision)
     count = min(room.nbytes // layout.nbytes, _MOST_EXPERTS)
-    return BankLayer("measured", layout, room[: count * layout.nbytes].view(count, layout.nbytes))
+    return LayerRecords("measured", layout, room[: count * layout.nbytes].view(count, layout.nbytes))

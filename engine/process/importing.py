@@ -50,7 +50,7 @@ def begin_reading(config: EngineConfig) -> None:
     if importlib.util.find_spec("torch") is None:
         return  # the engine's part is not there: that is told when the model is loaded
     from engine.checkpoint.names import resolve
-    from engine.experts.early_reads import EARLY_READS  # numpy, which torch needs anyway
+    from engine.experts.file_image import EARLY_READS  # numpy, which torch needs anyway
     from engine.foreign_text.process import FOREIGN_TEXT
 
     if EARLY_READS.begin(config.model, config.asked):

@@ -17,13 +17,13 @@ from engine.checkpoint.embedding import Embedding, how_it_embeds
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import read_gguf
 from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.profile import read_profile
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.foreign import open_foreign
 from engine.common.sizes import rounded_up
 from engine.families.known import ENCODERS
+from engine.formats.ggml import GGML
 from engine.runtime.load.library_models import first_line, quiet_library, read_library_config
 from engine.runtime.load.model import load_model, set_threads
 from engine.runtime.load.tokenizer import load_tokenizer
@@ -178,7 +178,7 @@ def _encoder(path: Path, config: Any, dtype: torch.dtype) -> Any:
         with open_foreign(entry.file) as file:
             file.seek(entry.offset)
             raw = np.frombuffer(file.read(entry.nbytes), np.uint8)
-        weights[name] = torch.from_numpy(BY_NAME[entry.dtype].dequantise(raw)).reshape(entry.shape).to(dtype)
+        weights[name] = torch.from_numpy(GGML[entry.dtype].dequantise(raw)).reshape(entry.shape).to(dtype)
     lacking, _strange = model.load_state_dict(weights, strict=False)
     if any(not name.startswith("pooler.") for name in lacking):  # which stands behind what is pooled here
         raise ValueError(f"it lacks {lacking[0]}")

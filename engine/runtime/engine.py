@@ -21,7 +21,7 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import EngineError, ErrorCode, never_cancelled
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
-from engine.experts.early_reads import EARLY_READS, remember
+from engine.experts.file_image import EARLY_READS, remember
 from engine.jobs.rows import Check, never
 from engine.runtime.decode.generation import GenerationResult, ReusedCallback, TextCallback, ignore_reused, ignore_text
 from engine.runtime.decode.prompt import encode

@@ -15,9 +15,9 @@ from engine.common.errors import CancelCheck, EngineError
 from engine.common.footprint import SHORT_TOKENS
 from engine.common.model_info import ModelInfo
 from engine.devices.device import Device
-from engine.experts.bank import ExpertBank
 from engine.experts.layer_stream import LayerStream
 from engine.experts.ram_tier import RamTier
+from engine.experts.record import ExpertBank
 from engine.experts.sites import unbind
 from engine.experts.vram_cache import VramCache
 from engine.foreign_text.process import FOREIGN_TEXT
@@ -27,9 +27,9 @@ from engine.protocol import LoadPhase
 from engine.runtime.decoder_layers import LayerDevices
 from engine.runtime.kept.prefixes import KeptPrefixes
 from engine.runtime.load.devices import ModelDevices
-from engine.runtime.load.files import Files
 from engine.runtime.load.foresight import Foresight
 from engine.runtime.load.tables import TableReads
+from engine.runtime.load.tensor_reader import TensorReader
 from engine.runtime.pictures import Blind, Sight
 
 
@@ -169,30 +169,31 @@ class LoadingParts(ModelParts):
 
     Attributes:
         devices: that were opened, until it is decided whether the model runs on them and what is where.
-        files: that the experts of `bank` and the linear layers are used in.
-        on_phase: is told what is done from now on.
+        reader: has the files that the experts of `bank` and the linear layers are used in.
+        on_phase: is told what is done from now on; on_arriving: how much of these files is there.
     """
 
     devices: ModelDevices
     on_phase: OnPhase = ignore_phase
-    files: Files | None = None
+    on_arriving: Callable[[int, int], None] = lambda _done, _total: None
+    reader: TensorReader | None = None
 
     def wait_for_weights(self, cancelled: CancelCheck) -> tuple[Path, ...]:
         """Until all that is read for `bank` and for linear layers is there; the files that the next start can read.
 
         Raises:
-            As `Files.wait`.
+            As `TensorReader.wait`.
         """
-        if self.files is None or not self.files.paths:
+        if self.reader is None or not self.reader.whole_files:
             return ()
         self.on_phase("reading")
-        self.files.wait(cancelled)
-        return self.files.paths
+        self.reader.wait(self.on_arriving, cancelled)
+        return self.reader.whole_files
 
     def close(self) -> None:
         """See `ModelParts.close`."""
-        if self.files is not None:
-            self.files.close()  # first: they write into the bank
+        if self.reader is not None:
+            self.reader.close()  # first: it writes into the bank
         super().close()
 
     def place(self, devices: Sequence[Device], layers: LayerDevices) -> None:

@@ -10,17 +10,17 @@ import numpy as np
 import torch
 from transformers.activations import ACT2FN
 
-from engine.checkpoint.gguf.types import BY_NAME, BlockType
-from engine.experts.bank import BankLayer
 from engine.experts.dispatch import StandardExperts
-from engine.experts.quantised_layout import BlockLayout, QuantisedLayout
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import allocate_records
 from engine.formats import FORMATS
+from engine.formats.ggml import GGML, BlockType
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels.activation import activation_of
 from engine.kernels.gpu.experts import CardExperts, can_compute
 from engine.kernels.gpu.stored import CardKernels
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
+from engine.kernels.quantise import quantise_record
 from engine.kernels.reference import reference_experts
 from tests.engine.ggml_blocks import made_up_blocks
 
@@ -102,20 +102,20 @@ def layer_of(
     dtype = torch.float32 if precision == "fp32" else torch.bfloat16
     shapes = {name: (tuple(p.shape[1:]), dtype) for name, p in module.named_parameters()}
     plain = RecordLayout.of(shapes, transposed=False)
-    source = BankLayer("experts", plain, allocate_records(module.num_experts, plain, CPU))
+    source = LayerRecords("experts", plain, allocate_records(module.num_experts, plain, CPU))
     for tensor in source.stacked.values():
         tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
     records, layout = source.records, plain
     meant = {name: tensor.float() for name, tensor in source.stacked.items()}
-    if precision.split()[0] in BY_NAME:
-        layout, records, meant = _in_blocks(module, plain, [BY_NAME[each] for each in precision.split()], meant)
+    if precision.split()[0] in GGML:
+        layout, records, meant = _in_blocks(module, plain, [GGML[each] for each in precision.split()], meant)
     elif FORMATS[precision].is_tiled:
         activation = activation_of(module)
         pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES
-        layout = QuantisedLayout.quantising(plain, lambda _: FORMATS[precision], pairing)
-        target = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
+        layout = RecordLayout.in_tiles(plain, lambda _: FORMATS[precision], pairing)
+        target = LayerRecords("experts", layout, allocate_records(module.num_experts, layout, CPU))
         for expert in range(module.num_experts):
-            layout.quantise_record(source.records[expert], target.records[expert])
+            quantise_record(layout, source.records[expert], target.records[expert])
         records = target.records
         for name in [name for name, tensor in meant.items() if tensor.dim() == 3]:
             rows = [dequantise(layout.matrix(target.rows, name, e), torch.float32) for e in range(module.num_experts)]
@@ -130,15 +130,15 @@ def layer_of(
 
 def _in_blocks(
     module: StandardExperts, plain: RecordLayout, kinds: list[BlockType], meant: dict[str, torch.Tensor]
-) -> tuple[BlockLayout, torch.Tensor, dict[str, torch.Tensor]]:
+) -> tuple[RecordLayout, torch.Tensor, dict[str, torch.Tensor]]:
     """Gate rows come first, then those of ups; the module may have them in turn."""
     activation = activation_of(module)
     assert activation is not None
     alternates = activation.pairing is Pairing.ALTERNATING
     first = "gate_up_proj" if module.has_gate else "up_proj"
     gates = [kinds[0], kinds[-1]] if module.has_gate else [kinds[0]]
-    layout = BlockLayout.storing(plain, {first: gates, "down_proj": [kinds[0]]}, alternates=alternates)
-    target = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
+    layout = RecordLayout.in_blocks(plain, {first: gates, "down_proj": [kinds[0]]}, alternates=alternates)
+    target = LayerRecords("experts", layout, allocate_records(module.num_experts, layout, CPU))
     experts, meant = module.num_experts, dict(meant)
     for name in (first, "down_proj"):
         values = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from engine.checkpoint.gguf.types import BlockType
+from engine.formats.ggml import BlockType
 from engine.kernels.repack import Blocks
 
 STRANGE = (0.0, float("inf"), float("-inf"), float("nan"), 6e-8, 65504.0, -65504.0)

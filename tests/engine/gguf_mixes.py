@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from benchmarks.peers.editions import LLAMA_CPP
 from benchmarks.peers.peer import quantise
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
+from engine.formats.ggml import GGML
 from tests.engine.gguf_files import DATA, VOCABULARY, as_llama_cpp_computes, save_tokenizer
 from tests.tiny_gguf import write_model
 
@@ -105,7 +105,7 @@ def _make(mix: str, plain: Path, folder: Path) -> None:
     sums, apart = {}, 0.0
     for name, entry in stored.items():
         theirs = _as_ggml_unpacks(entry)
-        ours = BY_NAME[entry.dtype].dequantise(blocks_of(entry)).reshape(entry.shape)
+        ours = GGML[entry.dtype].dequantise(blocks_of(entry)).reshape(entry.shape)
         apart = max(apart, float(np.abs(theirs - ours).max() / np.abs(theirs).max()))
         sums[name] = checked_sum(theirs)
     content = as_llama_cpp_computes(file, folder) | {
@@ -143,7 +143,7 @@ def _as_ggml_unpacks(entry: TensorEntry) -> NDArray[np.float32]:
         return raw.view(np.float32).reshape(entry.shape)
     library = ctypes.CDLL(str(LLAMA_CPP.home() / "build" / "bin" / "libggml-base.so"))
     library.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
-    traits = library.ggml_get_type_traits(BY_NAME[entry.dtype].id).contents
+    traits = library.ggml_get_type_traits(GGML[entry.dtype].id).contents
     assert traits.type_name.decode().lower() == entry.dtype.lower()
     values = np.empty(entry.shape, np.float32)
     traits.to_float(raw.ctypes.data, values.ctypes.data, values.size)

@@ -9,7 +9,6 @@ import torch
 
 from engine.devices.device import Device
 from engine.experts.activations import Activations
-from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import StepObserver
@@ -56,7 +55,7 @@ class Layers:
         torch.manual_seed(self.seed)
         self.module = KINDS[self.kind]
         self.weights = [self.module.weights(self.dtype) for _ in range(LAYERS)]
-        self.banks: list[BankLayer] = [layer_of(self.module, weights) for weights in self.weights]
+        self.banks: list[LayerRecords] = [layer_of(self.module, weights) for weights in self.weights]
         layout = self.banks[0].layout
         self.cache = VramCache(
             self.device,

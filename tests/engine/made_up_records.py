@@ -9,7 +9,8 @@ import torch
 
 from engine.experts.container import ContainerWriter, Contents, open_container
 from engine.experts.disk_tier import DiskTier
-from engine.experts.record import LayerSpec, RecordLayout, allocate_records
+from engine.experts.record import LayerSpec, allocate_records
+from engine.formats.layouts import RecordLayout
 
 CPU = torch.device("cpu")
 

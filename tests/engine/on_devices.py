@@ -16,8 +16,8 @@ from engine.common.config import EngineConfig, SamplingParams
 from engine.common.errors import CancelCheck, never_cancelled
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryUse
-from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel
+from engine.kernels.interface import LayerRecords
 from engine.runtime.decode.generation import (
     GenerationResult,
     ProgressCallback,
@@ -77,7 +77,7 @@ def reference(family: str, parent: Path) -> Reference:
 def share_misses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some misses are computed on the CPU and some fetched, whatever this machine's processors are worth."""
 
-    def measured(_device: Device, bank: BankLayer, *_args: object, **_options: object) -> LatencyModel:
+    def measured(_device: Device, bank: LayerRecords, *_args: object, **_options: object) -> LatencyModel:
         nbytes = bank.layout.nbytes
         return LatencyModel("float32", nbytes, 1e-4, 1e-6, 2e-5, 16, 1e-6, 2e-5, nbytes / 4e-5)
 

@@ -47,7 +47,7 @@ class HeldDisk:
         if self.closed:
             raise EngineError(ErrorCode.INTERNAL, "closed")
         into.fill_(0xEE)  # what was in the slot is gone from the moment that the read begins
-        read = Read(layer, expert, 1, bytes_of(into))
+        read = Read(layer, expert, bytes_of(into))
         self.waiting.append(read)
         return read
 

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
-from engine.experts.bank import BankLayer
+from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.kernels import choose_kernel, dense
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.joined import JoinedLinears, can_join
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import prove_blocks
 from engine.kernels.gpu.stored import CardKernels
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native import linear
 from engine.kernels.repack import Blocks, unpacked
 from engine.kernels.torch_experts import TorchExperts
@@ -54,7 +53,7 @@ def test_unpacked_blocks_have_the_same_bits_as_the_reference(kind: BlockType, st
 
 @pytest.mark.parametrize("types", COMPILED)
 def test_the_proof_that_a_card_is_asked_for(types: str) -> None:
-    gate, up = BY_NAME[types.split()[0]], BY_NAME[types.split()[-1]]
+    gate, up = GGML[types.split()[0]], GGML[types.split()[-1]]
     assert prove_blocks(CPU, KERNELS, gate, up)
     wrong = CardKernels(KERNELS.few, 4, KERNELS.many, lambda matrix: KERNELS.unpack(matrix) + 1)
     assert not prove_blocks(CPU, wrong, gate, up)
@@ -91,7 +90,7 @@ def test_prompts_by_operators_where_no_kernel_groups() -> None:
     for kind in ("silu", "gpt-oss"):
         module = module_of(kind, 3, 256, 256, bias=True)
         layer, _ = layer_of(module, "Q4_K Q6_K", CPU)
-        bank = BankLayer("experts", layer.layout, torch.cat(list(layer.pieces)))
+        bank = LayerRecords("experts", layer.layout, torch.cat(list(layer.pieces)))
         by_operators = TorchExperts(bank, ExpertMath.of(module), None, KERNELS.unpack)
         few_only = CardKernels(KERNELS.few, 4, None, KERNELS.unpack)
         kernel = CardExperts(layer, ExpertMath.of(module), few_only, by_operators)
@@ -104,7 +103,7 @@ def test_prompts_by_operators_where_no_kernel_groups() -> None:
 def test_linear_layers_and_embeddings() -> None:
     torch.manual_seed(4)
     for name in ("Q4_K", "Q8_0"):
-        blocks = made_up_blocks(BY_NAME[name], 50, 4, 2)
+        blocks = made_up_blocks(GGML[name], 50, 4, 2)
         order = torch.randperm(50)
         permuted = Blocks(blocks.kind, blocks.raw, order)
         for matrix, bias in ((blocks, torch.randn(50).bfloat16()), (permuted, None)):
@@ -118,8 +117,8 @@ def test_linear_layers_and_embeddings() -> None:
 
 
 def test_layers_of_one_type_are_one_product() -> None:
-    queries, keys = made_up_blocks(BY_NAME["Q4_K"], 64, 2, 1), made_up_blocks(BY_NAME["Q4_K"], 16, 2, 2)
-    values = made_up_blocks(BY_NAME["Q6_K"], 16, 2, 3)
+    queries, keys = made_up_blocks(GGML["Q4_K"], 64, 2, 1), made_up_blocks(GGML["Q4_K"], 16, 2, 2)
+    values = made_up_blocks(GGML["Q6_K"], 16, 2, 3)
     assert not can_join([queries, keys, values])
     pair = [queries, keys]
     assert can_join(pair)

@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.experts.bank import BankLayer
 from engine.experts.partial_sums import PartialSums, Routing
 from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.stored import CardKernels, group, known_groups
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.reference import reference_experts
 from engine.kernels.torch_experts import TorchExperts
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
@@ -114,7 +113,7 @@ def card_kernel(kind: str, precision: str, kernels: CardKernels, experts: int = 
     module = module_of(kind, experts, 70, 40, bias=True)
     layer, meant = layer_of(module, precision, CPU, 1)
     math = ExpertMath.of(module)
-    bank = BankLayer("experts", layer.layout, torch.cat(list(layer.pieces)))
+    bank = LayerRecords("experts", layer.layout, torch.cat(list(layer.pieces)))
     in_torch = TorchExperts(bank, math, None, kernels.unpack)
     return CardExperts(layer, math, kernels, in_torch), module, meant
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.common.errors import EngineError, ErrorCode
+from engine.common.footprint import RECORD_ALIGNMENT
 from engine.experts import container
 from engine.experts.container import (
     ContainerWriter,
@@ -23,7 +24,7 @@ from engine.experts.container import (
     part_path,
     reopen,
 )
-from engine.experts.record import RECORD_ALIGNMENT, RecordLayout
+from engine.formats.layouts import RecordLayout
 from tests.engine.made_up_records import (
     LARGE,
     SMALL,
@@ -70,7 +71,8 @@ def test_what_is_written_is_read(direct: bool, tmp_path: Path) -> None:
     with disk_of(tmp_path / "a.gguf", contents, direct=direct) as disk:
         for layer, made in enumerate(records):
             there = torch.empty_like(made)
-            disk.read(layer, 0, there).result(60)
+            for read in [disk.read(layer, expert, record) for expert, record in enumerate(there)]:
+                read.result(60)
             assert torch.equal(there, made)
 
 

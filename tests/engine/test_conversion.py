@@ -23,10 +23,10 @@ from benchmarks.disk import load_prepared
 from engine.checkpoint.library import converted_path
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.common.files import try_lock
-from engine.experts.bank import ExpertBank
 from engine.experts.container import ContainerWriter, part_path
 from engine.experts.direct_file import DirectFile
 from engine.experts.disk_tier import DiskTier
+from engine.experts.record import ExpertBank
 from engine.kernels.native import linear
 from engine.runtime.load import conversion as conversion_module
 from engine.runtime.load.checkpoint import read_headers

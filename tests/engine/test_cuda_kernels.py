@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine.experts.bank import BankLayer
 from engine.formats import FORMATS
 from engine.formats.lut4 import MXFP4_TABLE
 from engine.formats.tiles import Pairing, dequantise
@@ -16,7 +15,7 @@ from engine.kernels.gpu.experts import CardExperts
 from engine.kernels.gpu.linear import CardLinear
 from engine.kernels.gpu.proof import prove
 from engine.kernels.gpu.stored import CardKernels, RecordTable, StoredMatrix, store, stored_matrix
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.quantise import quantise
 from engine.kernels.torch_experts import TorchExperts
 from tests.engine.card_experts import KINDS, PRECISIONS, check, check_nobody, check_not_numbers, layer_of, module_of
@@ -166,7 +165,7 @@ def test_prompts_by_operators_with_unpacked_weights_are_the_same() -> None:
     torch.manual_seed(5)
     module = module_of("silu", 3, 64, 96, bias=True)
     layer, _ = layer_of(module, "int4", CPU)
-    bank = BankLayer("experts", layer.layout, torch.cat(list(layer.pieces)))
+    bank = LayerRecords("experts", layer.layout, torch.cat(list(layer.pieces)))
     x, index, share = torch.randn(7, 64).bfloat16(), torch.randint(0, 3, (7, 2)), torch.rand(7, 2)
     by_operators, unpacked = (TorchExperts(bank, ExpertMath.of(module), *more) for more in ((), (None, KERNELS.unpack)))
     assert torch.equal(by_operators(x, index, share), unpacked(x, index, share))

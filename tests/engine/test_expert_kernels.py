@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.experts.bank import BankLayer
-from engine.experts.record import PART_ALIGNMENT, RECORD_ALIGNMENT, RecordLayout, allocate_records
+from engine.common.footprint import PART_ALIGNMENT, RECORD_ALIGNMENT
+from engine.experts.record import allocate_records
+from engine.formats.layouts import RecordLayout
 from engine.kernels import choose_kernel
+from engine.kernels.interface import LayerRecords
 from engine.kernels.reference import reference_experts
 
 CPU = torch.device("cpu")
@@ -49,10 +51,10 @@ class Experts:
         return {name: torch.randn(self.num_experts, *shape).mul_(0.3).to(dtype) for name, shape in shapes.items()}
 
 
-def layer_of(module: Any, weights: dict[str, torch.Tensor]) -> BankLayer:
+def layer_of(module: Any, weights: dict[str, torch.Tensor]) -> LayerRecords:
     shapes = {name: (tuple(tensor.shape[1:]), tensor.dtype) for name, tensor in weights.items()}
     layout = RecordLayout.of(shapes, transposed=module.is_transposed)
-    layer = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
+    layer = LayerRecords("experts", layout, allocate_records(module.num_experts, layout, CPU))
     for part in layout.parts:
         tensor = weights[part.name]
         layer.stacked[part.name].copy_(tensor.transpose(-1, -2) if part.transposed else tensor)
@@ -123,7 +125,7 @@ def test_a_record_is_contiguous_and_aligned() -> None:
     layout = RecordLayout.of(
         {"gate_up_proj": ((6, 5), torch.bfloat16), "down_proj": ((5, 3), torch.bfloat16)}, transposed=False
     )
-    layer = BankLayer("experts", layout, allocate_records(3, layout, CPU))
+    layer = LayerRecords("experts", layout, allocate_records(3, layout, CPU))
     assert layer.records.data_ptr() % RECORD_ALIGNMENT == layout.nbytes % RECORD_ALIGNMENT == 0
     for expert in range(3):
         start = layer.records[expert].data_ptr()
@@ -139,7 +141,7 @@ def test_filling_one_expert_touches_no_other() -> None:
     layout = RecordLayout.of(
         {"up_proj": ((4, 5), torch.float32), "down_proj": ((5, 4), torch.float32)}, transposed=True
     )
-    layer = BankLayer("experts", layout, allocate_records(3, layout, CPU))
+    layer = LayerRecords("experts", layout, allocate_records(3, layout, CPU))
     layer.records.zero_()
     layer.part("down_proj", 1).fill_(7)
     assert not layer.records[0].any()

@@ -21,7 +21,6 @@ from gguf.quants import dequantize, quantize
 from engine.checkpoint.gguf.checkpoint import gguf_tensors
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.families.gguf.table import REFUSED
 from engine.formats import STORED
 from engine.formats.tiles import dequantise
@@ -297,9 +296,9 @@ def test_experts_keep_their_codes(
         assert exact.bank is not None
         for module, layer in model.bank.layers.items():
             layout = layer.layout
-            assert isinstance(layout, QuantisedLayout)
-            assert {each.name for _, each in layout.formats} == {kept_in}
-            for part, _ in layout.formats:
+            assert layout.tiled
+            assert {each.name for _, each in layout.tiled} == {kept_in}
+            for part, _ in layout.tiled:
                 for expert in (0, layer.num_experts - 1):
                     own = exact.bank.layers[module].stacked[part][expert].float()
                     ours = dequantise(layout.matrix(layer.rows, part, expert), torch.float32)

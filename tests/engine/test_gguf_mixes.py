@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.formats import STORED
+from engine.formats.ggml import GGML
 from tests.engine.gguf_mixes import MIXES, blocks_of, checked_sum, named
 from tests.engine.test_family_parity import loaded
 from tests.engine.test_gguf_architectures import unpacked
@@ -35,7 +35,7 @@ def test_every_tensor_is_what_ggml_makes_of_it(mix: str, tmp_path: Path) -> None
     assert {name: entry.dtype for name, entry in stored.items()} == wanted["types"]
     assert mix.split("_")[0] in "".join(wanted["types"].values())
     for name, entry in stored.items():
-        values = BY_NAME[entry.dtype].dequantise(blocks_of(entry))
+        values = GGML[entry.dtype].dequantise(blocks_of(entry))
         assert checked_sum(values) == pytest.approx(wanted["sums"][name], rel=1e-9, abs=1e-9)
 
 

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
-from engine.experts.bank import LayerInPlace
+from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear, TurnedLinear
 from engine.kernels.native.rows import route_rows
@@ -89,7 +88,7 @@ def test_a_huge_value_takes_nothing_from_those_beside_it(isa: Isa) -> None:
 @pytest.mark.parametrize("name", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("isa", _ISAS, ids=lambda isa: isa.name)
 def test_rows_of_numbers_are_not_rounded(name: str, isa: Isa) -> None:
-    kind = BY_NAME[name]
+    kind = GGML[name]
     weight = torch.randn(90, 301, generator=torch.Generator().manual_seed(4))
     stored = weight.to({"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name])
     blocks = Blocks(kind, stored.view(torch.uint8).view(90, -1))
@@ -183,7 +182,7 @@ def test_a_file_gives_the_numbers_of_its_weights(
         assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
         assert isinstance(ours.model.get_output_embeddings().__dict__["forward"], QuantisedLinear)
         if ours.bank is not None:
-            assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
+            assert all(layer.is_in_place for layer in ours.bank.layers.values())
             stacks = [each.nbytes for name, each in read_gguf(file).tensors.items() if "_exps" in name]
             assert ours.info.experts_bytes == sum(stacks)
             held = {part.purpose: part.nbytes for part in memory_parts(ours, 0)}
@@ -222,7 +221,7 @@ def test_files_of_the_smallest_types(types: str, tmp_path: Path, monkeypatch: py
     file = write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=types)
     with loaded(file, "auto") as ours, torch.no_grad():
         assert ours.bank is not None
-        assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
+        assert all(layer.is_in_place for layer in ours.bank.layers.values())
         assert isinstance(ours.model.get_input_embeddings().forward, BlockEmbedding)
         stacks = [each.nbytes for name, each in read_gguf(file).tensors.items() if "_exps" in name]
         assert ours.info.experts_bytes == sum(stacks)
@@ -301,7 +300,7 @@ def test_biases_and_alternating_rows(tmp_path: Path) -> None:
     file = rewritten(plain, kind="MXFP4")
     with loaded(file, "auto") as ours, torch.no_grad():
         assert ours.bank is not None
-        assert all(isinstance(layer, LayerInPlace) for layer in ours.bank.layers.values())
+        assert all(layer.is_in_place for layer in ours.bank.layers.values())
         with routes_of(ours.model) as routes:
             found = ours.model(input_ids=PROMPT_IDS).logits[0].float()
         single = ours.model(input_ids=PROMPT_IDS[:, :1]).logits[0].float()

@@ -7,9 +7,10 @@ import torch
 
 from engine.devices.emulated import open_emulated
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.slot_segments import JoinedRecords, Segment
+from engine.experts.slot_segments import Segment
 from engine.hardware.profiles import DeviceProfile
 from engine.kernels import choose_kernel
+from engine.kernels.interface import LayerRecords
 from engine.kernels.native.library import load_kernels
 from tests.engine.test_expert_kernels import Experts, layer_of
 
@@ -35,7 +36,7 @@ def test_pieces_are_as_one(dtype: torch.dtype, cuts: tuple[int, ...], tokens: in
             segment.records.records.copy_(layer.records[first : first + count])
             segments.append(segment)
             first += count
-        joined = JoinedRecords(layer.layout, segments)
+        joined = LayerRecords("joined", layer.layout, *(segment.records.records for segment in segments))
         assert joined.num_experts == EXPERTS
         for native in (None, kernels):
             whole, pieces = choose_kernel(module, layer, native), choose_kernel(module, joined, native)

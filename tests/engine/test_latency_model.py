@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from engine.common.costs import Cost
 from engine.devices.opening import open_devices
 from engine.experts import latency_measurement
-from engine.experts.bank import BankLayer
 from engine.experts.latency import LatencyModel, latency_file, load_latency, save_latency
 from engine.experts.latency_measurement import fit_knee, fit_line, measure
 from engine.experts.shares import Estimate, split_among
@@ -210,7 +209,7 @@ def test_saved_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("spec", ["cpu", "emulated:slow-link"])
 def test_measures_real_kernels_and_copies(spec: str) -> None:
-    layer = BankLayer("experts", SMALL, random_records(contents_of([(4, SMALL)]))[0])
+    layer = LayerRecords("experts", SMALL, random_records(contents_of([(4, SMALL)]))[0])
     layer.records.zero_()
     math = ExpertMath("gate_up_proj", None, None, lambda inner: inner[..., :32], False, None)
 

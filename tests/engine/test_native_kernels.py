@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.experts.bank import BankLayer, ExpertBank
 from engine.experts.dispatch import StandardExperts
-from engine.experts.record import RecordLayout
+from engine.experts.record import ExpertBank
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import dequantise
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts, can_compute
 from engine.kernels.native.library import Isa, NativeKernels, load_kernels
 from engine.kernels.native.linear import QuantisedLinear, speed_up_linears
@@ -48,7 +48,7 @@ def _default_apply_gate(self: SiluExperts, gate_up: torch.Tensor) -> torch.Tenso
 SiluExperts._apply_gate = _default_apply_gate
 
 
-def _layer(experts: int, hidden: int, inner: int) -> tuple[SiluExperts, BankLayer, dict[str, torch.Tensor]]:
+def _layer(experts: int, hidden: int, inner: int) -> tuple[SiluExperts, LayerRecords, dict[str, torch.Tensor]]:
     module = SiluExperts(experts, hidden, inner, torch.nn.SiLU())
     weights = {name: (torch.randn(p.shape) * p.shape[-1] ** -0.5).bfloat16() for name, p in module.named_parameters()}
     shapes = {name: (tuple(w.shape[1:]), torch.bfloat16) for name, w in weights.items()}

@@ -11,8 +11,7 @@ import torch
 from engine.checkpoint.headers import read_header
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.early_reads import EARLY_READS
-from engine.experts.file_image import FileImage
+from engine.experts.file_image import EARLY_READS, FileImage
 from engine.runtime.load import weights
 from engine.runtime.load.model import load_model
 from tests.engine.near_ties import choosing, routes_of

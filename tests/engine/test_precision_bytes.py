@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.record import RecordLayout
 from engine.formats import FORMATS, SMALL_MODEL, TiledFormat, careful
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, TiledShape
 
 HIDDEN, INNER = 2048, 768
@@ -33,9 +32,9 @@ def test_an_expert_of_a_small_and_of_a_big_model(precision: str, weights: int) -
         transposed=False,
     )
     most, down = FORMATS[precision], FORMATS[careful(precision, weights)]
-    layout = QuantisedLayout.quantising(plain, lambda name: down if name == "down_proj" else most, Pairing.HALVES)
+    layout = RecordLayout.in_tiles(plain, lambda name: down if name == "down_proj" else most, Pairing.HALVES)
     planned = HIDDEN * INNER * (2 * most.bytes_per_weight + down.bytes_per_weight)
-    tables = sum(64 for name, tiled in layout.formats if tiled.table is not None)
+    tables = sum(64 for name, tiled in layout.tiled if tiled.table is not None)
     assert planned <= layout.nbytes < planned + tables + 4096
     assert (down is most) == (precision == "int8" or weights >= SMALL_MODEL)
 

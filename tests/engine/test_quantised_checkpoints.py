@@ -22,7 +22,6 @@ from engine.checkpoint.profile import read_profile
 from engine.checkpoint.quantised.packings import Affine, fields
 from engine.checkpoint.shards import read_tensors
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.formats import STORED
 from engine.formats.tiles import dequantise
 from engine.kernels.native.linear import QuantisedLinear
@@ -140,8 +139,8 @@ def test_codes_are_kept(kind: str, tmp_path: Path) -> None:
         assert exact.bank is not None
         for name, layer in ours.bank.layers.items():
             layout = layer.layout
-            assert isinstance(layout, QuantisedLayout)
-            for part, target in layout.formats:
+            assert layout.tiled
+            for part, target in layout.tiled:
                 assert target.name == ("int8" if kind == "int-quantized" else "int4")
                 for expert in range(layer.num_experts):
                     own = dequantise(layout.matrix(layer.rows, part, expert), torch.float32)

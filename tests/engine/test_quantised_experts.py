@@ -11,17 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.activations import ACT2FN
 
-from engine.experts.bank import BankLayer
 from engine.experts.dispatch import StandardExperts
-from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.record import RecordLayout, allocate_records
+from engine.experts.record import allocate_records
 from engine.formats import FORMATS
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, dequantise
 from engine.kernels import choose_kernel
 from engine.kernels.activation import activation_of
-from engine.kernels.interface import ExpertMath
+from engine.kernels.interface import ExpertMath, LayerRecords
 from engine.kernels.native.experts import MAX_TOKENS, NativeExperts
 from engine.kernels.native.library import Isa, NativeKernels
+from engine.kernels.quantise import quantise_record
 from engine.kernels.reference import reference_experts
 from tests.combinations import any_two
 from tests.engine.native_isas import isas, kernels_of
@@ -67,12 +67,12 @@ def _module(kind: str, experts: int, hidden: int, inner: int, bias: bool) -> Sta
     return StandardExperts(experts, hidden, inner, ACT2FN[name], has_gate=not rest, has_bias=bias)
 
 
-def _layer(module: StandardExperts, precision: str) -> tuple[BankLayer, dict[str, torch.Tensor]]:
+def _layer(module: StandardExperts, precision: str) -> tuple[LayerRecords, dict[str, torch.Tensor]]:
     """Random weights in records of this precision, and what they mean, in fp32."""
     plain = RecordLayout.of(
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )
-    source = BankLayer("experts", plain, allocate_records(module.num_experts, plain, CPU))
+    source = LayerRecords("experts", plain, allocate_records(module.num_experts, plain, CPU))
     for tensor in source.stacked.values():
         tensor.copy_(torch.randn(tensor.shape) * tensor.shape[-1] ** -0.5)
     if precision == "bf16":
@@ -81,10 +81,10 @@ def _layer(module: StandardExperts, precision: str) -> tuple[BankLayer, dict[str
     pairing = activation.pairing if activation is not None and module.has_gate else Pairing.HALVES
     first, _, down = precision.partition(" and ")
     of_first, of_down = FORMATS[first], FORMATS[down or first]
-    layout = QuantisedLayout.quantising(plain, lambda name: of_down if name == "down_proj" else of_first, pairing)
-    layer = BankLayer("experts", layout, allocate_records(module.num_experts, layout, CPU))
+    layout = RecordLayout.in_tiles(plain, lambda name: of_down if name == "down_proj" else of_first, pairing)
+    layer = LayerRecords("experts", layout, allocate_records(module.num_experts, layout, CPU))
     for expert in range(module.num_experts):
-        layout.quantise_record(source.records[expert], layer.records[expert])
+        quantise_record(layout, source.records[expert], layer.records[expert])
     meant = {}
     for part in plain.parts:
         if layout.is_tiled(part.name):
@@ -268,12 +268,12 @@ def test_equal_experts_are_equal_bytes() -> None:
     plain = RecordLayout.of(
         {name: (tuple(p.shape[1:]), torch.bfloat16) for name, p in module.named_parameters()}, transposed=False
     )
-    layout = QuantisedLayout.quantising(plain, lambda _: FORMATS["int4"], Pairing.HALVES)
+    layout = RecordLayout.in_tiles(plain, lambda _: FORMATS["int4"], Pairing.HALVES)
     record = torch.zeros(plain.nbytes, dtype=torch.uint8)
     plain.stacked_view(record[None], plain.parts[0]).normal_()
     first, second = torch.randint(0, 256, (2, layout.nbytes), dtype=torch.uint8)
-    layout.quantise_record(record, first)
-    layout.quantise_record(record, second)
+    quantise_record(layout, record, first)
+    quantise_record(layout, record, second)
     assert torch.equal(first, second)
 
 
@@ -281,7 +281,7 @@ def test_a_more_precise_down_projection_has_no_zeros_and_less_error() -> None:
     torch.manual_seed(6)
     module = _module("silu", 2, 70, 40, bias=True)
     layer, _ = _layer(module, MIXED)
-    layout = cast("QuantisedLayout", layer.layout)
+    layout = layer.layout
     names = [part.name for part in layout.parts]
     assert "gate_up_proj_zeros" in names
     assert "down_proj_zeros" not in names
@@ -289,7 +289,7 @@ def test_a_more_precise_down_projection_has_no_zeros_and_less_error() -> None:
         "int4",
         "int8",
     )
-    plain = QuantisedLayout.quantising(layout.plain, lambda _: FORMATS["int4"], layout.pairing)
-    eight = QuantisedLayout.quantising(layout.plain, lambda _: FORMATS["int8"], layout.pairing)
+    plain = RecordLayout.in_tiles(layout.plain, lambda _: FORMATS["int4"], layout.pairing)
+    eight = RecordLayout.in_tiles(layout.plain, lambda _: FORMATS["int8"], layout.pairing)
     assert plain.nbytes <= layout.nbytes <= eight.nbytes
     assert layout != plain

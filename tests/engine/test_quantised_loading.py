@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from engine.common.config import EngineConfig, SamplingParams
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.record import allocate_records
 from engine.kernels.native.build import library_path
 from engine.runtime.load.checkpoint import read_headers
@@ -48,9 +47,9 @@ def test_a_quantised_model_is_near_the_model(family: str, precision: str, tmp_pa
         assert near.info.parameters == exact.info.parameters
         assert near.bank is not None
         layouts = [layer.layout for layer in near.bank.layers.values()]
-        quantised = [layout for layout in layouts if isinstance(layout, QuantisedLayout)]
+        quantised = [layout for layout in layouts if layout.tiled]
         assert quantised
-        assert {tuple(tiled.name for _, tiled in layout.formats) for layout in quantised} == {(precision, "int8")}
+        assert {tuple(tiled.name for _, tiled in layout.tiled) for layout in quantised} == {(precision, "int8")}
         for tokens in (torch.arange(5, 12)[None], torch.arange(3, 90)[None] % 60 + 3):
             wanted, got = _log_probs(exact, tokens), _log_probs(near, tokens)
             assert got.isfinite().all()

@@ -10,11 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from engine.checkpoint.gguf.codes import KEPT_IN, codes_of, format_for
-from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType
 from engine.checkpoint.quantised.packings import Arrangement, Codes
 from engine.formats import FORMATS, TiledFormat
-from engine.formats.coded import CodedMatrix
+from engine.formats.coded import CodedMatrix, codes_of
+from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 from engine.formats.int4 import INT4
 from engine.formats.int8 import INT8
 from engine.formats.lut4 import LUT4
@@ -25,7 +24,7 @@ from tests.engine.ggml_blocks import made_up_blocks
 from tests.engine.native_isas import isas, kernels_of
 
 _ISAS = isas()
-_KEPT = [BY_NAME[name] for name in KEPT_IN]
+_KEPT = [kind for kind in GGML.values() if kind.kept_in]
 every_type = pytest.mark.parametrize("kind", BLOCK_TYPES.values(), ids=lambda kind: kind.name)
 every_kept = pytest.mark.parametrize("kind", _KEPT, ids=lambda kind: kind.name)
 TILED = [each for each in FORMATS.values() if isinstance(each, TiledFormat)]
@@ -75,7 +74,7 @@ def test_blocks_are_unpacked_to_the_reference(kind: BlockType, strange: float, k
 @every_kept
 @pytest.mark.parametrize("rows", [1, 32, 77])
 def test_kept_codes_are_the_same_natively(kind: BlockType, rows: int, kernels: NativeKernels) -> None:
-    target = KEPT_IN[kind.name]
+    target = kind.kept_in
     blocks = made_up_blocks(kind, rows, 2, rows)
     shape = TiledShape(blocks.rows, blocks.columns, target)
     natively = made((blocks,), shape, kernels)
@@ -89,7 +88,7 @@ def test_kept_codes_are_the_same_natively(kind: BlockType, rows: int, kernels: N
 def test_codes_of_odd_scales_are_the_same_natively(kind: BlockType, kernels: NativeKernels) -> None:
     """Scales that are zero, infinite or no number; zeros that no record holds, whose groups are fitted again."""
     blocks = made_up_blocks(kind, 64, 4, 3, strange=0.4)
-    shape = TiledShape(blocks.rows, blocks.columns, KEPT_IN[kind.name])
+    shape = TiledShape(blocks.rows, blocks.columns, kind.kept_in)
     natively, reference = (dequantise(made((blocks,), shape, each), torch.float32) for each in (kernels, None))
     assert torch.equal(natively.isfinite(), reference.isfinite())
     one, other = natively.nan_to_num(0), reference.nan_to_num(0)
@@ -101,8 +100,8 @@ def test_codes_of_odd_scales_are_the_same_natively(kind: BlockType, kernels: Nat
 @pytest.mark.parametrize("pairing", [Pairing.HALVES, Pairing.ALTERNATING], ids=lambda each: each.name)
 @pytest.mark.parametrize("names", [("Q4_K", "Q4_K"), ("Q8_0", "Q6_K"), ("MXFP4", "MXFP4"), ("Q4_0", "Q4_K")])
 def test_gate_and_up_may_be_apart(names: tuple[str, str], pairing: Pairing, kernels: NativeKernels) -> None:
-    gate, up = (made_up_blocks(BY_NAME[name], 40, 512 // BY_NAME[name].elements, 5) for name in names)
-    target = format_for(names[0])
+    gate, up = (made_up_blocks(GGML[name], 40, 512 // GGML[name].elements, 5) for name in names)
+    target = GGML[names[0]].in_tiles
     assert target is not None
     shape = TiledShape(80, 512, target, pairing)
     natively = made((gate, up), shape, kernels)
@@ -114,7 +113,7 @@ def test_gate_and_up_may_be_apart(names: tuple[str, str], pairing: Pairing, kern
 
 
 def test_one_matrix_of_gate_and_up_rows_is_paired(kernels: NativeKernels) -> None:
-    blocks = made_up_blocks(BY_NAME["Q4_K"], 70, 1, 9)
+    blocks = made_up_blocks(GGML["Q4_K"], 70, 1, 9)
     plain = dequantise(made((blocks,), TiledShape(70, 256, INT4), kernels))
     for pairing in Pairing:
         assert torch.equal(dequantise(made((blocks,), TiledShape(70, 256, INT4, pairing), kernels)), plain)
@@ -126,7 +125,7 @@ def test_rows_come_in_the_order_that_is_asked_for(kind: BlockType, kernels: Nati
     order = torch.randperm(40, generator=torch.Generator().manual_seed(1))[:33].contiguous()
     wanted = Blocks(kind, stored.raw[order].contiguous())
     ordered = Blocks(kind, stored.raw, order)
-    shape = TiledShape(33, 256, format_for(kind.name) or INT8)
+    shape = TiledShape(33, 256, kind.in_tiles or INT8)
     assert same(made((ordered,), shape, kernels), made((wanted,), shape, kernels))
     found = torch.empty(33, 256)
     unpack_into(ordered, found, kernels)
@@ -136,7 +135,7 @@ def test_rows_come_in_the_order_that_is_asked_for(kind: BlockType, kernels: Nati
 @pytest.mark.parametrize("target", TILED, ids=lambda each: each.name)
 @pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "Q3_K", "F16"])
 def test_other_formats_are_fitted_to_the_exact_values(target: TiledFormat, name: str, kernels: NativeKernels) -> None:
-    kind = BY_NAME[name]
+    kind = GGML[name]
     blocks = made_up_blocks(kind, 50, 256 // kind.elements, 4)
     values = torch.from_numpy(kind.dequantise(blocks.raw.numpy()))
     error, other = (
@@ -154,10 +153,10 @@ def test_a_record_is_as_near_as_the_file(name: str, most: float, kernels: Native
     """Its error against the weights, in errors of the file."""
     weights = np.random.default_rng(7).standard_normal((64, 1024), np.float32)
     raw = gguf.quants.quantize(weights, gguf.GGMLQuantizationType[name])
-    own = BY_NAME[name].dequantise(raw)
-    target = format_for(name)
+    own = GGML[name].dequantise(raw)
+    target = GGML[name].in_tiles
     assert target is not None
-    blocks = Blocks(BY_NAME[name], torch.from_numpy(raw))
+    blocks = Blocks(GGML[name], torch.from_numpy(raw))
     found = dequantise(made((blocks,), TiledShape(64, 1024, target), kernels), torch.float32).numpy()
     assert np.square(found - weights).sum() <= most**2 * np.square(own - weights).sum() * (1 + 1e-6)
 
@@ -270,7 +269,7 @@ def test_codes_that_no_record_keeps_are_fitted(kernels: NativeKernels) -> None:
 
 
 def test_a_table_goes_with_its_codes() -> None:
-    gate, up = made_up_blocks(BY_NAME["MXFP4"], 16, 1, 0), made_up_blocks(BY_NAME["IQ4_NL"], 16, 1, 0)
+    gate, up = made_up_blocks(GGML["MXFP4"], 16, 1, 0), made_up_blocks(GGML["IQ4_NL"], 16, 1, 0)
     coded = codes_of(gate.kind, gate.raw.numpy())
     assert coded is not None
     table = made((gate,), TiledShape(16, 32, LUT4), None).table
@@ -281,7 +280,7 @@ def test_a_table_goes_with_its_codes() -> None:
 
 
 def test_only_what_fits_is_repacked(kernels: NativeKernels) -> None:
-    kind = BY_NAME["Q4_K"]
+    kind = GGML["Q4_K"]
     blocks = made_up_blocks(kind, 8, 1, 0)
     for shape in (TiledShape(9, 256, INT4), TiledShape(8, 512, INT4), TiledShape(16, 256, INT4)):
         with pytest.raises(ValueError, match=r"rows|columns"):

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from engine.common.errors import EngineError, ErrorCode
 from engine.devices.device import CopyRecord, Device
 from engine.devices.emulated import open_emulated
-from engine.experts.bank import BankLayer
 from engine.experts.cache.tier import TierCounters
 from engine.experts.dispatcher import DECODE_TOKENS
 from engine.experts.latency import LatencyModel
 from engine.experts.misses import Fetched
 from engine.experts.record_source import RecordSource
-from engine.experts.staging import Staging
+from engine.experts.slot_segments import Staging
 from engine.hardware.profiles import DeviceProfile
+from engine.kernels.interface import LayerRecords
 from tests.engine.hybrid_layers import EXPERTS, KINDS, LAYERS, Layers, routing
 
 LINKS = {"slow": 0.02, "fast": 20.0}
@@ -240,7 +240,7 @@ def test_a_slot_is_not_given_out_while_its_expert_waits(devices: dict[str, Devic
     device = devices["fast"]
     torch.manual_seed(1)
     with Layers(device, slots=0, staging=1) as layers:
-        bank: BankLayer = layers.banks[0]
+        bank: LayerRecords = layers.banks[0]
         held = RecordSource(bank, layers.kernel(bank)).acquire(range(EXPERTS))
         counters = TierCounters()
         ring = Staging(device, bank.layout, 3, [0, 1], counters)

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from engine.checkpoint.gguf.file import read_gguf
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.common import footprint
 from engine.common.config import EngineConfig
 from engine.common.errors import RequestCancelled, never_cancelled
 from engine.experts.direct_file import DirectFile
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.formats import STORED
+from engine.formats.ggml import GGML
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import TiledMatrix, TiledShape, dequantise
 from engine.kernels.native.linear import QuantisedLinear
 from engine.kernels.repack import Blocks, repack
@@ -64,9 +64,9 @@ def file(tmp_path: Path) -> Path:
     return write_model(folder, tmp_path / "model.gguf", "qwen3moe", quantised=type_of)
 
 
-def layouts(bank: Any) -> list[QuantisedLayout]:
+def layouts(bank: Any) -> list[RecordLayout]:
     found = [layer.layout for layer in bank.layers.values()]
-    assert all(isinstance(layout, QuantisedLayout) for layout in found)
+    assert all(layout.tiled for layout in found)
     return found
 
 
@@ -77,7 +77,7 @@ def expected(file: Path, part: str, shape: TiledShape, layer: int, expert: int) 
         entry = read_gguf(file).tensors[f"blk.{layer}.ffn_{name}_exps.weight"]
         raw = np.fromfile(entry.file, np.uint8, entry.nbytes, offset=entry.offset)
         rows = torch.from_numpy(raw).view(*entry.shape[:-1], -1)[expert].contiguous()
-        sources.append(Blocks(BY_NAME[entry.dtype], rows))
+        sources.append(Blocks(GGML[entry.dtype], rows))
     made = TiledMatrix.empty(shape)
     repack([(tuple(sources), made)], None)
     return made
@@ -98,9 +98,9 @@ def test_each_matrix_is_in_the_format_that_keeps_it(file: Path) -> None:
         assert model.info.precision == STORED
         assert model.bank is not None
         for index, (layer, layout) in enumerate(zip(model.bank.layers.values(), layouts(model.bank), strict=True)):
-            assert {name: each.name for name, each in layout.formats} == FORMATS[index]
+            assert {name: each.name for name, each in layout.tiled} == FORMATS[index]
             for expert in (0, layer.num_experts - 1):
-                for name, _ in layout.formats:
+                for name, _ in layout.tiled:
                     ours = layout.matrix(layer.rows, name, expert)
                     assert torch.equal(dequantise(ours), dequantise(expected(file, name, ours.shape, index, expert)))
         assert near(logits(model.model), wanted)
@@ -241,5 +241,5 @@ def test_few_bytes_are_read_at_once(file: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K"])
 def test_blocks_of_these_tests_are_ggmls(kind: str) -> None:
     values = np.random.default_rng(1).standard_normal((6, 512), np.float32)
-    error = BY_NAME[kind].dequantise(quantise_k(values, kind)) - values
+    error = GGML[kind].dequantise(quantise_k(values, kind)) - values
     assert np.abs(error).max() < {"Q4_K": 0.3, "Q6_K": 0.08}[kind]

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from engine.checkpoint.find_shape import find_shape
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.experts.direct_file import DirectFile
+from engine.formats.ggml import GGML
 from engine.kernels.native.library import usable_isas
 from engine.runtime.load import model as loading
 from engine.runtime.load import tables as tables_of
@@ -163,7 +163,7 @@ def stored(path: Path, kind: str, counts: list[int], columns: int, seed: int = 0
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[kind]
         raw = torch.randn(rows, columns).to(dtype).view(torch.uint8)
     else:
-        width = columns // BY_NAME[kind].elements * BY_NAME[kind].nbytes
+        width = columns // GGML[kind].elements * GGML[kind].nbytes
         raw = torch.randint(0, 60, (rows, width), dtype=torch.uint8)
     path.write_bytes(b"header" + raw.numpy().tobytes())
     width, at, parts = raw.shape[1], 6, list[TensorEntry]()

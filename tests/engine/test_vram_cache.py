@@ -9,11 +9,11 @@ import torch
 
 from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.bank import BankLayer
 from engine.experts.cache.selection import BUDGET_S, BURST_STEPS, PolicySampler
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import VramCache
+from engine.kernels.interface import LayerRecords
 from tests.engine.made_up_records import SMALL, contents_of, random_records
 from tests.engine.vram_cache_parts import (
     EXPERTS,
@@ -27,9 +27,9 @@ from tests.engine.vram_cache_parts import (
 
 
 @pytest.fixture(scope="module")
-def bank() -> list[BankLayer]:
+def bank() -> list[LayerRecords]:
     records = random_records(contents_of([(EXPERTS, SMALL)] * LAYERS))
-    return [BankLayer(str(index), SMALL, made) for index, made in enumerate(records)]
+    return [LayerRecords(str(index), SMALL, made) for index, made in enumerate(records)]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def device() -> Iterator[Device]:
         yield device
 
 
-def test_geometry_covers_the_first_layers(device: Device, bank: list[BankLayer]) -> None:
+def test_geometry_covers_the_first_layers(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=5, ways=2, policy="lru")
     assert cache.slots == 4
     for layer in range(LAYERS):
@@ -52,7 +52,7 @@ def test_geometry_covers_the_first_layers(device: Device, bank: list[BankLayer])
 
 
 @pytest.mark.parametrize("ways", [None, 4])
-def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[BankLayer], ways: int | None) -> None:
+def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[LayerRecords], ways: int | None) -> None:
     """A popular expert outlives many that are used once: what LFRU forgets, it forgets over a whole pool's uses."""
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8, ways=ways, policy="lfru")
     for _ in range(6):
@@ -65,7 +65,7 @@ def test_a_policy_knows_how_big_its_pool_is(device: Device, bank: list[BankLayer
     cache.close()
 
 
-def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) -> None:
+def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=1)
     go_on = holding(device)
     assert cache.post_fetch(0, [0, 1], kept(bank[0], [0, 1])) == 1
@@ -80,7 +80,7 @@ def test_an_arriving_copy_is_not_a_hit(device: Device, bank: list[BankLayer]) ->
     cache.close()
 
 
-def test_only_so_many_copies_are_in_flight(device: Device, bank: list[BankLayer]) -> None:
+def test_only_so_many_copies_are_in_flight(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, most_in_flight=2)
     go_on = holding(device)
     assert cache.post_fetch(0, [0, 1, 2, 3], kept(bank[0], [0, 1, 2, 3])) == 2
@@ -88,7 +88,7 @@ def test_only_so_many_copies_are_in_flight(device: Device, bank: list[BankLayer]
     cache.close()
 
 
-def test_where_memory_is_refused_the_cache_is_smaller_and_says_so(bank: list[BankLayer]) -> None:
+def test_where_memory_is_refused_the_cache_is_smaller_and_says_so(bank: list[LayerRecords]) -> None:
     with tiny_device() as device:
         taken = device.memory.allocate(device.memory.free - 5 * RECORD, MemoryCategory.KV)
         cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=12, staging=2)
@@ -106,7 +106,7 @@ def test_where_memory_is_refused_the_cache_is_smaller_and_says_so(bank: list[Ban
         assert device.memory.use().used == 0
 
 
-def test_memory_that_others_take_is_given_back_at_the_next_step(bank: list[BankLayer]) -> None:
+def test_memory_that_others_take_is_given_back_at_the_next_step(bank: list[LayerRecords]) -> None:
     with tiny_device() as device:
         total = device.memory.total
         cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=8, staging=2)
@@ -124,7 +124,7 @@ def test_memory_that_others_take_is_given_back_at_the_next_step(bank: list[BankL
         cache.close()
 
 
-def test_a_prefill_is_no_use(device: Device, bank: list[BankLayer]) -> None:
+def test_a_prefill_is_no_use(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=2, policy="lru")
     fill(cache, bank, 0, [0])
     fill(cache, bank, 0, [1])
@@ -140,7 +140,7 @@ def test_a_prefill_is_no_use(device: Device, bank: list[BankLayer]) -> None:
     cache.close()
 
 
-def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: list[BankLayer]) -> None:
+def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4, policy="lru")
     target = VramPrefetch([Place(cache, layer, RecordSource(bank[layer], lambda h, *_: h)) for layer in range(LAYERS)])
     fill(cache, bank, 0, [0, 1, 2])
@@ -167,7 +167,7 @@ def test_prefetches_take_free_slots_and_dead_ones_only(device: Device, bank: lis
     cache.close()
 
 
-def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[BankLayer]) -> None:
+def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3)
     target = VramPrefetch([Place(cache, 0, RecordSource(bank[0], lambda h, *_: h))])
     go_on = holding(device)
@@ -179,7 +179,7 @@ def test_a_cancelled_prefetch_is_wasted(device: Device, bank: list[BankLayer]) -
     cache.close()
 
 
-def test_closing_after_the_device(bank: list[BankLayer]) -> None:
+def test_closing_after_the_device(bank: list[LayerRecords]) -> None:
     device = tiny_device()
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=4)
     go_on = holding(device)
@@ -246,7 +246,7 @@ def test_steps_that_need_not_be_observed_count_as_observed() -> None:
     assert spared > 30 * BURST_STEPS
 
 
-def test_the_cache_adopts_and_keeps_its_residents(device: Device, bank: list[BankLayer]) -> None:
+def test_the_cache_adopts_and_keeps_its_residents(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=9, ways=3)
     for step in range(1200):
         for layer in range(LAYERS):
@@ -258,7 +258,7 @@ def test_the_cache_adopts_and_keeps_its_residents(device: Device, bank: list[Ban
     cache.close()
 
 
-def test_a_layers_slots_stay_until_a_step_whose_copy_failed_is_over(device: Device, bank: list[BankLayer]) -> None:
+def test_a_layers_slots_stay_until_a_step_whose_copy_failed_is_over(device: Device, bank: list[LayerRecords]) -> None:
     cache = VramCache(device, SMALL, layers=LAYERS, experts=EXPERTS, slots=3, ways=1)
 
     def fail() -> None:

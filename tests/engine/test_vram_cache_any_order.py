@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.bank import BankLayer
 from engine.experts.prediction.target import Place, VramPrefetch
 from engine.experts.record_source import RecordSource
 from engine.experts.vram_cache import Lookup, VramCache
+from engine.kernels.interface import LayerRecords
 from tests.engine.made_up_records import SMALL, contents_of, random_records
 from tests.engine.vram_cache_parts import (
     EVERY_POLICY,
@@ -35,7 +35,7 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def make(self, slots: int, ways: int | None, policy: str) -> None:
         records = random_records(contents_of([(EXPERTS, SMALL)] * LAYERS))
-        self.bank = [BankLayer(str(index), SMALL, made) for index, made in enumerate(records)]
+        self.bank = [LayerRecords(str(index), SMALL, made) for index, made in enumerate(records)]
         self.device = tiny_device()
         self.cache = VramCache(
             self.device,

@@ -12,7 +12,7 @@ from gguf import GGUFValueType, GGUFWriter
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from engine.checkpoint.gguf.file import Strings, read_gguf
-from engine.checkpoint.gguf.types import BY_NAME
+from engine.formats.ggml import GGML
 from tests.engine.test_gguf_architectures import unpacked
 from tests.engine.tiny_families import model_class
 from tests.tiny_gguf import _type
@@ -27,7 +27,7 @@ def write_with_holes(file: Path, architecture: str, keys: Callable[[GGUFWriter],
     keys(writer)
     total = 0
     for name, (shape, kind) in shapes.items():
-        nbytes = int(np.prod(shape)) // BY_NAME[kind].elements * BY_NAME[kind].nbytes
+        nbytes = int(np.prod(shape)) // GGML[kind].elements * GGML[kind].nbytes
         writer.add_tensor_info(name, shape, np.dtype(np.float32), nbytes, _type(kind))
         total += GGUFWriter.ggml_pad(nbytes, writer.data_alignment)
     writer.write_header_to_file()

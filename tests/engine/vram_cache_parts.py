@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable
 
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
-from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import POLICY_NAMES
 from engine.experts.record_source import Held, RecordSource
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import DeviceProfile
+from engine.kernels.interface import LayerRecords
 from tests.engine.made_up_records import SMALL
 
 LAYERS, EXPERTS = 3, 4
@@ -24,12 +24,12 @@ def tiny_device(slots: int = 32) -> Device:
     return open_emulated(DeviceProfile("tiny", "for tests", max(2**20, slots * RECORD), 50.0, 50.0, 0.0))
 
 
-def kept(bank: BankLayer, experts: Iterable[int]) -> Held:
+def kept(bank: LayerRecords, experts: Iterable[int]) -> Held:
     """They are in RAM, and stay there."""
     return RecordSource(bank, lambda hidden, *_: hidden).acquire(list(experts))
 
 
-def fill(cache: VramCache, bank: list[BankLayer], layer: int, experts: list[int]) -> None:
+def fill(cache: VramCache, bank: list[LayerRecords], layer: int, experts: list[int]) -> None:
     cache.release(cache.acquire(layer, experts))
     cache.post_fetch(layer, experts, kept(bank[layer], experts))
     cache.wait()

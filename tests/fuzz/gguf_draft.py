@@ -7,7 +7,7 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.checkpoint.gguf.types import BLOCK_TYPES
+from engine.formats.ggml import BLOCK_TYPES
 
 _FORMS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "B", 10: "Q", 11: "q", 12: "d"}
 _ALIGNMENT = 32

@@ -13,10 +13,9 @@ from pathlib import Path
 import pytest
 
 from engine.common.config import EngineConfig
-from engine.experts import early_reads, file_image
+from engine.experts import file_image
 from engine.experts.direct_file import DirectFile
-from engine.experts.early_reads import EarlyReads, remember, remembered
-from engine.experts.file_image import FileImage
+from engine.experts.file_image import EarlyReads, FileImage, remember, remembered
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +162,7 @@ def test_a_file_that_changed_meanwhile_is_read_anew(file: Path, tmp_path: Path) 
 def test_with_little_memory_nothing_is_read_early(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = _config(tmp_path / "model")
     remember(config.model, config.asked, [file])
-    monkeypatch.setattr(early_reads, "available_ram", lambda: file.stat().st_size)
+    monkeypatch.setattr(file_image, "available_ram", lambda: file.stat().st_size)
     reads = EarlyReads()
     reads.begin(config.model, config.asked)
     assert reads.nbytes == 0
@@ -174,7 +173,7 @@ def test_no_note_that_is_damaged_or_a_model_that_is_gone_stops_a_start(file: Pat
     config = _config(tmp_path / "model")
     remember(config.model, config.asked, [file])
     for content in (b"", b"[]", b"{", b'{"asked": 1, "files": 2}', b'{"files": ["\\u0000"]}'):
-        early_reads._note_of(config.model).write_bytes(content)
+        file_image._note_of(config.model).write_bytes(content)
         assert remembered(config.model, config.asked) == []
     gone = EngineConfig(str(tmp_path / "none"))
     remember(gone.model, gone.asked, [file])
@@ -182,5 +181,5 @@ def test_no_note_that_is_damaged_or_a_model_that_is_gone_stops_a_start(file: Pat
 
 
 def test_it_loads_no_torch() -> None:
-    code = "import sys, engine.experts.early_reads; sys.exit('torch' in sys.modules)"
+    code = "import sys, engine.experts.file_image; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -14,8 +14,8 @@ from gguf import GGUFEndian, GGUFWriter
 
 from engine.checkpoint.gguf.file import GgufFile, Strings, read_gguf
 from engine.checkpoint.gguf.names import gguf_at
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.common.errors import EngineError, ErrorCode
+from engine.formats.ggml import GGML
 from tests.refusals import refused
 from tests.tiny_gguf import write_gguf
 
@@ -60,7 +60,7 @@ def test_metadata_and_tensors(file: Path) -> None:
     }
     for name, entry in found.tensors.items():
         raw = np.fromfile(file, np.uint8, entry.nbytes, offset=entry.offset)
-        values = BY_NAME[entry.dtype].dequantise(raw.reshape(*entry.shape[:-1], -1))
+        values = GGML[entry.dtype].dequantise(raw.reshape(*entry.shape[:-1], -1))
         np.testing.assert_allclose(values, TENSORS[name], atol=0.01)
 
 

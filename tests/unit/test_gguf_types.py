@@ -9,7 +9,8 @@ import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 
-from engine.checkpoint.gguf.types import BLOCK_TYPES, BY_NAME, BlockType, unread_type
+from engine.checkpoint.gguf.file import unread_type
+from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
 
 _ROWS, _BLOCKS = 5, 40
 
@@ -34,9 +35,9 @@ def _by_bits(bits: int) -> Callable[[np.ndarray], np.ndarray]:
 _OWN = {"Q1_0": _by_bits(1), "Q2_0": _by_bits(2)}
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", GGML)
 def test_a_type_has_the_numbers_of_the_gguf_package(name: str) -> None:
-    kind = BY_NAME[name]
+    kind = GGML[name]
     if name not in _OWN:
         theirs = GGMLQuantizationType(kind.id)
         assert theirs.name == name
@@ -59,7 +60,7 @@ def test_a_scale_that_is_no_half_can_be_put() -> None:
 
 
 def test_any_leading_dimensions_are_kept() -> None:
-    kind = BY_NAME["Q4_K"]
+    kind = GGML["Q4_K"]
     raw = _random(kind, 1)[:4]
     stacked = kind.dequantise(raw.reshape(2, 2, -1))
     assert stacked.shape == (2, 2, _BLOCKS * 256)

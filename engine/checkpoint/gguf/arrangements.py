@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,6 @@ Arrangement = Callable[[Sequence[TensorEntry], Mapping[str, Any]], TensorEntry]
 
 
 def packed(shape: tuple[int, ...], sources: Sequence[TensorEntry], packing: Packing) -> PackedEntry:
-    """A tensor of this shape that is made of these.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if they have another number of elements.
-    """
     first = sources[0]
     _check_size(shape, sources)
     nbytes = sum(source.nbytes for source in sources)
@@ -38,7 +34,6 @@ def _check_size(shape: tuple[int, ...], sources: Sequence[TensorEntry]) -> None:
 
 
 def damaged(entry: TensorEntry, what: str) -> EngineError:
-    """The error for a tensor that cannot be what it should be."""
     return EngineError(
         ErrorCode.CHECKPOINT_DAMAGED, f"{entry.key} in {entry.file} {what}: get another version of the file."
     )
@@ -49,24 +44,14 @@ def expert_rows(entry: TensorEntry) -> Iterator[TensorEntry]:
     experts = entry.shape[0]
     if len(entry.shape) < 2 or experts > _MOST_EXPERTS:
         raise damaged(entry, f"is no stack of experts ({entry.shape})")
-    nbytes = entry.nbytes // experts
-    for expert in range(experts):
-        yield replace(entry, shape=entry.shape[1:], offset=entry.offset + expert * nbytes, nbytes=nbytes)
+    yield from map(entry.below, range(experts))
 
 
 def rows_of(entry: TensorEntry, counts: Sequence[int]) -> Iterator[TensorEntry]:
-    """So many rows of a tensor, and then so many more: its parts from the first row to the last.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if it has not so many.
-    """
+    """So many rows of a tensor, and then so many more: its parts from the first row to the last."""
     if not entry.shape or sum(counts) != entry.shape[0] or min(counts) < 0:
         raise damaged(entry, f"has the shape {entry.shape}, which does not fit the number of heads")
-    row, begin = entry.nbytes // entry.shape[0], 0
-    for count in counts:
-        offset, nbytes = entry.offset + begin * row, count * row
-        yield replace(entry, shape=(count, *entry.shape[1:]), offset=offset, nbytes=nbytes)
-        begin += count
+    yield from map(entry.rows, accumulate(counts, initial=0), counts)
 
 
 def _rotary(heads: str) -> Arrangement:
@@ -80,8 +65,6 @@ def _rotary(heads: str) -> Arrangement:
 
 
 def _shaped(shape: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Arrangement:
-    """The same numbers in another shape."""
-
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
         made = shape(source.shape)
@@ -96,8 +79,6 @@ def _flat(shape: tuple[int, ...]) -> int:
 
 
 def _half(which: int) -> Arrangement:
-    """One half of a matrix's rows: the gate's or those of up."""
-
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         (source,) = sources
         return list(rows_of(source, (source.shape[0] // 2,) * 2))[which]
@@ -106,14 +87,11 @@ def _half(which: int) -> Arrangement:
 
 
 def _but(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
-    """A shape without one of its dimensions, counted from the end."""
     at = len(shape) + axis
     return shape if at < 0 else (*shape[:at], *shape[at + 1 :])
 
 
 def _joined(*, axis: int = -2, transposed: bool = False, alternating: bool = False) -> Arrangement:
-    """One below the other, or row by row in turn; of each expert of a stack."""
-
     def arrange(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
         shape = list(sources[0].shape)
         each = [source.shape[axis] for source in sources if len(source.shape) >= -axis]

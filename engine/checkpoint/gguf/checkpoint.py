@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.arrangements import ARRANGEMENTS, damaged, expert_rows, rows_of
-from engine.checkpoint.gguf.file import GgufFile, Strings
-from engine.checkpoint.gguf.types import BY_NAME, WHOLE
+from engine.checkpoint.gguf.file import WHOLE, GgufFile, Strings
 from engine.checkpoint.headers import TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import reason
@@ -28,6 +27,7 @@ from engine.families.family import DraftHead
 from engine.families.gguf import ARRAY, DRAFT_HEAD, HEAD_DIM, REQUIRED, Gguf, Key, Made
 from engine.families.gguf.table import GGUF, REFUSED
 from engine.families.known import nearest
+from engine.formats.ggml import GGML
 
 _MOST_LAYERS, _MOST_READ = 4096, 2**20
 _EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
@@ -504,7 +504,7 @@ def _read(file: GgufFile, entry: TensorEntry) -> NDArray[np.float32]:
         raise damaged(entry, f"cannot be read ({reason(error)})") from error
     if len(raw) != entry.nbytes:
         raise damaged(entry, "is cut short")
-    return BY_NAME[entry.dtype].dequantise(np.frombuffer(raw, np.uint8))
+    return GGML[entry.dtype].dequantise(np.frombuffer(raw, np.uint8))
 
 
 def _check_fixed(keys: _Keys, family: Gguf) -> None:

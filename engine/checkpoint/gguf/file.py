@@ -25,11 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.gguf.names import MAGIC, MOST_PARTS, PART, all_parts, named_parts, stem_of
-from engine.checkpoint.gguf.types import BLOCK_TYPES, WHOLE, BlockType, unread_type
 from engine.checkpoint.headers import MAX_HEADER, TensorEntry
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import Opener, open_foreign, reason
 from engine.common.plain_text import plain_line
+from engine.formats.ggml import BLOCK_TYPES, BlockType
 
 _VERSIONS = (2, 3)
 _MOST_ENTRIES = 2**16
@@ -67,11 +67,7 @@ _STRING, _ARRAY = 8, 9
 
 @dataclass(frozen=True, slots=True)
 class Strings:
-    """An array of strings of the metadata, decoded when it is asked for: a vocabulary's are hundreds of thousands.
-
-    Raises:
-        UnicodeDecodeError: when it comes to one that is not UTF-8.
-    """
+    """An array of strings of the metadata, decoded when it is asked for: a vocabulary's are hundreds of thousands."""
 
     count: int
     raw: bytes
@@ -92,17 +88,7 @@ Value = str | bool | int | float | Strings | NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """A GGUF model of which the header has been read.
-
-    Attributes:
-        path: the file, or the first of its parts.
-        parts: all its files in order.
-        metadata: all keys; arrays of numbers are numpy's.
-        tensors: by name; `shape` is in torch's order, outermost dimension first, `dtype` a name of `types.BY_NAME`.
-        digest: SHA-256 of the header with the metadata.
-        open_file: opens its files.
-        arrays: of the metadata, where they lie, by key.
-    """
+    """A GGUF model of which the header has been read; shapes are in torch's order, outermost dimension first."""
 
     path: Path
     parts: tuple[Path, ...]
@@ -114,16 +100,13 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the kind of model."""
         return str(self.metadata["general.architecture"])
 
     @property
     def name(self) -> str:
-        """For people: the file's name without its ending, and for parts without their number."""
         return stem_of(self.path)
 
     def text(self, key: str) -> str:
-        """A string of the metadata; empty if there is none."""
         value = self.metadata.get(key)
         return value if isinstance(value, str) else ""
 
@@ -134,10 +117,6 @@ class GgufFile:
 
 def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
     """The header of a GGUF model, and of all its parts.
-
-    Args:
-        path: its file, the first one of several.
-        open_file: for files that are not on this machine.
 
     Raises:
         EngineError: `MODEL_NOT_FOUND`; `CHECKPOINT_DAMAGED` if a file or a part is missing, cut short or inconsistent;
@@ -153,17 +132,15 @@ def read_gguf(path: Path, open_file: Opener = open_foreign) -> GgufFile:
 
 
 def read_projector(path: Path) -> GgufFile:
-    """The header of a `mmproj` file, the part of a model that sees.
-
-    Raises:
-        EngineError: as `read_gguf`, also for a file that holds something else.
-    """
+    """The header of a `mmproj` file, the part of a model that sees."""
     header = _Header(path, open_foreign, dict(_TYPES))
     if header.metadata.get("general.architecture") != "clip":
         raise _damaged(path, "is named mmproj, but is not the part of a model that sees")
     return GgufFile(path, (path,), header.metadata, header.tensors, header.digest, open_foreign, header.arrays)
 
 
+WHOLE = BlockType("I32", "", 26, 1, 4)
+"""Of tables that are no weights."""
 _TYPES = {**BLOCK_TYPES, WHOLE.id: WHOLE}
 _ARRAYS = {"int32": "I32", "uint32": "U32", "int64": "I64", "uint64": "I64"}
 
@@ -175,12 +152,7 @@ _BYTES = BlockType("I8", "", 24, 1, 1)
 
 
 def read_converted(path: Path) -> tuple[bytes, Mapping[str, Value], Mapping[str, TensorEntry]]:
-    """The header of a file of converted weights: its bytes, its metadata, and its tensors by name.
-
-    Raises:
-        FileNotFoundError: there is none.
-        EngineError: as `read_gguf`, also for one with another architecture.
-    """
+    """The header of a file of converted weights: its bytes, its metadata, and its tensors by name."""
     path.stat()
     header = _Header(path, open_foreign, {_BYTES.id: _BYTES})
     if header.metadata.get("general.architecture") != CONVERTED:
@@ -266,16 +238,6 @@ def _parts_of(path: Path, metadata: Mapping[str, Value], open_file: Opener) -> l
 
 
 class _Header:
-    """The header of one file.
-
-    Attributes:
-        path: the file.
-        size: in bytes.
-        metadata, tensors, arrays: as in `GgufFile`.
-        end: where the header does.
-        digest: SHA-256 of the header.
-    """
-
     def __init__(self, path: Path, open_file: Opener, types: Mapping[int, BlockType] = _TYPES) -> None:
         self.path, self._types = path, types
         try:
@@ -300,7 +262,6 @@ class _Header:
     _stream: BinaryIO
 
     def number(self, key: str) -> int | None:
-        """A whole number of the metadata."""
         value = self.metadata.get(key)
         return value if type(value) is int else None
 
@@ -359,7 +320,6 @@ class _Header:
         return tensors
 
     def _form(self, name: str, shape: tuple[int, ...], number: int) -> tuple[str, tuple[int, ...], int]:
-        """The type's name, the shape and the bytes of a tensor."""
         kind = self._types.get(number)
         if kind is None:
             raise EngineError(
@@ -469,3 +429,27 @@ _LENGTH = struct.Struct("<Q")
 
 def _damaged(path: Path, what: str) -> EngineError:
     return EngineError(ErrorCode.CHECKPOINT_DAMAGED, f"{path} {what}: download or copy the model again.")
+
+
+_UNREAD = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64"}
+_DROPPED = {
+    4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8", 36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8",
+    38: "IQ4_NL_8_8",
+}  # fmt: skip
+_IK_LLAMA_CPP = {
+    133: "Q6_0", 134: "IQ1_BN", 135: "IQ2_BN", 137: "IQ2_K", 138: "IQ3_K", 139: "IQ4_K", 140: "IQ5_K", 141: "IQ6_K",
+    144: "IQ4_KS", 145: "IQ2_KS", 146: "IQ4_KSS", 152: "IQ5_KS", 153: "IQ2_KT", 154: "IQ3_KT", 155: "IQ4_KT",
+    156: "IQ3_KS", 157: "IQ2_KL", 158: "IQ1_KT",
+}  # fmt: skip
+_IK_LLAMA_CPP_FROM = 137
+
+
+def unread_type(number: int) -> str:
+    """What a type is, in words, that is not among `BLOCK_TYPES`: ggml's, one of a program beside it, or a newer one."""
+    if number in _UNREAD:
+        return _UNREAD[number]
+    if number in _DROPPED:
+        return f"{_DROPPED[number]} (which llama.cpp no longer has)"
+    if number in _IK_LLAMA_CPP or number >= _IK_LLAMA_CPP_FROM:
+        return f"{_IK_LLAMA_CPP.get(number, f'type {number}')} (ik_llama.cpp's own)"
+    return f"type {number} (a new one, or another program's own)"

@@ -36,11 +36,8 @@ def quantisation_of(config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str = "") -> dict[str, Any]:
+def declared_quantisation(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """The same, also from files beside config.json; `quant_method` is one that can be read.
-
-    Args:
-        model: what to call the model; by default as its folder.
 
     Raises:
         EngineError: `MODEL_UNSUPPORTED` for any other; `CHECKPOINT_DAMAGED` if a file beside is broken.
@@ -60,14 +57,13 @@ def declared_quantisation(directory: Path, config: Mapping[str, Any], model: str
     if method not in _METHODS:
         raise EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
-            f"{model or directory.name} is quantised with {quoted(method)}, which Switchyard cannot "
+            f"{directory.name} is quantised with {quoted(method)}, which Switchyard cannot "
             "read: use the model's original, FP8, MXFP4, GPTQ, AWQ or compressed-tensors version.",
         )
     return {**stored, "quant_method": method}
 
 
 def left_out_note(directory: Path, config: Mapping[str, Any]) -> str:
-    """A sentence for people about what of the declared quantisation is not done; may be empty."""
     stored = declared_quantisation(directory, config)
     groups = stored.get("config_groups")
     schemes = [group for group in groups.values() if isinstance(group, dict)] if isinstance(groups, dict) else []
@@ -84,11 +80,7 @@ def left_out_note(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def check_none_is_packed(model: str, names: Iterable[str]) -> None:
-    """For checkpoints that do not say that they are quantised.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED` if one is all the same.
-    """
+    """For checkpoints that do not say that they are quantised: none may be all the same."""
     packed = ("qweight", "qzeros", "weight_packed", "g_idx")
     for key in names:
         if key.rpartition(".")[2] in packed:

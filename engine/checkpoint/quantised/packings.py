@@ -9,7 +9,7 @@ of columns, a scale s and a zero z: w = s * (c - z). Sources:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.packed import Array, Floats, numbers
+from engine.checkpoint.packed import Array, Floats, Packing, numbers
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.plain_text import quoted
 from engine.formats.coded import CodedMatrix
@@ -73,7 +73,6 @@ class Codes:
 
     @property
     def codes(self) -> Array:
-        """[rows, columns], of any type."""
         if self.arrangement is Arrangement.APART:
             return self.words
         if self.arrangement is Arrangement.AWQ:
@@ -83,7 +82,6 @@ class Codes:
 
     @property
     def rows(self) -> int:
-        """How many there are."""
         return len(self.scales)
 
     @property
@@ -104,7 +102,6 @@ class Codes:
         return INT8 if self.zeros is not None and self.added is None and bool(np.all(self.zeros == 128)) else None
 
     def coded(self) -> CodedMatrix | None:
-        """The same for a record that keeps the codes, if there is one."""
         if self.kept_in is None:
             return None
         codes, of_groups, zeros = self.codes, self.scales, self.zeros
@@ -118,7 +115,6 @@ class Codes:
         return CodedMatrix(INT4, codes, scales, np.repeat(zeros, self.group // GROUP, axis=1))
 
     def values(self) -> Floats:
-        """The weights, [rows, columns]."""
         rows, columns = self.rows, self.columns
 
         def spread(of_groups: Floats) -> Floats:
@@ -135,7 +131,7 @@ class Codes:
         return values.reshape(rows, columns)
 
 
-class ByRows(ABC):
+class ByRows(Packing):
     """A packing whose rows can be unpacked some at a time, so that the whole is never in memory in float32.
 
     Attributes:
@@ -146,11 +142,7 @@ class ByRows(ABC):
 
     @abstractmethod
     def codes_of(self, entries: Sequence[TensorEntry], arrays: Sequence[Array], rows: slice) -> Codes:
-        """The codes of some rows of the result, whose first is a multiple of 32.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`.
-        """
+        """The codes of some rows of the result, whose first is a multiple of 32."""
 
     @abstractmethod
     def shape(self, arrays: Sequence[Array]) -> tuple[int, int]:
@@ -171,7 +163,6 @@ class ByRows(ABC):
         return np.concatenate(list(self.pieces(entries, arrays)))
 
     def codes(self, entries: Sequence[TensorEntry], arrays: Sequence[Array]) -> CodedMatrix | None:
-        """The codes themselves, if a record can hold them; else `None`."""
         rows, _ = self.shape(arrays)
         return self.codes_of(entries, arrays, slice(0, rows)).coded()
 
@@ -206,7 +197,6 @@ def fields(words: Array, bits: int) -> NDArray[np.uint8]:
 
 
 def _awq_fields(words: Array) -> NDArray[np.uint8]:
-    """The codes in AWQ's words: [n, words] -> [n, words * 8]."""
     return fields(words, 4).reshape(len(words), -1, 8)[..., _AWQ_ORDER].reshape(len(words), -1)
 
 
@@ -396,7 +386,6 @@ def _scales(entry: TensorEntry, array: Array, rows: slice) -> Floats:
 
 
 def damaged(entry: TensorEntry, what: str) -> EngineError:
-    """The error for a tensor that cannot be what it should be."""
     return EngineError(
         ErrorCode.CHECKPOINT_DAMAGED, f"{quoted(entry.key)} in {entry.file} {what}: download or copy the model again."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from engine.checkpoint.headers import TensorEntry
@@ -33,13 +33,6 @@ _MLX_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass
 class _Checkpoint:
-    """What is stored, and what has been made of it.
-
-    Attributes:
-        name: for people.
-        stored: what the checkpoint says about it.
-    """
-
     name: str
     stored: Mapping[str, Any]
     tensors: Mapping[str, TensorEntry]
@@ -47,22 +40,16 @@ class _Checkpoint:
     used: set[str] = field(default_factory=set)
 
     def modules(self, suffix: str) -> Iterator[str]:
-        """The names of modules that have such a tensor."""
         for key in self.tensors:
             module, _, last = key.rpartition(".")
             if last == suffix and module:
                 yield module
 
     def has(self, module: str, suffix: str) -> bool:
-        """Whether it is stored."""
         return f"{module}.{suffix}" in self.tensors
 
     def part(self, module: str, suffix: str, *dtypes: str) -> TensorEntry:
-        """One of the tensors that make the weight of a module, of one of these types.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED` if it is not there, `MODEL_UNSUPPORTED` if it is of another type.
-        """
+        """One of the tensors that make the weight of a module, of one of these types."""
         entry = self.tensors.get(f"{module}.{suffix}")
         if entry is None:
             raise EngineError(
@@ -78,14 +65,12 @@ class _Checkpoint:
         return entry
 
     def make(self, module: str, shape: tuple[int, int], sources: list[TensorEntry], packing: Packing) -> None:
-        """Adds the weight of a module."""
         key = f"{module}.weight"
         if key in self.tensors and key not in self.used:
             raise damaged(self.tensors[key], "is there twice, quantised and not")
         self.made[key] = _packed(key, shape, sources, packing)
 
     def unsupported(self, what: str) -> EngineError:
-        """The error for a variant that is not read."""
         return EngineError(
             ErrorCode.MODEL_UNSUPPORTED,
             f"{self.name} is quantised in a way that Switchyard does not read ({plain_line(what)[:200]}): use another "
@@ -93,12 +78,6 @@ class _Checkpoint:
         )
 
     def all(self) -> dict[str, TensorEntry]:
-        """All tensors of the model.
-
-        Raises:
-            EngineError: `MODEL_UNSUPPORTED` if something of a quantised module is left; `CHECKPOINT_DAMAGED` if none is
-                quantised.
-        """
         if not self.made:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
@@ -130,10 +109,6 @@ def quantised_tensors(
 ) -> dict[str, TensorEntry]:
     """The model's tensors by their plain names; those that are quantised are `PackedEntry`.
 
-    Args:
-        name: of the model, for people.
-        stored: what `declared_quantisation` found, which transformers does not read.
-
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if tensors are missing or do not fit together or config.json;
             `MODEL_UNSUPPORTED` for a variant that is not read.
@@ -150,11 +125,6 @@ def quantised_tensors(
 
 
 def _matrix(entry: TensorEntry) -> tuple[int, int]:
-    """The shape of a stored tensor that must be a matrix.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED`.
-    """
     if len(entry.shape) != 2 or 0 in entry.shape:
         raise damaged(entry, f"has the shape {entry.shape}, which is no matrix's")
     return entry.shape[0], entry.shape[1]
@@ -166,7 +136,6 @@ def _fit(entry: TensorEntry, fits: bool) -> None:
 
 
 def _codes_zeros_scales(checkpoint: _Checkpoint, module: str) -> tuple[TensorEntry, TensorEntry, TensorEntry]:
-    """What GPTQ and AWQ both store."""
     codes, zeros = (checkpoint.part(module, name, "I32") for name in ("qweight", "qzeros"))
     return codes, zeros, checkpoint.part(module, "scales", *_NUMBERS)
 
@@ -374,12 +343,6 @@ def _read_mlx(checkpoint: _Checkpoint, model_type: str) -> None:
         made = [(module, parts)]
         if is_stack:
             own_names = [f"{place}.experts.{expert}.{names.get(last, last)}" for expert in range(shape[0])]
-            made = [(name, [_row(part, expert) for part in parts]) for expert, name in enumerate(own_names)]
+            made = [(name, [part.below(expert) for part in parts]) for expert, name in enumerate(own_names)]
         for name, sources in made:
             checkpoint.make(name, (shape[-2], columns), sources, Affine(bits))
-
-
-def _row(entry: TensorEntry, row: int) -> TensorEntry:
-    """One row of a stack."""
-    nbytes = entry.nbytes // entry.shape[0]
-    return replace(entry, shape=entry.shape[1:], offset=entry.offset + row * nbytes, nbytes=nbytes)

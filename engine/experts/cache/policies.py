@@ -33,7 +33,6 @@ class Policy(ABC):
         """`key` is resident and was used."""
 
     def used(self, keys: Sequence[Key], hits: Sequence[Key]) -> None:
-        """As `hit` and `missed` for many: all keys that were used, in order, and those of them that were resident."""
         resident = set(hits)
         for key in keys:
             (self.hit if key in resident else self.missed)(key)
@@ -63,8 +62,6 @@ class Policy(ABC):
 
 
 class Lru(Policy):
-    """Evicts the least recently used first."""
-
     def __init__(self) -> None:
         self._order: OrderedDict[Key, None] = OrderedDict()
 
@@ -90,8 +87,6 @@ class Lru(Policy):
 
 
 class Fifo(Lru):
-    """First in, first out: hits do not matter."""
-
     def hit(self, key: Key) -> None:
         pass
 
@@ -228,11 +223,7 @@ class Scored(Policy):
 
 
 class StaticPopularity(Scored):
-    """Scores fixed by a calibration run: the most popular experts stay resident (Fiddler's placement).
-
-    Args:
-        popularity: uses of each key in the calibration; missing keys were never used.
-    """
+    """Scores fixed by a calibration run: the most popular experts stay resident (Fiddler's placement)."""
 
     def __init__(self, popularity: Mapping[Key, float]) -> None:
         super().__init__()
@@ -258,11 +249,7 @@ LFRU_HALF_LIFE_POOLS = 4.0
 
 
 def make_policy(name: str, capacity: int, popularity: Mapping[Key, float] | None = None, seed: int = 0) -> Policy:
-    """The policy called `name` for a pool of `capacity` slots.
-
-    Raises:
-        ValueError: unknown name, or `static` without a popularity.
-    """
+    """The policy called `name` for a pool of `capacity` slots."""
     if name == "lru":
         return Lru()
     if name == "fifo":

@@ -34,12 +34,10 @@ class Pool:
 
     @property
     def capacity(self) -> int:
-        """Slots that the pool has now."""
         return len(self._free) + len(self.residents) + len(self.arriving)
 
     @property
     def free(self) -> int:
-        """Slots without a resident or arriving key."""
         return len(self._free)
 
     def use(self, key: Key) -> Slot | None:
@@ -66,11 +64,9 @@ class Pool:
         return slots
 
     def pin(self, key: Key) -> None:
-        """Protects the resident `key` from eviction until `unpin`; pins are counted."""
         self._pins[key] = self._pins.get(key, 0) + 1
 
     def unpin(self, key: Key) -> None:
-        """Undoes one `pin`."""
         left = self._pins[key] - 1
         if left:
             self._pins[key] = left
@@ -78,7 +74,6 @@ class Pool:
             del self._pins[key]
 
     def is_used(self, key: Key) -> bool:
-        """Whether `key` is pinned."""
         return key in self._pins
 
     def reserve(self, key: Key, only_if_admitted: bool = True) -> Slot | None:
@@ -86,9 +81,6 @@ class Pool:
 
         Args:
             only_if_admitted: let the policy refuse if the victim is worth more than `key`.
-
-        Raises:
-            ValueError: `key` is already resident or arriving.
         """
         if key in self.residents or key in self.arriving:
             raise ValueError(f"expert {key} already has a slot")
@@ -106,20 +98,14 @@ class Pool:
         return slot
 
     def arrived(self, key: Key) -> None:
-        """The copy of `key` has ended: it is now resident."""
         self.residents[key] = self.arriving.pop(key)
         self.policy.insert(key)
 
     def abandon(self, key: Key) -> None:
-        """The copy of `key` failed or was cancelled: its slot is free again."""
         self._free.append(self.arriving.pop(key))
 
     def evict(self, key: Key) -> Slot:
-        """Evicts the resident `key`.
-
-        Raises:
-            ValueError: it is pinned.
-        """
+        """Evicts the resident `key`."""
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
         self.policy.remove(key)
@@ -158,22 +144,16 @@ class Pool:
         return True
 
     def move(self, key: Key, slot: Slot) -> Slot:
-        """Records that `key` was copied to `slot`, which the pool did not have before; returns the slot it replaces.
-
-        Raises:
-            ValueError: `key` is pinned.
-        """
+        """Records that `key` was copied to `slot`, which the pool did not have before; returns the slot it replaces."""
         if key in self._pins:
             raise ValueError(f"expert {key} is in use")
         left, self.residents[key] = self.residents[key], slot
         return left
 
     def grow(self, slots: list[Slot]) -> None:
-        """Adds slots, for example those that `shrink` removed earlier."""
         self._free.extend(slots)
 
     def adopt(self, policy: Policy) -> None:
-        """Switches to another policy, which has no residents yet; the pool's residents stay."""
         for key in list(self.policy.victims()):
             policy.insert(key)
         self.policy = policy

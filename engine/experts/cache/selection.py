@@ -39,7 +39,6 @@ class _Shadow:
     copies: float = 0.0
 
     def worth(self, copy_price: float) -> float:
-        """Hits, less those that its copies cost."""
         return self.hits - copy_price * self.copies
 
 
@@ -47,9 +46,6 @@ def step_pool(pool: Pool, keys: Sequence[Key]) -> tuple[int, int]:
     """One step of an idealised cache: looks up all keys, then post-fetches the misses.
 
     A key used in a step is never evicted in that step.
-
-    Returns:
-        How many were hits, and how many were brought.
     """
     pinned: list[Key] = []
     missed: list[Key] = []
@@ -116,11 +112,7 @@ class PolicySelector:
             shadow.pool.policy.copy_price = hits
 
     def observe(self, keys: Sequence[Key]) -> Policy | None:
-        """Feeds one step's experts to all shadows.
-
-        Returns:
-            The policy to adopt if it changes, else None.
-        """
+        """Feeds one step's experts to all shadows."""
         fade = self._decay ** len(keys)
         self._accesses = self._accesses * fade + len(keys)
         for shadow in self._shadows:
@@ -136,21 +128,11 @@ class PolicySelector:
         return next(shadow for shadow in self._shadows if shadow.name == best).pool.policy.without_residents()
 
     def hit_rates(self) -> dict[str, float]:
-        """Recent hit rate of every candidate's shadow."""
         return {shadow.name: shadow.hits / self._accesses if self._accesses else 0.0 for shadow in self._shadows}
 
 
 class PolicySampler:
-    """Feeds the steps of some layers to shadows, and says which policy the tier should adopt.
-
-    Args:
-        layers: indices of the layers with slots in the tier, at least one.
-        slots: of the tier.
-        ways: slots per layer if each layer has its own, else None.
-        popularity: from a calibration; adds `static` to the candidates.
-        adopted: the initial policy.
-        clock: times the shadows.
-    """
+    """Feeds the steps of some layers to shadows, and says which policy the tier should adopt."""
 
     def __init__(
         self,
@@ -186,7 +168,6 @@ class PolicySampler:
 
     @property
     def layers(self) -> Set[int]:
-        """Those of which steps are to be observed."""
         return self._selectors.keys()
 
     def rests(self) -> bool:
@@ -202,12 +183,10 @@ class PolicySampler:
         return {name: sum(rate[name] for rate in rates) / len(rates) for name in rates[0]} if rates else {}
 
     def price_copies(self, hits: float) -> None:
-        """So many hits pay for a copy from now on."""
         for selector in dict.fromkeys(self._selectors.values()):
             selector.copy_price = hits
 
     def observe(self, layer: int, keys: Sequence[Key]) -> str | None:
-        """Observes one layer of a step; returns the name of the policy to adopt if it changes."""
         selector = self._selectors.get(layer)
         if selector is None:
             return None

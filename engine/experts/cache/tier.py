@@ -42,11 +42,7 @@ class Copier(Protocol[Source, Handle]):
     """Writes experts into the slots of a tier; the only part that differs between tiers."""
 
     def start(self, layer: int, expert: int, slot: Slot, source: Source, purpose: Purpose) -> Handle:
-        """Starts writing a record into a slot.
-
-        Raises:
-            EngineError: the copy could not be started; nothing is written to the slot.
-        """
+        """Starts writing a record into a slot."""
 
 
 @dataclass(slots=True, eq=False)
@@ -95,14 +91,7 @@ class TierCounters:
 
 @dataclass(frozen=True, slots=True)
 class CacheSnapshot:
-    """State of a tier at one moment.
-
-    Attributes:
-        residents, arriving: keys.
-        slots: number of slots.
-        policy: name of the current policy; is_adaptive: whether it is chosen at run time.
-        shadows: recent hit rate of each candidate policy; empty unless adaptive.
-    """
+    """State of a tier at one moment."""
 
     residents: list[Key]
     arriving: list[Key]
@@ -160,11 +149,6 @@ class Tier(Generic[Source, Handle]):
         self._copy_price = 0.0
 
     def open_pool(self, layers: Iterable[int], slots: range, capacity: int) -> Pool:
-        """Opens a pool for these layers, which had none.
-
-        Args:
-            capacity: slots that the pool will have in the end, which sets the half-life of its policy.
-        """
         pool = Pool(slots, self._new_policy(capacity), self._count_eviction)
         self.pools.append(pool)
         for layer in layers:
@@ -172,7 +156,6 @@ class Tier(Generic[Source, Handle]):
         return pool
 
     def close_pool(self) -> None:
-        """Removes the pool that was opened last."""
         closed = self.pools.pop()
         self.pool_of = [_NO_SLOTS if pool is closed else pool for pool in self.pool_of]
 
@@ -186,7 +169,6 @@ class Tier(Generic[Source, Handle]):
             self.sampler.price_copies(self._copy_price)
 
     def price_copies(self, hits: float) -> None:
-        """So many hits pay for a copy from now on."""
         self._copy_price = hits
         for pool in self.pools:
             pool.policy.copy_price = hits
@@ -195,17 +177,14 @@ class Tier(Generic[Source, Handle]):
 
     @property
     def capacity(self) -> int:
-        """Current number of slots."""
         return sum(pool.capacity for pool in self.pools)
 
     @property
     def filled(self) -> int:
-        """Slots with a resident or arriving expert."""
         return sum(len(pool.residents) + len(pool.arriving) for pool in self.pools)
 
     @property
     def backlog_bytes(self) -> int:
-        """Bytes of the copies in flight."""
         return len(self.copies) * self._record_nbytes
 
     def key_of(self, layer: int, expert: int) -> Key:
@@ -218,7 +197,6 @@ class Tier(Generic[Source, Handle]):
         return CacheSnapshot(residents, arriving, self.capacity, self.policy, self.is_adaptive, shadows)
 
     def residents(self, layer: int) -> dict[int, Slot]:
-        """The layer's resident experts and their slots."""
         first, residents = layer * self._experts, self.pool_of[layer].residents
         if len(residents) > self._experts:
             keys = range(first, first + self._experts)
@@ -232,18 +210,13 @@ class Tier(Generic[Source, Handle]):
         return [one for one in experts if first + one not in residents and first + one not in arriving]
 
     def observe(self, layer: int, keys: Sequence[Key]) -> None:
-        """Feeds one layer's experts of one step to the policy selection."""
         if self.sampler is not None and (name := self.sampler.observe(layer, keys)) is not None:
             self.policy = name
             for pool in self.pools:
                 pool.adopt(self._new_policy(pool.capacity))
 
     def used(self, layers: Sequence[int], keys: NDArray[np.int64], missed: NDArray[np.bool_]) -> None:
-        """As `observe` and `look_up` of several layers, for keys of which somebody has found out which were missed.
-
-        Args:
-            keys, missed: [layers, n].
-        """
+        """As `observe` and `look_up` of several layers, for keys of which somebody has found out which were missed."""
         if self.sampler is not None and not self.sampler.rests():
             for layer in self.sampler.layers & set(layers):
                 self.observe(layer, keys[layers.index(layer)].tolist())
@@ -266,7 +239,6 @@ class Tier(Generic[Source, Handle]):
         return slots
 
     def count_needed(self, key: Key) -> None:
-        """Counts a prefetched expert that turned out to be needed."""
         self.predicted.discard(key)
         self.counters.prefetches_used += 1
 
@@ -281,7 +253,6 @@ class Tier(Generic[Source, Handle]):
         return held
 
     def release(self, layer: int, experts: Iterable[int]) -> None:
-        """Unpins these."""
         first, unpin = layer * self._experts, self.pool_of[layer].unpin
         for expert in experts:
             unpin(first + expert)
@@ -289,11 +260,7 @@ class Tier(Generic[Source, Handle]):
     def bring(
         self, layer: int, expert: int, source: Source, purpose: Purpose, *, only_if_admitted: bool = True
     ) -> Copy[Handle] | None:
-        """Starts copying an expert, unless it is resident or arriving, or no slot should or can be freed for it.
-
-        Raises:
-            EngineError: the copy could not be started; the expert stays absent.
-        """
+        """Starts copying an expert, unless it is resident or arriving, or no slot should or can be freed for it."""
         pool, key = self.pool_of[layer], layer * self._experts + expert
         if key in pool.residents or key in pool.arriving:
             return None
@@ -315,18 +282,13 @@ class Tier(Generic[Source, Handle]):
     def prefetch(
         self, layer: int, expert: int, source: Source, dead: Iterable[tuple[int, int]] = ()
     ) -> Copy[Handle] | None:
-        """As `bring`, for an expert that may be needed; evicts nothing but experts in `dead`.
-
-        Args:
-            dead: (layer, expert) pairs that are not expected to be needed; at most one of them is evicted.
-        """
+        """As `bring`, for an expert that may be needed; evicts nothing but experts in `dead`."""
         pool, key = self.pool_of[layer], layer * self._experts + expert
         if key in pool.residents or key in pool.arriving or not (pool.free or self._evict_dead(pool, dead)):
             return None
         return self.bring(layer, expert, source, Purpose.PREFETCH, only_if_admitted=False)
 
     def end(self, copy: Copy[Handle], *, succeeded: bool) -> None:
-        """Records the end of a copy: its expert is resident, or its slot is free again."""
         del self.copies[copy.key]
         counters, nbytes = self.counters, self._record_nbytes
         if not succeeded:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
-from engine.checkpoint.gguf.types import BLOCK_TYPES
 from engine.formats import FORMATS
+from engine.formats.ggml import BLOCK_TYPES
 from engine.kernels.cuda.angles import ANGLES_KERNEL
 from engine.kernels.cuda.attention import attention_kernels
 from engine.kernels.cuda.compiled import Kernel, compile_kernel

@@ -18,12 +18,10 @@ from engine.kernels.gpu.stored import (
     stored_matrix,
 )
 from engine.kernels.interface import (
-    BlockFormat,
     ByGroup,
     ExpertMath,
     GroupedKernel,
     LayerRecords,
-    QuantisedFormat,
     Upload,
 )
 
@@ -40,12 +38,12 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
     layout, activation = layer.layout, math.activation
     if any(part.offset % ALIGNMENT for part in layout.parts) or layout.nbytes % ALIGNMENT:
         return False
-    if isinstance(layout, QuantisedFormat):
+    if layout.tiled:
         names = [part.name for part in layout.unquantised.parts if layout.is_tiled(part.name)]
         if not all(layout.tiled_shape(name).format.on_card for name in names):
             return False
         return activation is not None and (layout.pairing is activation.pairing or activation.pairing is Pairing.PLAIN)
-    if isinstance(layout, BlockFormat):  # which are there only where every type is read
+    if layout.kinds:  # which are there only where every type is read
         return activation is not None
     dtypes = {part.dtype for part in layout.parts}
     return len(dtypes) == 1 and dtypes.pop() in _PLAIN

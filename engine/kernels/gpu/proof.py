@@ -9,9 +9,8 @@ from functools import cache
 
 import torch
 
-from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.formats import BF16, FORMATS, TiledFormat, WeightFormat
-from engine.formats.ggml import GGML
+from engine.formats.ggml import GGML, BlockType
 from engine.formats.tiles import Pairing, TiledMatrix, dequantise
 from engine.kernels.activation import Activation, ActivationKind
 from engine.kernels.cuda.driver import open_card
@@ -68,7 +67,7 @@ def _reads_blocks(index: int, gate: str, up: str) -> bool:
         unpacking = [unpack_kernel(GGML[each]) for each in (gate, up)]
         open_card(index).prepare([*product_kernels(name), *group_kernels(name), *unpacking])
         with torch.inference_mode():
-            is_right = prove_blocks(device, kernels, BY_NAME[gate], BY_NAME[up])
+            is_right = prove_blocks(device, kernels, GGML[gate], GGML[up])
     except Exception:  # as in `_chosen`
         _log.warning("%s is not read on %s", name, device, exc_info=True)
         return False

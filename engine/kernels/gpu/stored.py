@@ -151,12 +151,10 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
     Args:
         pairing: of its rows, for a plain matrix; a tiled one has its own, and blocks have the gate's rows first.
     """
-    from engine.kernels.interface import BlockFormat, QuantisedFormat
-
     layout = layer.layout
     parts = {part.name: part for part in layout.parts}
     bias_at = parts[bias].offset if bias is not None else -1
-    if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
+    if layout.is_tiled(name):
         shape = layout.tiled_shape(name)
         return StoredMatrix(
             shape.rows,
@@ -170,7 +168,7 @@ def stored_matrix(layer: LayerRecords, name: str, bias: str | None, pairing: Pai
             bias_at,
             parts[f"{name}_table"].offset if shape.format.table is not None else -1,
         )
-    kinds = layout.blocks_of(name) if isinstance(layout, BlockFormat) else ()
+    kinds = layout.blocks_of(name)
     if kinds:
         (first, kind), (last, up) = kinds[0], kinds[-1]
         rows, width = sum(parts[each].shape[0] for each, _ in kinds), parts[first].shape[1]

@@ -10,7 +10,7 @@ import torch
 from engine.common.errors import EngineError, ErrorCode
 from engine.formats import BF16
 from engine.formats.tiles import Pairing
-from engine.kernels.interface import BlockFormat, ExpertKernel, ExpertMath, LayerRecords, QuantisedFormat, are_even
+from engine.kernels.interface import ExpertKernel, ExpertMath, LayerRecords, are_even
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.structs import IN_BLOCKS, ExpertsStruct, RecordPartStruct
 
@@ -23,10 +23,10 @@ def can_compute(layer: LayerRecords, math: ExpertMath) -> bool:
     activation, layout = math.activation, layer.layout
     if layer.device.type != "cpu" or activation is None or math.norm is not None:
         return False
-    if isinstance(layout, BlockFormat):
+    if layout.kinds:
         others = [part for part in layout.unquantised.parts if not layout.blocks_of(part.name)]
         return all(len(part.shape) == 1 and part.dtype == torch.bfloat16 for part in others)
-    if isinstance(layout, QuantisedFormat):
+    if layout.tiled:
         known = all(
             layout.tiled_shape(part.name).format.native is not None
             if layout.is_tiled(part.name)
@@ -113,7 +113,7 @@ def _struct(
 
     def part(name: str, bias: str | None) -> RecordPartStruct:
         biases, bias_step = place(bias) if bias else (0, 0)
-        if isinstance(layout, BlockFormat):
+        if layout.kinds:
             places = [(*place(own), kind.id) for own, kind in layout.blocks_of(name)]
             (at, step, kind), (second, second_step, second_kind) = (*places, (0, 0, -1))[:2]
             steps = (step, second_step, bias_step)
@@ -121,7 +121,7 @@ def _struct(
                 at, second, -1, -1, -1, biases, *steps, IN_BLOCKS, kind, second_kind, bias is not None
             )
         number = BF16.native
-        if isinstance(layout, QuantisedFormat) and layout.is_tiled(name):
+        if layout.is_tiled(name):
             number = layout.tiled_shape(name).format.native
         weights, *others = (offsets.get(f"{name}{suffix}", -1) for suffix in ("", "_scales", "_zeros", "_table"))
         steps = (layout.nbytes if beginnings is None else 0,) * 3
@@ -135,7 +135,7 @@ def _struct(
         layer.num_experts,
         hidden,
         inner,
-        Pairing.HALVES if isinstance(layout, BlockFormat) and activation.pairing else activation.pairing,
+        Pairing.HALVES if layout.kinds and activation.pairing else activation.pairing,
         activation.kind,
         activation.limit,
         activation.alpha,

@@ -19,7 +19,7 @@ dispatch and verification are then the common code.  What "like everyone else's"
 A family names its adapter in its file in `engine.families`: a module of this package, which has a module-level
 `ADAPTER: FamilyAdapter`.
 
-After loading, those parameters are `None` and a `BankLayer` is bound to each module.
+After loading, those parameters are `None` and a `LayerRecords` is bound to each module.
 """
 
 from __future__ import annotations

@@ -16,10 +16,8 @@ from engine.devices.between import Between
 from engine.devices.device import Device
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.activations import Activations
-from engine.experts.bank import BankLayer
 from engine.experts.cache.policies import Key
-from engine.experts.card_tokens import CardTokens, choice_for
-from engine.experts.card_trial import tried_tokens
+from engine.experts.card_tokens import CardTokens, choice_for, tried_tokens
 from engine.experts.dispatch import BANK_LAYER, bound_kernel
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.executor import ExpertExecutor
@@ -37,7 +35,6 @@ from engine.experts.prediction.target import (
     over_link,
 )
 from engine.experts.ram_tier import RamTier
-from engine.experts.record import RecordLayout
 from engine.experts.record_source import PartOfRecords, RecordSource
 from engine.experts.shared import Part, SharedExperts, SharedPrefetch, Ways
 from engine.experts.sites import ExpertsSite
@@ -45,6 +42,7 @@ from engine.experts.slot_segments import KernelMaker
 from engine.experts.vram_cache import VramCache
 from engine.experts.whole_layer import LayerBuffers, WholeLayerExperts
 from engine.families import fast_path_of
+from engine.formats.layouts import RecordLayout
 from engine.kernels import choose_kernel
 from engine.kernels.cuda.driver import nvidia_card
 from engine.kernels.gpu.angles import speed_up_angles
@@ -76,11 +74,7 @@ _log = logging.getLogger(__name__)
 
 
 def bind_experts(plan: Plan, parts: LoadingParts) -> None:
-    """Binds the experts to what computes them; devices get all the memory that is left to them.
-
-    Raises:
-        EngineError: a device failed, or has no room for what no step can do without.
-    """
+    """Binds the experts to what computes them; devices get all the memory that is left to them."""
     if plan.devices:
         _bind_devices(plan, parts)
     elif parts.disk_backed is not None:
@@ -88,7 +82,6 @@ def bind_experts(plan: Plan, parts: LoadingParts) -> None:
 
 
 def bind_dense(model: Any, kernels: NativeKernels | None) -> None:
-    """Lets the native kernels compute what else is on the CPU."""
     if kernels is not None:
         speed_up_linears(model, kernels)
         speed_up_decoder_layers(model, kernels)
@@ -166,7 +159,6 @@ def _bind_devices(plan: Plan, parts: LoadingParts) -> None:
 
 
 def _connect(held: DeviceExperts) -> None:
-    """Opens the ways between the first device and each of the others."""
     home = held.devices[0]
     for number, device in enumerate(held.devices[1:], 1):
         ways = Ways(Between(home, device), Between(device, home))
@@ -195,7 +187,6 @@ def _bind(site: ExpertsSite, device: Device, experts: object) -> None:
 
 
 def _bind_read_ahead(plan: Plan, parts: LoadingParts) -> None:
-    """Lets the experts on disk be predicted, now that the routers can be asked."""
     assert parts.disk_backed is not None
     assert parts.foresight is not None
     prefetcher = parts.foresight.prefetcher = _prefetcher_of_ram(plan, parts.disk_backed)
@@ -232,8 +223,7 @@ class BoundLayer:
 
 def _records_in_ram(
     site: ExpertsSite, parts: LoadingParts, device: Device, own: range
-) -> tuple[BankLayer, ExpertKernel, RecordSource]:
-    """(what the CPU's kernel sees, that kernel, the source): all records of a module, or as many as have slots."""
+) -> tuple[LayerRecords, ExpertKernel, RecordSource]:
     assert parts.bank is not None
     held, over_disk = parts.bank.layers.get(site.name), parts.disk_backed
     if held is None:
@@ -254,17 +244,7 @@ def open_caches(
     budgets: Sequence[int],
     popularity: Popularity | None,
 ) -> list[BoundLayer]:
-    """Makes the caches of all devices, and says for each experts module where it is kept.
-
-    What is made is added to the devices' experts, and so is closed with these even if this fails.
-
-    Args:
-        budgets: bytes of each device for slots and staging.
-        popularity: of the experts, by the number of the layer, if it is known.
-
-    Raises:
-        EngineError: a device failed.
-    """
+    """Makes the caches of all devices, added to the devices' experts, which close them even if this fails."""
     held, first = parts.devices.experts, plan.devices[0]
     numbers = {site.name: number for number, site in enumerate(sites)}
     bound: list[BoundLayer] = []
@@ -296,14 +276,12 @@ def open_caches(
 
 
 def _own(plan: Plan, site: ExpertsSite, index: int) -> range:
-    """A module's experts that are the device's of this index."""
     if plan.placement.shares:
         return expert_ranges(site.num_experts, plan.placement.shares)[index]
     return range(site.num_experts if plan.layers.of(site.name) == index else 0)
 
 
 def _hybrids(bound: Sequence[BoundLayer], held: DeviceExperts, misses: Misses) -> list[HybridExperts]:
-    """What computes each of these on its device and the CPU, in this order."""
     made: list[HybridExperts] = []
     activations = {activations.device.name: activations for activations in held.activations}
     for layer in bound:
@@ -362,11 +340,7 @@ def _tokens_are_worth_it(layers: Sequence[HybridExperts], per_token: int) -> boo
 
 
 def bind_whole_layers(bound: Sequence[BoundLayer], held: DeviceExperts) -> None:
-    """For comparison: all experts of a layer come while the one before computes.
-
-    Raises:
-        DeviceMemoryError: two layers do not fit a device.
-    """
+    """For comparison: all experts of a layer come while the one before computes."""
     groups: dict[int, list[BoundLayer]] = {}
     for layer in bound:
         groups.setdefault(id(layer.place.cache), []).append(layer)
@@ -400,7 +374,6 @@ def _prefetcher_of_devices(plan: Plan, bound: Sequence[BoundLayer]) -> Prefetche
 
 
 def _prefetcher_of_ram(plan: Plan, ram: RamTier) -> Prefetcher | None:
-    """A prefetcher over the slots in RAM of a bank on disk, which layers of one layout share."""
     layouts = [site.layout for site in plan.on_disk]
     nbytes = max(layout.nbytes for layout in layouts)
     pools = [layouts.index(layout) for layout in layouts]
@@ -438,7 +411,6 @@ def _prefetcher(
 
 
 def fill_caches(bound: Sequence[BoundLayer], popularity: Popularity) -> None:
-    """Brings the experts that were used most before, as many as there are slots for (Fiddler's placement)."""
     of_layer: dict[int, list[BoundLayer]] = {}
     for layer in bound:
         of_layer.setdefault(layer.number, []).append(layer)
@@ -514,13 +486,12 @@ def _kernel_kind(module: Any) -> object:
 
 def _latency(
     device: Device,
-    seen: BankLayer,
+    seen: LayerRecords,
     on_cpu: ExpertKernel,
     make: KernelMaker,
     kernels: NativeKernels | None,
     dtype: torch.dtype,
 ) -> LatencyModel:
-    """Measured at the first start with such experts on this machine, and kept."""
     threads = torch.get_num_threads()
     place = device.identity or device.name.partition("#")[0]
     name = f"{place} {threads} threads {kernels.isa.name if kernels is not None else 'torch'}"

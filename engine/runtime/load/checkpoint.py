@@ -75,12 +75,10 @@ class OpenedCheckpoint:
 
     @property
     def name(self) -> str:
-        """For people."""
         return name_of(self.directory)
 
     @property
     def key(self) -> str:
-        """Under which what is learned about the model is kept between sessions."""
         return content_digest(self.directory)
 
     def weight_of(self, module: str) -> TensorEntry | None:
@@ -91,19 +89,13 @@ class OpenedCheckpoint:
         return renamed.get(weight) or renamed.get(tied_to(self.model).get(weight, ""))
 
     def context_tokens(self, asked: int | None) -> int:
-        """The longest context, if so much is asked for."""
         own = self.profile.context_tokens or _UNKNOWN_CONTEXT
         return min(own, asked or own)
 
 
 def open_checkpoint(config: EngineConfig, *, guesses: bool = False) -> OpenedCheckpoint:
-    """Reads headers of `config.model`, but not its tokenizer, and builds the model on the meta device.
-
-    `guesses`: with the layer that guesses tokens, if the checkpoint has one.
-
-    Raises:
-        EngineError: the checkpoint is damaged, or not one that runs here.
-    """
+    """Reads headers of `config.model`, but not its tokenizer, and builds the model on the meta device; with the layer
+    that guesses tokens if it has one and `guesses`."""
     if config.precision not in PRECISIONS:
         raise EngineError(
             ErrorCode.INVALID_REQUEST,
@@ -116,11 +108,6 @@ def open_checkpoint(config: EngineConfig, *, guesses: bool = False) -> OpenedChe
 
 
 def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> OpenedCheckpoint:
-    """The same without what the model says about sampling.
-
-    Raises:
-        EngineError: as `open_checkpoint`.
-    """
     dtype = getattr(torch, as_stored(precision).dtype)
     raw = read_config(directory)
     library_config = read_library_config(directory, raw)

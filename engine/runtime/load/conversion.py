@@ -27,7 +27,6 @@ from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCan
 from engine.common.files import new_folder
 from engine.common.sizes import about
 from engine.devices.host_memory import available_ram
-from engine.experts.bank import BankLayer
 from engine.experts.container import (
     CONVERTER,
     Container,
@@ -38,10 +37,10 @@ from engine.experts.container import (
     open_container,
     reopen,
 )
-from engine.experts.quantised_layout import QuantisedLayout
-from engine.experts.record import LayerSpec, RecordLayout, allocate_records
+from engine.experts.record import LayerSpec, allocate_records
 from engine.experts.sites import ExpertsSite, empty_modules
 from engine.formats import TiledFormat
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.native.library import NativeKernels
 from engine.planner.placement import Budgets, require_ram
@@ -83,18 +82,16 @@ class Conversion:
 
     @property
     def opened(self) -> OpenedCheckpoint:
-        """The checkpoint."""
         return self.forms.file
 
     @cached_property
-    def linears(self) -> Mapping[str, QuantisedLayout]:
-        """Layouts of the linear layers, by name."""
+    def linears(self) -> Mapping[str, RecordLayout]:
         return {name: self._layout(name, target) for name, target in self.forms.tiled.items()}
 
-    def _layout(self, name: str, target: TiledFormat) -> QuantisedLayout:
+    def _layout(self, name: str, target: TiledFormat) -> RecordLayout:
         rows, columns = self.opened.model.get_submodule(name).weight.shape
         plain = RecordLayout.of({_WEIGHT: ((rows, columns), torch.bfloat16)}, transposed=False)
-        return QuantisedLayout.quantising(plain, lambda _name: target, Pairing.PLAIN)
+        return RecordLayout.in_tiles(plain, lambda _name: target, Pairing.PLAIN)
 
     @property
     def path(self) -> Path:
@@ -103,11 +100,7 @@ class Conversion:
 
     @cached_property
     def contents(self) -> Contents:
-        """What a file made of the checkpoint as it is now would hold.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED` if a file of it is gone.
-        """
+        """What a file made of the checkpoint as it is now would hold."""
         linears = [LayerSpec(name, 1, layout) for name, layout in self.linears.items()]
         source = {**fingerprint(self.opened.directory), CONVERTER: _CONVERTER}
         return Contents(self.opened.name, self.forms.precision, source, (*self.sites, *linears))
@@ -119,16 +112,10 @@ class Conversion:
 
     @property
     def is_needed(self) -> bool:
-        """Whether the file is not there as it should be."""
         return not isinstance(_usable(self.path, self.contents), Container)
 
     def make(self, index: int, records: torch.Tensor, reader: TensorReader) -> None:
-        """Fills the records of one tensor of the file, uint8 [count, nbytes], page-aligned.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED` if weights are missing, damaged or do not fit.
-            RequestCancelled: the reader's `cancelled()` was true.
-        """
+        """Fills the records of one tensor of the file, uint8 [count, nbytes], page-aligned."""
         spec, opened = self.contents.tensors[index], self.opened
         with torch.no_grad(), quiet_library():
             if index < len(self.sites):
@@ -140,16 +127,11 @@ class Conversion:
             self.forms.fill(spec.name, matrix, lambda: self._weight(spec.name, reader), reader, self.kernels)
 
     def matrix(self, name: str, record: torch.Tensor) -> TiledMatrix:
-        """The weight of a linear layer, as views of its record, uint8 [1, nbytes]."""
         layout = self.linears[name]
-        return layout.matrix(BankLayer(_WEIGHT, layout, record).rows, _WEIGHT, 0)
+        return layout.matrix(layout.views(record), _WEIGHT, 0)
 
     def record(self, name: str, expert: int) -> torch.Tensor:
-        """Makes one expert's record again, of the model as it was opened: its weights have been filled in since.
-
-        Raises:
-            EngineError: the model's files cannot be read.
-        """
+        """Makes one expert's record again, of the model as it was opened: its weights have been filled in since."""
         with torch.no_grad(), quiet_library():
             again = Conversion(self._reopened(), self.sites, self.kernels)
         layer = next(index for index, spec in enumerate(self.contents.tensors) if spec.name == name)
@@ -181,12 +163,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Converted:
-    """A conversion and the file that holds it.
-
-    Attributes:
-        note: a sentence for people; empty if there is nothing to say.
-        resumed_bytes: that an earlier attempt had finished; the rest was `made` now, unless the file was there.
-    """
+    """A conversion and the file that holds it."""
 
     conversion: Conversion
     container: Container
@@ -196,12 +173,7 @@ class Converted:
 
 
 def keep_converted(conversion: Conversion, on_progress: OnProgress, cancelled: CancelCheck) -> Converted | str:
-    """As `convert`, for weights that may as well be converted in memory: if the file cannot be kept, a sentence why.
-
-    Raises:
-        EngineError: the checkpoint is damaged.
-        RequestCancelled: `cancelled()` was true.
-    """
+    """As `convert`, for weights that may as well be converted in memory: if the file cannot be kept, a sentence why."""
     try:
         return convert(conversion, on_progress, cancelled, left_free=_LEFT_FREE)
     except EngineError as error:
@@ -222,16 +194,6 @@ def convert(
     """Makes the file unless it is there and up to date.
 
     If another process makes the same file, this one waits and uses that.
-
-    Args:
-        on_progress: called with (bytes of records written, in all).
-        cancelled: asked often.
-        path: of the file, if not where it is kept.
-        left_free: bytes of the disk that are left to others.
-
-    Raises:
-        EngineError: `DISK_FULL`, `NOT_ENOUGH_MEMORY`, `CHECKPOINT_DAMAGED` or `MODEL_UNSUPPORTED`; says what to do.
-        RequestCancelled: `cancelled()` was true.
     """
 
     def check() -> None:
@@ -284,12 +246,10 @@ def _check_unchanged(conversion: Conversion) -> None:
 
 
 def removed(nbytes: int) -> str:
-    """A sentence for people about leftovers; empty if there were none."""
     return f"Removed {about(nbytes)} of converted weights that no model here needs any more." if nbytes else ""
 
 
 def made_again(reason: str) -> str:
-    """A sentence for people about a file that was not usable."""
     return f"The weights were converted again because {reason}."
 
 
@@ -325,7 +285,6 @@ def _take_over(path: Path, contents: Contents) -> None:
 def _write(
     conversion: Conversion, writer: ContainerWriter, done: int, on_progress: OnProgress, check: Callable[[], None]
 ) -> None:
-    """Converts tensor after tensor into the same memory; while one is made, the system writes those before."""
     contents, opened = writer.contents, conversion.opened
     todo = [index for index in range(len(contents.tensors)) if index not in writer.finished]
     if not todo:
@@ -354,5 +313,4 @@ def _write(
 
 
 def keeps_nothing() -> bool:
-    """Whether what is converted is to be forgotten."""
     return os.environ.get(KEEP_VARIABLE) == "0"

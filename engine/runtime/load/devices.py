@@ -49,22 +49,18 @@ class DeviceExperts:
 
     @property
     def all_caches(self) -> list[VramCache]:
-        """Of all devices, one device's after the other's."""
         return [cache for caches in self.caches for cache in caches]
 
     @property
     def notes(self) -> list[str]:
-        """Sentences for the user about what does not fit, as of now."""
         said = [cache.note for cache in self.all_caches]
         return [*self.shortages, *(note for note in said if note is not None)]
 
     @property
     def slots(self) -> int:
-        """Experts that can be kept on the devices."""
         return sum(cache.slots for cache in self.all_caches)
 
     def add(self, index: int, cache: VramCache) -> None:
-        """A cache of the device of this index."""
         self.caches[index].append(cache)
         self._wanted[id(cache)] = cache.slots
 
@@ -85,11 +81,7 @@ class DeviceExperts:
         return freed
 
     def resize(self, slots: int) -> int:
-        """So many slots on all devices from now on, shared as they are now, as far as there is memory; how many.
-
-        Raises:
-            EngineError: a device has failed.
-        """
+        """So many slots on all devices from now on, shared as they are now, as far as there is memory; how many."""
         caches = self.all_caches if not self.layer_buffers else []
         shares = [cache.slots for cache in caches] if self.slots else [1] * len(caches)
         for cache, share in zip(caches, shares, strict=True):
@@ -106,7 +98,6 @@ class DeviceExperts:
                     cache.resize(cache.slots + min(missing, fitting))
 
     def settle_for_less(self) -> None:
-        """From now on the present sizes of the caches are the wanted ones."""
         for cache in self.all_caches:
             self._wanted[id(cache)] = cache.slots
 
@@ -156,9 +147,6 @@ class ModelDevices:
 
         Args:
             now_s: of a clock that never goes back.
-
-        Raises:
-            RuntimeError: a device has failed.
         """
         for device in self.devices:
             if device.watch is not None:
@@ -166,7 +154,6 @@ class ModelDevices:
         return self._budgets() != self._heeded
 
     def are_short(self, now_s: float) -> bool:
-        """Whether a device refuses memory because others hold it, or may use less than it holds."""
         watches = [device.watch for device in self.devices if device.watch is not None]
         try:
             for watch in watches:
@@ -177,12 +164,10 @@ class ModelDevices:
 
     @property
     def short(self) -> list[Device]:
-        """Those of which others hold memory, as far as is known, or that may use less than they hold."""
         return [each for each in self.devices if each.memory.excess or (each.watch is not None and each.watch.note)]
 
     @property
     def note(self) -> str:
-        """A sentence for the user while there is less memory than was planned with; else nothing."""
         notes = [device.watch.note for device in self.devices if device.watch is not None]
         return next(filter(None, notes), "")
 
@@ -196,7 +181,6 @@ class ModelDevices:
         return [device.memory.total for device in self.devices]
 
     def memory(self) -> tuple[int, int, int]:
-        """Bytes of all devices: those that may be used, those that are, and the part of these that experts have."""
         uses = [device.memory.use() for device in self.devices]
         experts = sum(
             use.by_category[kind] for use in uses for kind in (MemoryCategory.EXPERTS, MemoryCategory.STAGING)
@@ -204,19 +188,9 @@ class ModelDevices:
         return sum(use.total for use in uses), sum(use.used for use in uses), experts
 
     def count(self, index: int, nbytes: int, category: MemoryCategory) -> None:
-        """Counts memory of a device that torch or the library allocates.
-
-        Raises:
-            DeviceMemoryError: beyond the device's budget.
-        """
         self._fixed.append(self.devices[index].memory.reserve(nbytes, category))
 
     def count_weights(self, sizes: Mapping[str, int]) -> None:
-        """Counts tensors of these names and bytes on the devices that they go to.
-
-        Raises:
-            DeviceMemoryError: beyond a device's budget.
-        """
         dense = [0] * len(self.devices)
         for name, nbytes in sizes.items() if dense else ():
             dense[self.layers.of(name)] += nbytes
@@ -257,11 +231,7 @@ class ModelDevices:
         return room
 
     def shrink(self) -> bool:
-        """After a device has run out of memory: gives up a quarter of the slots, for good if no others hold the rest.
-
-        Returns:
-            Whether there was anything to give.
-        """
+        """After a device has run out of memory: gives up a quarter of the slots, for good if nobody holds the rest."""
         freed = 0
         for index, caches in enumerate(self.experts.caches):
             held = sum(cache.nbytes for cache in caches)
@@ -272,7 +242,6 @@ class ModelDevices:
         return freed > 0
 
     def close(self) -> None:
-        """Frees everything and closes the devices.  Harmless if repeated."""
         self.experts.close()
         for reservation in self._fixed:
             reservation.release()

@@ -36,17 +36,12 @@ _NAMES = ("gate", "router")
 
 
 class Popularity:
-    """Counts by layer and expert.
-
-    Args:
-        counts: [layers][experts]; layers may differ in their number of experts.
-    """
+    """Counts by layer and expert, [layers][experts]; layers may differ in their number of experts."""
 
     def __init__(self, counts: list[list[float]]) -> None:
         self.counts = counts
 
     def of(self, numbers: Sequence[int]) -> dict[Key, float]:
-        """The counts of these layers as keys of a cache that knows them as 0, 1, ..."""
         experts = max(len(self.counts[number]) for number in numbers)
         return {
             layer * experts + expert: count
@@ -55,7 +50,6 @@ class Popularity:
         }
 
     def part(self, numbers: Sequence[int], experts: Sequence[range]) -> Popularity:
-        """Of some experts of these layers."""
         return Popularity(
             [self.counts[number][own.start : own.stop] for number, own in zip(numbers, experts, strict=True)]
         )
@@ -72,12 +66,7 @@ class Popularity:
 
 
 class UseCounts:
-    """Counts the uses of a session's decode steps, and passes them on.
-
-    Args:
-        experts: of each layer.
-        following: receives the same calls.
-    """
+    """Counts the uses of a session's decode steps, and passes them on."""
 
     def __init__(self, experts: Sequence[int], following: StepObserver | None = None) -> None:
         self._counts = [[0] * count for count in experts]
@@ -86,7 +75,6 @@ class UseCounts:
         self._following = following
 
     def observe(self, layer: int, experts: Sequence[int], hidden: torch.Tensor | None) -> None:
-        """See `StepObserver.observe`."""
         counts = self._counts[layer]
         for expert in experts:
             counts[expert] += 1
@@ -116,7 +104,6 @@ class UseCounts:
 
 
 def popularity_file(model_key: str) -> Path:
-    """Where a model's counts are kept."""
     return cache_dir() / "popularity" / f"{sha256(model_key.encode()).hexdigest()[:32]}.json"
 
 
@@ -132,7 +119,6 @@ def load_popularity(model_key: str, experts: Sequence[int]) -> Popularity | None
 
 
 def save_popularity(model_key: str, popularity: Popularity) -> None:
-    """Keeps the counts; where that cannot be done they are counted again."""
     try:
         write_private(popularity_file(model_key), json.dumps({"version": _VERSION, "counts": popularity.counts}))
     except OSError as error:
@@ -155,21 +141,17 @@ class Foresight:
         self._uses: tuple[str, UseCounts, Popularity | None] | None = None
 
     def keep_uses(self, model_key: str, uses: UseCounts, earlier: Popularity | None) -> None:
-        """Lets the counts of this session be kept when the model is closed."""
         self._uses = model_key, uses, earlier
 
     def forget_uses(self) -> None:
-        """Nothing of this session is kept."""
         self._uses = None
 
     def learn_while_idle(self) -> None:
-        """After an answer: begins to train in the background, if predicting pays here and there is news to learn."""
         prefetcher = self.prefetcher
         if prefetcher is not None and (self._learns_always or prefetcher.adopted is not None):
             prefetcher.learn_while_idle()
 
     def close(self) -> None:
-        """Ends training, and keeps what has been counted.  Harmless if repeated."""
         if self.prefetcher is not None:
             self.prefetcher.close()
             self.prefetcher = None
@@ -233,7 +215,6 @@ class RouterGate:
         return logits[:, : self._experts], index
 
     def answers(self) -> bool:
-        """Whether it can be asked so."""
         hidden = torch.linspace(-1, 1, self._matrix.shape[-1])[None]
         try:
             logits, index = self(hidden)

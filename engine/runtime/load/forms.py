@@ -9,14 +9,13 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.gguf.codes import KEPT_IN
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import beside, common_format, linear_format, pieces_of, target_of, type_of
 from engine.common.footprint import PASSING_MATRICES
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, STORED, TiledFormat, WeightFormat, as_stored, careful, format_of
+from engine.formats.ggml import GGML
+from engine.formats.layouts import RecordLayout
 from engine.formats.tiles import Pairing, TiledMatrix
 from engine.kernels.activation import activation_of
 from engine.kernels.dense import is_held_quantised, quantised_sizes
@@ -68,7 +67,6 @@ class Forms:
 
     @cached_property
     def sites(self) -> list[ExpertsSite]:
-        """The experts modules with records in this precision, or as the model's files have them."""
         if self.in_place:
             return [site_in_place(site, self.file.plan, self.in_place) for site in self.file.sites]
         return list(map(self._in_tiles, self.file.sites)) if format_of(self.precision).is_tiled else self.file.sites
@@ -81,7 +79,7 @@ class Forms:
         formats: dict[str, WeightFormat | None]
         if self.precision == STORED:
             sources = self.file.plan.experts[site.name]
-            found = beside(common_format(sources[name].entries()) for name in names)
+            found = beside(common_format(sources[name].entries) for name in names)
             formats = dict(zip(names, found, strict=True))
         else:
             most, down = format_of(self.precision), format_of(careful(self.precision, self.file.weights))
@@ -92,15 +90,12 @@ class Forms:
         if site.module.has_gate:  # its own gate function needs the rows in original order
             activation = activation_of(site.module)
             pairing = Pairing.HALVES if activation is None else activation.pairing
-        return replace(
-            site, layout=QuantisedLayout.quantising(site.layout, lambda name: formats[name] or BF16, pairing)
-        )
+        return replace(site, layout=RecordLayout.in_tiles(site.layout, lambda name: formats[name] or BF16, pairing))
 
     def made(self, site: ExpertsSite) -> Made:
-        """Whether, and when, a file of converted weights holds these records."""
         if self.in_place:
             return Made.NEVER
-        if isinstance(site.layout, QuantisedLayout):
+        if site.layout.tiled:
             return Made.ONCE
         return Made.FOR_DISK if ranges_of(site, self.file.plan) is None else Made.NEVER
 
@@ -117,7 +112,6 @@ class Forms:
 
     @cached_property
     def tiled(self) -> dict[str, TiledFormat]:
-        """The linear layers that are in tiles wherever something reads these, by name."""
         if self.in_place or not (self._has_kernels or self.on_cards) or not format_of(self.precision).is_tiled:
             return {}
         model, dtype_of = self.file.model, parameter_dtypes(self.file.model, self.file.dtype)
@@ -127,7 +121,6 @@ class Forms:
 
     @property
     def linears(self) -> dict[str, TiledFormat]:
-        """Those that are in tiles here."""
         on_cpu = self._has_kernels and all(place.type == "cpu" for place in self.places)
         return self.tiled if on_cpu or self.on_cards else {}
 
@@ -139,11 +132,6 @@ class Forms:
         reader: TensorReader,
         kernels: NativeKernels | None,
     ) -> None:
-        """Makes the tiles of a linear layer of what the checkpoint stores, or of the numbers that `weight` gives.
-
-        Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
-        """
         if self.precision == STORED:
             repack_all([([self.stored[name][0]], target)], reader, kernels)
         else:
@@ -151,17 +139,14 @@ class Forms:
 
     @cached_property
     def matrices(self) -> dict[str, TensorEntry]:
-        """Weights of linear layers and embeddings that the CPU uses as they lie in the files, by name."""
         return matrices_in_place(self.file, self.in_place) if self.in_place and not self.places else {}
 
     @cached_property
     def blocks(self) -> MatricesOnCards | None:
-        """Those that cards hold as files have them."""
         return MatricesOnCards(self.file) if self.in_place and self.on_cards else None
 
     @cached_property
     def tables(self) -> dict[str, StoredTable]:
-        """Embeddings that may stay on disk, by the names of their weights."""
         return tables_in(self.file)
 
     def apart(self, *, converted: bool) -> set[str]:
@@ -218,11 +203,10 @@ def tensor_sizes(model: Any) -> dict[str, int]:
 
 
 def stored_note(plan: LoadingPlan) -> str:
-    """A sentence for people: what became of which type."""
     types = {type_of(piece) for entry in plan.entries for piece in pieces_of(entry)}
     phrases = []
     for name in sorted(name for name in types if name is not None):
         target = target_of(name)
         assert target is not None
-        phrases.append(f"{name} {'is kept as' if name in KEPT_IN or name not in BY_NAME else 'became'} {target.words}")
+        phrases.append(f"{name} {'is kept as' if name not in GGML or GGML[name].kept_in else 'became'} {target.words}")
     return f"The file's {', '.join(phrases)}." if phrases else ""

@@ -30,12 +30,7 @@ _NO_MATTER = frozenset(
 def export_gguf(
     checkpoint: Path, target: Path, quantisation: Quantisation, on_progress: Callable[[int, int], None]
 ) -> Path:
-    """Writes a checkpoint as llama.cpp has it: `target`, or a file of the model's name in that folder.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`: llama.cpp has no form for it, or would compute something else; `DISK_FULL`;
-            `INVALID_REQUEST`: it is a GGUF file already, or something is in the way.
-    """
+    """Writes a checkpoint as llama.cpp has it: `target`, or a file of the model's name in that folder."""
     if gguf_at(checkpoint) is not None:
         raise EngineError(ErrorCode.INVALID_REQUEST, f"{checkpoint.name} is a GGUF file already: copy it.")
     if target.is_dir() or target.suffix.lower() != ".gguf":
@@ -57,11 +52,7 @@ def export_gguf(
 
 
 def _check_config(checkpoint: Path, quantisation: Quantisation) -> None:
-    """That the library makes the same model of the file, also of what neither of the two says.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED`.
-    """
+    """That the library makes the same model of the file, also of what neither of the two says."""
     own = read_library_config(checkpoint, read_config(checkpoint)).to_dict()
     again = read_library_config(checkpoint, read_back(checkpoint, quantisation)).to_dict()
     for name in sorted((own.keys() | again.keys()) - _NO_MATTER):

@@ -14,21 +14,20 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.stored import heads_in_rows, in_columns, in_rows, is_in_gguf
-from engine.experts.bank import LayerInPlace
 from engine.experts.direct_file import Part, Place, bytes_of
-from engine.experts.quantised_layout import BlockLayout
-from engine.experts.record import HugePages, PartSpec, RecordLayout
+from engine.experts.record import HugePages
 from engine.experts.sites import ExpertsSite
 from engine.formats import BF16, ROUTERS, STORED
-from engine.formats.ggml import BlockType
+from engine.formats.ggml import GGML, BlockType
+from engine.formats.layouts import PartSpec, RecordLayout
 from engine.formats.tiles import Pairing
 from engine.kernels.activation import activation_of
 from engine.kernels.dense import quantised_sizes
 from engine.kernels.gpu.linear import CardEmbedding, CardLinear
 from engine.kernels.gpu.proof import kernels_of
+from engine.kernels.interface import LayerRecords
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import (
     BlockEmbedding,
@@ -41,17 +40,15 @@ from engine.kernels.native.linear import (
 )
 from engine.kernels.repack import Blocks
 from engine.runtime.load.checkpoint import OpenedCheckpoint
-from engine.runtime.load.files import Files
-from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, PartSources
+from engine.runtime.load.library_conversion import LoadingPlan, PartConverter, Stack
 from engine.runtime.load.library_models import tied_to
-from engine.runtime.load.records import PartRows, Stack, stacks_of
 from engine.runtime.load.tensor_reader import TensorReader, blocks_of
 
 SIXTEEN_BITS = frozenset(("F16", "BF16"))
 """Types that a model in bf16 is used in as its files have them."""
-BLOCKS = frozenset(name for name, kind in BY_NAME.items() if kind.split is not None)
+BLOCKS = frozenset(name for name, kind in GGML.items() if kind.split is not None)
 """Types that cards read in place: plain numbers come to them as their own."""
-ALL_TYPES = frozenset(BY_NAME)
+ALL_TYPES = frozenset(GGML)
 
 
 def types_in_place(opened: OpenedCheckpoint, precision: str, types: frozenset[str]) -> frozenset[str]:
@@ -77,11 +74,10 @@ def _is_matrix(entry: TensorEntry, types: frozenset[str]) -> bool:
 
 
 def site_in_place(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> ExpertsSite:
-    """The experts module with records as its files have them; see `lies_in_place`."""
     stacks = _stacks_of(site, plan, types)
     assert stacks is not None
-    kinds = {name: [BY_NAME[stack.dtype] for stack in each] for name, each in stacks.items()}
-    return replace(site, layout=BlockLayout.storing(site.layout.unquantised, kinds, alternates=_alternates(site)))
+    kinds = {name: [GGML[stack.dtype] for stack in each] for name, each in stacks.items()}
+    return replace(site, layout=RecordLayout.in_blocks(site.layout.unquantised, kinds, alternates=_alternates(site)))
 
 
 def _alternates(site: ExpertsSite) -> bool:
@@ -101,7 +97,9 @@ def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> d
     for part in site.layout.unquantised.parts:
         if len(part.shape) == 1:
             continue
-        stacks = _stacks_of_part(part, sources.get(part.name), plan)
+        source = sources.get(part.name)
+        rows = source.rows if source is not None else None
+        stacks = rows.stacks if rows is not None and rows.transposed == part.transposed else None
         if stacks is None or not all(_is_in_place(stack, site, part, types) for stack in stacks):
             return None
         if sum(stack.shape[0] for stack in stacks) != part.shape[0] or len(stacks) > 2:
@@ -112,26 +110,17 @@ def _stacks_of(site: ExpertsSite, plan: LoadingPlan, types: frozenset[str]) -> d
     return found
 
 
-def _stacks_of_part(spec: PartSpec, part: PartSources | None, plan: LoadingPlan) -> list[Stack] | None:
-    rows = PartRows.of(part, plan)
-    return stacks_of(rows, plan) if rows is not None and spec.transposed == rows.transposed else None
-
-
 def _is_in_place(stack: Stack, site: ExpertsSite, part: PartSpec, types: frozenset[str]) -> bool:
     """Whether all experts have a matrix of rows of these types, that begins where a file allows to use it in place."""
     if stack.dtype not in types or len(stack.shape) != 2 or stack.shape[1] != part.shape[1]:
         return False
-    aligned = stack.dtype in BLOCKS or not any(offset % BY_NAME[stack.dtype].nbytes for _, offset in stack.places)
+    aligned = stack.dtype in BLOCKS or not any(offset % GGML[stack.dtype].nbytes for _, offset in stack.places)
     return aligned and len(stack.places) == site.num_experts
 
 
 def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> list[Part]:
     """Where the records of an experts module lie that are read from a model's own files as they are needed.  Biases,
-    which are small, are in RAM.
-
-    Raises:
-        EngineError, RequestCancelled: as `TensorReader.read`.
-    """
+    which are small, are in RAM."""
     stacks, biases = _stacks_by_part(site, opened.plan), _biases(opened, site, reader)
     return [
         Part(
@@ -144,39 +133,33 @@ def parts_in_place(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorRe
 
 
 def files_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> list[Path]:
-    """Those that experts, linear layers and embeddings are used in."""
     used = (entry for entry in opened.plan.entries if _is_matrix(entry, types) or heads_in_rows(entry) is not None)
     of_sites = [_stacks_of(site, opened.plan, types) or {} for site in opened.sites]
     experts = (file for each in of_sites for stacks in each.values() for stack in stacks for file, _ in stack.places)
     return list(dict.fromkeys((*(file for entry in used for file in entry.files), *experts)))
 
 
-def layer_in_place(site: ExpertsSite, parts: Sequence[Part], files: Files, reader: TensorReader) -> LayerInPlace:
-    """The experts of a module whose parts are used where they lie.
-
-    Raises:
-        EngineError, RequestCancelled: as `TensorReader.read`.
-    """
+def layer_in_place(site: ExpertsSite, parts: Sequence[Part], reader: TensorReader) -> LayerRecords:
     views: dict[str, list[torch.Tensor]] = {}
     for spec, part in zip(site.layout.parts, parts, strict=True):
-        raw = _in_memory(part.places, site.num_experts, part.nbytes, files, reader)
+        raw = _in_memory(part.places, site.num_experts, part.nbytes, reader)
         views[spec.name] = [each.view(spec.dtype).view(spec.shape) for each in raw]
-    return LayerInPlace(site.name, site.layout, torch.empty(site.num_experts, 0, dtype=torch.uint8), parts=views)
+    return LayerRecords(site.name, site.layout, parts=views)
 
 
 def _in_memory(
-    places: Sequence[Place] | memoryview, experts: int, nbytes: int, files: Files, reader: TensorReader
+    places: Sequence[Place] | memoryview, experts: int, nbytes: int, reader: TensorReader
 ) -> Iterable[torch.Tensor]:
-    """The bytes of each expert's, where a file in memory has them."""
     if isinstance(places, memoryview):
         return torch.frombuffer(places, dtype=torch.uint8).view(experts, nbytes)
     each = [TensorEntry(file, "experts", "U8", (nbytes,), offset, nbytes) for file, offset in places]
     file, begin = places[0]
     if all(place == (file, begin + at * nbytes) for at, place in enumerate(places)):
         whole = experts * nbytes
-        return files.bytes_of(replace(each[0], shape=(whole,), nbytes=whole), reader).view(experts, -1)
-    if all(files.is_whole(entry.file) for entry in each):
-        return [files.bytes_of(entry, reader) for entry in each]
+        return reader.bytes_of(replace(each[0], shape=(whole,), nbytes=whole)).view(experts, -1)
+    whole_files = reader.whole_files
+    if all(entry.file in whole_files for entry in each):
+        return [reader.bytes_of(entry) for entry in each]
     rows = HugePages().empty((experts, nbytes), dtype=torch.uint8)
     reader.read_into(zip(each, rows, strict=True))
     return rows
@@ -185,13 +168,11 @@ def _in_memory(
 def bind_matrices_in_place(
     opened: OpenedCheckpoint,
     matrices: Mapping[str, TensorEntry],
-    files: Files,
     kernels: NativeKernels,
     reader: TensorReader,
     *,
     besides: Collection[str] = (),
 ) -> None:
-    """Lets linear layers and embeddings compute from the files, all `besides` these weights."""
     model, made = opened.model, dict[int, Blocks]()  # one for all who share it, which then count it once
     for name, entry in matrices.items():
         if name in besides:
@@ -199,20 +180,20 @@ def bind_matrices_in_place(
         stacks = heads_in_rows(entry)
         if stacks is not None:
             own = model.get_submodule(name.removesuffix(".weight"))
-            keys, values = (_rows_of(stack, files.bytes_of(stack, reader)) for stack in stacks)
+            keys, values = (_rows_of(stack, reader.bytes_of(stack)) for stack in stacks)
             own.forward = LatentHeads(own, keys, values, kernels)
             continue
         turned = in_columns(entry)
         if turned is not None:
             stored_matrix, order = turned
-            own, kind = model.get_submodule(name.removesuffix(".weight")), BY_NAME[stored_matrix.dtype]
-            raw = files.bytes_of(stored_matrix, reader).view(stored_matrix.shape[0], -1)
+            own, kind = model.get_submodule(name.removesuffix(".weight")), GGML[stored_matrix.dtype]
+            raw = reader.bytes_of(stored_matrix).view(stored_matrix.shape[0], -1)
             own.forward = TurnedLinear(QuantisedLinear(own, Blocks(kind, raw), kernels), torch.from_numpy(order))
             continue
         if id(entry) not in made:
             stored = blocks_of(entry)
             assert stored is not None
-            made[id(entry)] = stored.in_memory([files.bytes_of(stored.source, reader)])
+            made[id(entry)] = stored.blocks(reader.bytes_of(stored.sources[0]))
         table, module = made[id(entry)], model.get_submodule(name.removesuffix(".weight"))
         if isinstance(module, torch.nn.Embedding):
             module.forward = BlockEmbedding(module, table, kernels)  # type: ignore[method-assign]
@@ -222,9 +203,8 @@ def bind_matrices_in_place(
 
 
 def _rows_of(stack: TensorEntry, raw: torch.Tensor) -> Blocks:
-    """The matrices of a stack, one below the other."""
     matrices, rows, _ = stack.shape
-    return Blocks(BY_NAME[stack.dtype], raw.view(matrices * rows, -1))
+    return Blocks(GGML[stack.dtype], raw.view(matrices * rows, -1))
 
 
 def matrices_in_place(opened: OpenedCheckpoint, types: frozenset[str]) -> dict[str, TensorEntry]:
@@ -263,15 +243,12 @@ def _is_used(entry: TensorEntry, types: frozenset[str]) -> bool:
 
 
 def _is_aligned(entry: TensorEntry) -> bool:
-    """Whether numbers begin where a file allows to use them in place."""
-    return entry.dtype in BLOCKS or entry.offset % BY_NAME[entry.dtype].nbytes == 0
+    return entry.dtype in BLOCKS or entry.offset % GGML[entry.dtype].nbytes == 0
 
 
 def _stacks_by_part(site: ExpertsSite, plan: LoadingPlan) -> dict[str, Stack]:
-    """Where the matrices of a module from `site_in_place` lie, by the parts of its layout."""
     stacks, layout = _stacks_of(site, plan, ALL_TYPES), site.layout
     assert stacks is not None
-    assert isinstance(layout, BlockLayout)
     parts = (zip(layout.blocks_of(name), each, strict=True) for name, each in stacks.items())
     return {own: stack for each in parts for (own, _), stack in each}
 
@@ -279,14 +256,13 @@ def _stacks_by_part(site: ExpertsSite, plan: LoadingPlan) -> dict[str, Stack]:
 def _biases(opened: OpenedCheckpoint, site: ExpertsSite, reader: TensorReader) -> dict[str, torch.Tensor]:
     """The parts of an experts module that are not in blocks, [E, rows] each; those of the gate first."""
     plan, layout = opened.plan, site.layout
-    assert isinstance(layout, BlockLayout)
     found: dict[str, torch.Tensor] = {}
-    for part in layout.plain.parts:
+    for part in layout.unquantised.parts:
         if layout.blocks_of(part.name):
             continue
         sources = plan.experts[site.name][part.name]
         plain = replace(site, layout=RecordLayout.of({part.name: (part.shape, part.dtype)}, transposed=False))
-        converter = PartConverter(opened.model, {site.name: plain}, plan.converters[sources.target])
+        converter = PartConverter(opened.model, {site.name: plain}, sources.converter)
         tensors = {pattern: [reader.read(entry) for entry in each] for pattern, each in sources.by_pattern.items()}
         value = converter.convert(sources.target, sources.experts, tensors)[sources.target].to(part.dtype)
         if layout.alternates and not part.name.startswith("down_"):
@@ -299,19 +275,12 @@ def formats_on_cards(opened: OpenedCheckpoint) -> set[tuple[str, str]]:
     """The types that cards' kernels have to read together: of gate and up rows, or twice a matrix's own."""
     stacks = [each for site in opened.sites for each in (_stacks_of(site, opened.plan, BLOCKS) or {}).values()]
     matrices = matrices_in_place(opened, BLOCKS).values()
-    alone = {each.kind.name for entry in matrices if (each := blocks_of(entry)) is not None}
+    alone = {each.kind.name for entry in matrices if (each := blocks_of(entry)) is not None and each.kind}
     alone |= {stack.dtype for entry in matrices for stack in heads_in_rows(entry) or ()}
     return {(each[0].dtype, each[-1].dtype) for each in stacks} | {(name, name) for name in alone}
 
 
 class MatricesOnCards:
-    """The linear layers and embeddings that cards hold in blocks.
-
-    Attributes:
-        formats: of linear layers, by the modules' names.
-        embeddings: stored weights, by the modules' names.
-    """
-
     def __init__(self, opened: OpenedCheckpoint) -> None:
         found = matrices_in_place(opened, BLOCKS).items()
         self._found = {name: entry for name, entry in found if in_columns(entry) is None}
@@ -325,6 +294,7 @@ class MatricesOnCards:
             elif name.rpartition(".")[2] not in _READ_BY_ATTENTION:
                 stored = blocks_of(entry)
                 assert stored is not None
+                assert stored.kind is not None
                 linears[name] = stored.kind
         self.formats = {name: linears[name] for name in large_linears(opened.model) if name in linears}
         for head, table in self._tied.items():  # a head that needs numbers needs those of the embedding
@@ -333,15 +303,9 @@ class MatricesOnCards:
 
     @property
     def names(self) -> set[str]:
-        """Of the weights that need not be read otherwise."""
         return {f"{name}.weight" for name in (*self.formats, *self.embeddings)}
 
     def sizes(self, model: Any, sizes: Mapping[str, int], *, together: bool) -> dict[str, int]:
-        """Bytes of tensors by name, of which `sizes` are those before.
-
-        Args:
-            together: whether an embedding is on the card of a head that shares it.
-        """
         result = quantised_sizes(model, self.formats, sizes)
         shared = set(self._tied.values()) if together else set()
         for name, entry in self.embeddings.items():
@@ -349,19 +313,14 @@ class MatricesOnCards:
         return result
 
     def matrix(self, name: str, reader: TensorReader) -> Blocks:
-        """Reads the weight of one of them.
-
-        Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
-        """
         stored = blocks_of(self._found[f"{name}.weight"])
         assert stored is not None
-        return stored.in_memory([Files(()).bytes_of(stored.source, reader)])
+        return stored.blocks(reader.bytes_of(stored.sources[0]))
 
     def bind_embeddings(
         self, model: Any, place_of: Callable[[str], torch.device], reader: TensorReader, besides: Collection[str]
     ) -> None:
-        """Lets embeddings look rows up in blocks, once the linear layers have theirs; all `besides` these weights."""
+        """Once the linear layers have theirs; all `besides` these weights."""
         heads = {table: model.get_submodule(head.removesuffix(".weight")) for head, table in self._tied.items()}
         for name in self.embeddings:
             if f"{name}.weight" in besides:

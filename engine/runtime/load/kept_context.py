@@ -31,7 +31,6 @@ _RAM_BESIDE_DISK = 128 * 2**20
 
 
 def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
-    """What is kept for a model; None if nothing can be: see `why_not_kept`."""
     if why_not_kept(loaded.model):
         return None
     boundary = long_rope_boundary(loaded.model) or sys.maxsize
@@ -46,7 +45,6 @@ def open_kept(loaded: LoadedModel) -> KeptPrefixes | None:
 
 
 def why_not_kept(model: Any) -> str:
-    """Why nothing that this model reads is kept for other chats, as a sentence; empty if it is."""
     if getattr(model.config, "is_encoder_decoder", False):
         return "What this model reads is not kept: it reads each prompt in one go."
     if CacheForm.of(new_cache(model)) is None:
@@ -58,7 +56,6 @@ def why_not_kept(model: Any) -> str:
 
 
 def kept_note(model: Any) -> str:
-    """What of its contexts is not kept, as a sentence for people; empty if all of them are."""
     why = why_not_kept(model)
     if why:
         return why
@@ -72,7 +69,6 @@ def kept_note(model: Any) -> str:
 
 
 def _root(loaded: LoadedModel) -> Key:
-    """Says by which model, and how, something was computed."""
     info = loaded.info
     described = [
         _weights(Path(info.path)),

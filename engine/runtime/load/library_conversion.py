@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,8 +33,9 @@ from transformers.modeling_utils import LoadStateDictConfig
 
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, Rows
+from engine.checkpoint.stored import pieces_of, rows_of
 from engine.common.errors import EngineError, ErrorCode
-from engine.experts.record import empty_in_huge_pages
+from engine.experts.direct_file import Place
 from engine.experts.sites import ExpertsSite
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.load.tensor_reader import LazyTensor, TensorReader
@@ -47,24 +49,45 @@ _HARMLESS = ("input_scale", "activation_scale", "k_scale", "v_scale", "q_scale",
 """Endings of tensors that some checkpoints carry beside the weights and that plain computation does not need."""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """One matrix or vector of every expert of a module, as files have it: what one is, and where each begins."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    places: Sequence[Place]
+
+    @classmethod
+    def of(cls, entries: Sequence[TensorEntry], experts: int, *, is_fused: bool) -> Stack | None:
+        """That of a tensor [E, ...], or of one for each expert; `None` if they differ, or are made of others."""
+        first, places = entries[0], list[Place]()
+        for entry in entries:
+            if type(entry) is not TensorEntry or (entry.dtype, entry.shape) != (first.dtype, first.shape):
+                return None
+            places.append((entry.file, entry.offset))
+        if not is_fused:
+            return cls(first.dtype, first.shape, first.nbytes, places)
+        each = first.nbytes // experts
+        places = [(first.file, first.offset + expert * each) for expert in range(experts)]
+        return cls(first.dtype, first.shape[1:], each, places)
+
+
+@dataclass
 class PartSources:
     """Sources of one part (`gate_up_proj`, say) of all experts of one layer.
 
     Attributes:
         target: name of the parameter that the library would make of them.
+        experts: how many there are.
+        converter: the library's, which makes it; `None`: it is the tensor as it is.
         by_pattern: the source tensors, in the library's order, by the pattern that matched their names.
-        experts: number of experts.
     """
 
     target: str
     experts: int
+    converter: Any | None
     by_pattern: dict[str, list[TensorEntry]] = field(default_factory=dict)
-
-    @property
-    def is_per_expert(self) -> bool:
-        """Whether the checkpoint has one tensor per expert, in order."""
-        return all(len(entries) == self.experts for entries in self.by_pattern.values()) and not self.is_fused
 
     @property
     def is_fused(self) -> bool:
@@ -74,21 +97,68 @@ class PartSources:
             for entries in self.by_pattern.values()
         )
 
+    @property
+    def is_apart(self) -> bool:
+        """Whether each expert has sources of its own: tensors in order, or a row of every stack."""
+        return self.is_fused or all(len(entries) == self.experts for entries in self.by_pattern.values())
+
     def of_expert(self, expert: int) -> dict[str, TensorEntry]:
-        """The sources of one expert, by pattern, rows of stacks as such; only if `is_per_expert` or `is_fused`."""
         if self.is_fused:
             return {pattern: entries[0].row(expert) for pattern, entries in self.by_pattern.items()}
         return {pattern: entries[expert] for pattern, entries in self.by_pattern.items()}
 
+    @property
     def entries(self) -> Iterator[TensorEntry]:
-        """Every source tensor."""
         for entries in self.by_pattern.values():
             yield from entries
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes to read for all experts."""
-        return sum(entry.nbytes for entry in self.entries())
+    @cached_property
+    def rows(self) -> PartRows | None:
+        """The same as rows of tensors, one below the other; `None` if it takes more."""
+        order = list(self.by_pattern)
+        if self.converter is not None:
+            order = list(self.converter.source_patterns)
+            kinds = [type(operation) for operation in self.converter.operations]
+            dims = [getattr(operation, "dim", None) for operation in self.converter.operations]
+            stacked = kinds == [MergeModulelist] and dims == [0] and len(order) == 1
+            joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
+            joined_fused = kinds == [Concatenate] and dims == [1] and self.is_fused
+            if not (stacked or joined or joined_fused) or set(order) != self.by_pattern.keys():
+                return None
+        packings = [rows_of(self.by_pattern[pattern][0]) for pattern in order]
+        turned = {packing is not None and packing.transposed for packing in packings}
+        if len(turned) > 1 or not self.is_apart:
+            return None
+        alternating = any(packing is not None and packing.alternating for packing in packings)
+        return PartRows(self, order, turned.pop(), alternating)
+
+
+@dataclass
+class PartRows:
+    """A part that is the rows of stored tensors, one below the other.
+
+    Attributes:
+        order: the patterns of its sources.
+        transposed: whether they are stored the other way round than the library has them.
+        alternating: whether the library has a row of each in turn.
+    """
+
+    part: PartSources
+    order: Sequence[str]
+    transposed: bool
+    alternating: bool
+
+    def of_expert(self, expert: int) -> list[TensorEntry]:
+        sources = self.part.of_expert(expert)
+        return [piece for pattern in self.order for piece in pieces_of(sources[pattern])]
+
+    @cached_property
+    def stacks(self) -> list[Stack] | None:
+        part = self.part
+        pieces = [zip(*map(pieces_of, part.by_pattern[pattern]), strict=True) for pattern in self.order]
+        found = [Stack.of(each, part.experts, is_fused=part.is_fused) for pattern in pieces for each in pattern]
+        known = [stack for stack in found if stack is not None]
+        return known if len(known) == len(found) else None
 
 
 @dataclass
@@ -97,38 +167,31 @@ class LoadingPlan:
 
     Attributes:
         experts: module name (`model.layers.0.mlp.experts`) -> part name -> its sources.
-        converters: first target name -> the library's converter that makes it (`None`: the tensor as it is).
         rest: tensors for the library's normal loading, by checkpoint name.
         renamed: those of `rest` that become parameters unchanged, by the parameters' names.
         surplus: biases of modules that have none: GPTQ's tools store them for every module, all of them zeros.
-        stacks: of experts' parts, by target, once `engine.runtime.load.records` has looked where they lie.
     """
 
     experts: dict[str, dict[str, PartSources]]
-    converters: dict[str, Any | None]
     rest: dict[str, TensorEntry]
     quantizer: Any | None
     adapter: FamilyAdapter | None
     dtype: torch.dtype
     renamed: dict[str, TensorEntry] = field(default_factory=dict)
     surplus: dict[str, TensorEntry] = field(default_factory=dict)
-    stacks: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of experts in the checkpoint."""
-        return sum(part.nbytes for parts in self.experts.values() for part in parts.values())
+        return sum(entry.nbytes for parts in self.experts.values() for part in parts.values() for entry in part.entries)
 
     @property
     def nbytes(self) -> int:
-        """Bytes to read."""
         return self.expert_bytes + sum(entry.nbytes for entry in self.rest.values())
 
     @property
     def entries(self) -> list[TensorEntry]:
-        """Every tensor that is read."""
         parts = (part for module in self.experts.values() for part in module.values())
-        return [*self.rest.values(), *(entry for part in parts for entry in part.entries())]
+        return [*self.rest.values(), *(entry for part in parts for entry in part.entries)]
 
 
 def parameter_dtypes(model: Any, dtype: torch.dtype) -> Any:
@@ -161,7 +224,7 @@ def plan_loading(
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     state, prefix = model.state_dict(), model.base_model_prefix
     owners = {target: site for site in sites for target in site.targets}
-    plan = LoadingPlan({}, {}, {}, quantizer, adapter, dtype)
+    plan = LoadingPlan({}, {}, quantizer, adapter, dtype)
     shards: dict[str, list[str]] = {}
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, state)
@@ -178,8 +241,8 @@ def plan_loading(
                 shards.setdefault(name, []).append(key)
             continue
         parts = plan.experts.setdefault(site.name, {})
-        part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts))
-        converter = plan.converters[name] = by_pattern[pattern] if pattern is not None else None
+        converter = by_pattern[pattern] if pattern is not None else None
+        part = parts.setdefault(site.targets[name], PartSources(name, site.num_experts, converter))
         entry = tensors[key]
         if getattr(converter, "experts_below_one_another", False):
             entry = _by_expert(entry, site.num_experts)
@@ -187,16 +250,15 @@ def plan_loading(
     for name, keys in shards.items():
         if len({tensors[key].shape[1:] for key in keys}) == 1 and len(tensors[keys[0]].shape) == 2:
             plan.rest[name] = plan.renamed[name] = _joined([plan.rest.pop(key) for key in keys], name)
-    for target, converter in list(plan.converters.items()):
-        if _divides_experts(converter):
-            _divide(plan, target, converter, owners)
+    for part in [part for parts in plan.experts.values() for part in parts.values()]:
+        if _divides_experts(part.converter):
+            _divide(plan, part, owners)
     return plan
 
 
 def tensors_of(
     model: Any, tensors: Mapping[str, TensorEntry], quantizer: Any | None, adapter: FamilyAdapter | None
 ) -> dict[str, TensorEntry]:
-    """Those of a checkpoint's tensors that a part of its model has a use for."""
     mapping = _conversions(model, quantizer, adapter)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -225,58 +287,40 @@ def _divides_experts(converter: Any | None) -> bool:
     return bool(operations) and isinstance(operations[-1], ErnieFuseAndSplitTextVisionExperts)
 
 
-def _divide(plan: LoadingPlan, target: str, converter: Any, owners: dict[str, ExpertsSite]) -> None:
+def _divide(plan: LoadingPlan, whole: PartSources, owners: dict[str, ExpertsSite]) -> None:
     """Gives each module its own sources, where the library makes experts for text and for pictures of one list.
 
     So each can be made without the other: a bank is filled one module at a time.
     """
+    target, converter = whole.target, whole.converter
+    assert converter is not None
     *before, last = converter.operations
     joined = [MergeModulelist(dim=last.stack_dim)]
     if len(converter.source_patterns) > 1:
         joined.append(Concatenate(dim=last.concat_dim))
     site = owners[target]
-    whole = plan.experts[site.name].pop(site.targets[target])
+    del plan.experts[site.name][site.targets[target]]
     prefix, _, suffix = target.partition(converter.target_patterns[0])
     shares = len(converter.target_patterns)
     for share, pattern in enumerate(converter.target_patterns):
         own = f"{prefix}{pattern}{suffix}"
-        part = PartSources(own, owners[own].num_experts)
+        made_by = converter.copy(list(converter.source_patterns), [pattern], operations=[*before, *joined])
+        part = PartSources(own, owners[own].num_experts, made_by)
         for source, entries in whole.by_pattern.items():
             each = -(-len(entries) // shares)
             part.by_pattern[source] = entries[share * each : (share + 1) * each]
         plan.experts.setdefault(owners[own].name, {})[owners[own].targets[own]] = part
-        plan.converters[own] = converter.copy(list(converter.source_patterns), [pattern], operations=[*before, *joined])
 
 
 def _by_expert(entry: TensorEntry, experts: int) -> TensorEntry:
-    """The same bytes, [E * rows, ...], seen as [E, rows, ...]; as they are if they cannot be."""
     if not entry.shape or entry.shape[0] % experts:
         return entry
     return replace(entry, shape=(experts, entry.shape[0] // experts, *entry.shape[1:]))
 
 
-def rows_in_order(part: PartSources, converter: Any | None) -> list[str] | None:
-    """The patterns whose tensors, one below the other, already are an expert's part; `None` if it takes more."""
-    if converter is None:
-        return list(part.by_pattern)
-    kinds = [type(operation) for operation in converter.operations]
-    dims = [getattr(operation, "dim", None) for operation in converter.operations]
-    patterns = list(converter.source_patterns)
-    stacked = kinds == [MergeModulelist] and dims == [0] and len(patterns) == 1
-    joined = kinds == [MergeModulelist, Concatenate] and dims == [0, 1]
-    joined_fused = kinds == [Concatenate] and dims == [1] and part.is_fused
-    known = stacked or joined or joined_fused
-    return patterns if known and set(patterns) == part.by_pattern.keys() else None
-
-
 @dataclass
 class PartConverter:
-    """Makes one part of the experts of one module.
-
-    Attributes:
-        model: the skeleton, as the library's operations may look at it.
-        sites: the experts modules by name.
-    """
+    """Makes one part of the experts of one module; the library's operations may look at the skeleton."""
 
     model: Any
     sites: dict[str, ExpertsSite]
@@ -286,11 +330,7 @@ class PartConverter:
         self.converter = deepcopy(self.converter)
 
     def convert(self, target: str, experts: int, tensors: dict[str, list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Source tensors of `experts` experts, by pattern -> full target name -> [experts, *module shape].
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED` if they do not fit together.
-        """
+        """Source tensors of `experts` experts, by pattern -> full target name -> [experts, *module shape]."""
         if self.converter is None:
             ((tensor,),) = tensors.values()
             return {target: tensor}
@@ -342,14 +382,12 @@ def load_rest(
     reader: TensorReader,
     device_map: Mapping[str, torch.device],
     apart: Collection[str] = (),
-    in_place: Callable[[TensorEntry], torch.Tensor | None] = lambda _entry: None,
 ) -> None:
     """Loads everything but the experts through the library, ties, and computes the buffers that are not stored.
 
     Args:
         device_map: module name -> where it goes with all that is in it; the empty name is the whole model.
         apart: parameters that something else reads, by name: they only get their shape.
-        in_place: gives a tensor that lies in a file in memory, and None for those that have to be read.
 
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if a tensor is missing or of another shape, `MODEL_UNSUPPORTED` if the
@@ -369,13 +407,11 @@ def load_rest(
     dtypes = {name: dtype_of(name, parameter) for name, parameter in model.named_parameters()}
     shells = {id(plan.renamed[name]): torch.zeros(1, dtype=dtypes[name]) for name in apart}  # all one number: no memory
 
-    def read(entry: TensorEntry) -> torch.Tensor:
-        there = in_place(entry)
-        return there if there is not None else reader.read(entry, empty_in_huge_pages)
-
     def lazy(entry: TensorEntry) -> LazyTensor:
         shell = shells.get(id(entry))
-        return LazyTensor(entry, read) if shell is None else LazyTensor(entry, lambda e: shell.expand(e.shape), "BF16")
+        if shell is None:
+            return LazyTensor(entry, reader.in_memory)
+        return LazyTensor(entry, lambda e: shell.expand(e.shape), "BF16")
 
     state = {key: lazy(entry) for key, entry in plan.rest.items()}
     info, _ = convert_and_load_state_dict_in_model(model, state, config, None)

@@ -67,10 +67,6 @@ def read_library_config(directory: Path, raw: dict[str, Any]) -> Any:
 
     Args:
         raw: its configuration as `read_config` gives it.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED` for a family that the library does not know, `CHECKPOINT_DAMAGED` if the
-            values make no sense to it.
     """
     model_type = raw["model_type"]
     if "layer_types" in raw:
@@ -180,11 +176,7 @@ def _texts_in(code: CodeType | None) -> set[str]:
 
 
 def model_class_for(config: Any, adapter: FamilyAdapter | None) -> tuple[type, Any]:
-    """The class that generates text with this configuration, and the (sub)configuration to build it from.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED` if there is none.
-    """
+    """The class that generates text with this configuration, and the (sub)configuration to build it from."""
     chosen: Any = adapter.model_class(config) if adapter is not None else None
     if chosen is None:
         for mapping in (
@@ -307,11 +299,7 @@ def _as_the_library_does(model_class: Any, config: Any) -> Any:
 
 
 def build_skeleton(model_class: Any, config: Any, dtype: torch.dtype, adapter: FamilyAdapter | None) -> Any:
-    """The model without weights: every parameter and buffer on the meta device, in the type it will have.
-
-    Raises:
-        EngineError: `MODEL_UNSUPPORTED` if the library cannot build it (a missing package, say).
-    """
+    """The model without weights: every parameter and buffer on the meta device, in the type it will have."""
     if IMPLEMENTATION not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, experts_forward)
     config = deepcopy(config)
@@ -354,16 +342,11 @@ def leave_out_tower(model: Any) -> bool:
 
 
 def build_beside(model: Any, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
-    """A module made as `build_skeleton` makes a model's: on the meta device, in the type it will have."""
     with ContextManagers([*type(model).get_init_context(dtype, False, False, False), _without_first_values()]):
         return make()
 
 
 def finish_generation_config(model: Any, directory: Path) -> None:
-    """Reads `generation_config.json` (stop tokens), or makes one from the configuration.
-
-    A GGUF file's metadata say the same.
-    """
     gguf = gguf_at(directory)
     if gguf is not None:
         read = read_gguf(gguf)
@@ -396,13 +379,11 @@ def finish_generation_config(model: Any, directory: Path) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What a library said of an error, to be put in brackets."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(".")[:300]
 
 
 def tied_to(model: Any) -> Mapping[str, str]:
-    """Parameters that are another one, by name."""
     return getattr(model, "all_tied_weights_keys", None) or {}
 
 

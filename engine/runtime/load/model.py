@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ from engine.runtime.load.plan import Machine, Plan, resolve
 from engine.runtime.load.timed_card import charge_model, time_resident
 from engine.runtime.load.tokenizer import template_note, tokenizer_meanwhile
 from engine.runtime.load.weights import disk_note, layers_note, read_weights, tables_note
-from engine.runtime.loaded_model import LoadedModel, LoadingParts, OnPhase, ignore_phase
+from engine.runtime.loaded_model import LoadedModel, LoadingParts, ModelParts, OnPhase, ignore_phase
 from engine.runtime.pictures import Blind, Sight
 from engine.runtime.segments import SegmentedCapture
 
@@ -71,11 +71,7 @@ _WORTH_MEASURING = 2**30
 
 
 def open_compute_devices(config: EngineConfig) -> tuple[list[Device], str]:
-    """The requested devices besides the CPU, which the caller closes, and what is to be said of those left out.
-
-    Raises:
-        EngineError: `DEVICE_UNAVAILABLE` if this machine has no such device, `INVALID_REQUEST` if nothing is called so.
-    """
+    """The requested devices besides the CPU, which the caller closes, and what is to be said of those left out."""
     if config.device == "auto":
         return open_automatic(config.vram_bytes)
     return ([], "") if config.device == "cpu" else (open_devices(config.device, config.vram_bytes), "")
@@ -135,7 +131,6 @@ def _load(
     cancelled: CancelCheck,
     note: str,
 ) -> LoadedModel:
-    """Opens, resolves and builds; after an error nothing of it is left."""
     parts.on_phase("loading")
     parts.foresight = Foresight(learns_always=config.prefetch == "mlp")
     try:
@@ -169,15 +164,7 @@ def build(
     cancelled: CancelCheck,
     note: str = "",
 ) -> LoadedModel:
-    """Reads the weights to where the plan wants them, and binds them to what computes from them.
-
-    Args:
-        parts: what has been opened; everything that is allocated is added to it.
-        note: a sentence for the user that comes first.
-
-    Raises:
-        As `load_model`.
-    """
+    """Reads the weights to where the plan wants them and binds them to what computes; `parts` owns all of it."""
     file, model = plan.file, plan.file.model
     parts.place(plan.devices, plan.layers)
     if parts.kernels is not None and not plan.uses_cpu:  # the devices compute everything
@@ -218,11 +205,7 @@ def _joined(*sentences: str) -> str:
 
 @contextlib.contextmanager
 def _first_forward(opened: OpenedCheckpoint) -> Iterator[None]:
-    """Inside, a model computes its first tokens, where it shows whether its configuration fits its weights.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED`, unless memory or a device was at fault.
-    """
+    """Inside, a model computes its first tokens, where it shows whether its configuration fits its weights."""
     try:
         yield
     except (EngineError, RequestCancelled):
@@ -247,16 +230,6 @@ def _hand_over(
     prepared: tuple[Path, ...],
     note: str,
 ) -> LoadedModel:
-    """The model as it runs from now on.
-
-    Args:
-        captures: where decode steps are captured, if they are.
-        kv_bytes: of a token of context.
-        prepared: files that the next start can read early.
-
-    Raises:
-        DeviceMemoryError: a device has no room for any context to speak of.
-    """
     file, placement, devices = plan.file, plan.placement, parts.devices
     model, profile = file.model, file.profile
     kv_place = captures.torch_device if captures is not None and len(plan.devices) == 1 else None
@@ -317,18 +290,11 @@ def _hand_over(
         chunk = LONG_TOKENS
     else:
         chunk = chunk_tokens_in_ram(profile.experts, profile.experts_per_token)
+    own = {each.name: getattr(parts, each.name) for each in fields(ModelParts)}
     return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
+        **own | {"tokenizer": tokenizer, "devices": devices if plan.devices else None},
         info=info,
-        bank=parts.bank,
-        disk_backed=parts.disk_backed,
-        tables=parts.tables,
-        stream=parts.stream,
-        kernels=parts.kernels,
         device=plan.dense,
-        devices=devices if plan.devices else None,
-        foresight=parts.foresight,
         graph_device=captures,
         context_tokens=context,
         chunk_tokens=chunk,
@@ -362,9 +328,6 @@ def narrow_type(model: Any, kv_precision: str, captures: torch.device | None = N
 
     Args:
         captures: where all of it is, if its steps are captured there: a card's kernel may read such keys then.
-
-    Returns:
-        `None` for the model's own type, and then a sentence if another one was asked for.
     """
     wanted = _KV_TYPES.get(kv_precision)
     if wanted is None:
@@ -393,7 +356,6 @@ def narrow_token_bytes(model: Any, per_token: int, kv_type: KvType) -> int:
 
 
 def head_note(model: Any, *, wanted: bool, on_card: bool) -> str:
-    """Says so where a layer for drafting tokens was asked for and none is used."""
     if not wanted or draft_head_of(model) is not None:
         return ""
     why = "the model runs on a card" if on_card else "this checkpoint has none that Switchyard knows"
@@ -401,7 +363,6 @@ def head_note(model: Any, *, wanted: bool, on_card: bool) -> str:
 
 
 def _seeing(file: OpenedCheckpoint, tokenizer: Any, place: torch.device, devices: ModelDevices | None) -> Sight | Blind:
-    """What reads pictures, or why nothing does."""
     if file.sight is None:
         return Blind(file.name, file.why_blind)
     try:
@@ -411,7 +372,6 @@ def _seeing(file: OpenedCheckpoint, tokenizer: Any, place: torch.device, devices
 
 
 def unread_note(file: OpenedCheckpoint) -> str:
-    """Says what else than text the model could take, and is not given."""
     if not file.unread:
         return ""
     taken = "text and images" if file.sight is not None else "text"
@@ -419,7 +379,6 @@ def unread_note(file: OpenedCheckpoint) -> str:
 
 
 def threads_note(asked: int | None, used: int) -> str:
-    """Says so where more threads were asked for than this process may use."""
     if asked is None or asked <= used:
         return ""
     compute = "1 thread computes" if used == 1 else f"{used} threads compute"
@@ -427,7 +386,6 @@ def threads_note(asked: int | None, used: int) -> str:
 
 
 def placement_note(note: Note) -> str:
-    """The note with its figures."""
     needed, room = rounded_up(note.needed), rounded_down(note.room)
     if note.code is NoteCode.ON_CPU:
         return (
@@ -452,7 +410,6 @@ def placement_note(note: Note) -> str:
 
 
 def context_notes(model: Any, trained_tokens: int, context_tokens: int) -> list[str]:
-    """Sentences for the user about an unusual context: stretched, or read again for every answer."""
     notes = []
     if 0 < trained_tokens < context_tokens:
         notes.append(
@@ -470,7 +427,6 @@ def context_notes(model: Any, trained_tokens: int, context_tokens: int) -> list[
 
 
 def devices_note(devices: ModelDevices, experts_bytes: int, *, all_experts: bool) -> str:
-    """One or two sentences for the user, with the figures; nothing where the CPU does it all."""
     if not devices.devices:
         return ""
     sentences = []

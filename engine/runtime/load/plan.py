@@ -18,7 +18,7 @@ from engine.common.config import EngineConfig
 from engine.common.footprint import activation_token_bytes
 from engine.devices.device import Device
 from engine.devices.host_memory import available_ram
-from engine.experts.early_reads import EARLY_READS
+from engine.experts.file_image import EARLY_READS
 from engine.experts.sites import ExpertsSite
 from engine.formats import AUTO, LADDER
 from engine.kernels.gpu.proof import reads_blocks
@@ -37,13 +37,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Machine:
-    """What a model may run on.
-
-    Attributes:
-        devices: besides the CPU.
-        memory: that there is at this moment.
-        has_kernels: whether native kernels compute on the CPU here.
-    """
+    """What a model may run on."""
 
     devices: Sequence[Device]
     memory: Budgets
@@ -51,7 +45,6 @@ class Machine:
 
     @classmethod
     def now(cls, config: EngineConfig, devices: Sequence[Device], *, has_kernels: bool) -> Machine:
-        """As it is now."""
         held = tuple(
             DeviceBudget(device.name, device.memory.total, device.memory.free, device.is_unified) for device in devices
         )
@@ -86,12 +79,10 @@ class Plan:
 
     @property
     def precision(self) -> str:
-        """Of the weights."""
         return self.placement.precision
 
     @property
     def sites(self) -> list[ExpertsSite]:
-        """The model's experts modules in that precision."""
         return self.forms.sites
 
     @property
@@ -101,7 +92,6 @@ class Plan:
 
     @property
     def context_tokens(self) -> int:
-        """The longest context that is asked for."""
         return self.file.context_tokens(self.config.context_tokens)
 
     @property
@@ -111,17 +101,14 @@ class Plan:
 
     @property
     def places(self) -> list[torch.device]:
-        """All that anything but experts is on."""
         return [device.torch_device for device in self.devices] or [_CPU]
 
     @property
     def experts(self) -> torch.device:
-        """Where the bank is that all experts are in."""
         return self.dense if self.placement.all_experts else _CPU
 
     @property
     def experts_elsewhere(self) -> dict[str, torch.device]:
-        """Modules whose records are on a device other than the first, where devices have all of them."""
         if not self.placement.all_experts:
             return {}
         found = {site.name: self.layers.of(site.name) for site in self.sites}
@@ -129,36 +116,27 @@ class Plan:
 
     @property
     def on_disk(self) -> list[ExpertsSite]:
-        """Experts modules whose records come into slots in RAM from disk."""
         return [site for site in self.sites if site.is_on_demand] if self.placement.on_disk else []
 
     @property
     def resident(self) -> list[ExpertsSite]:
-        """Experts modules all of whose records are held, in RAM or on the device."""
         return [site for site in self.sites if not (self.placement.on_disk and site.is_on_demand)]
 
     @property
     def activations(self) -> list[int]:
-        """Bytes of each device that a chunk of a prompt may take."""
         return [device.activations for device in self.placement.devices]
 
     @property
     def uses_cpu(self) -> bool:
-        """Whether some of it is computed there."""
         return "cpu" in (self.dense.type, self.experts.type)
 
     @property
     def in_whole_files(self) -> bool:
-        """Whether files are used in memory as a whole."""
         return not self.devices and not self.on_disk and not self.tables and not self.streamed
 
 
 def resolve(config: EngineConfig, machine: Machine, file: OpenedCheckpoint) -> Plan:
-    """Weighs what the model needs against what the devices and the machine have.  Nothing is changed by it.
-
-    Raises:
-        EngineError: `NOT_ENOUGH_MEMORY`: it fits nowhere.
-    """
+    """Weighs what the model needs against what the devices and the machine have.  Nothing is changed by it."""
     layers, types = layer_names(file.model), usable_types(machine, file)
     placement = placing.resolve(config, machine.memory, sizes_of(config, machine, file, types))
     devices = tuple(machine.devices) if placement.devices else ()

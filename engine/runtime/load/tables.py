@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.types import BY_NAME
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, is_blocks
 from engine.checkpoint.stored import rows_of
 from engine.common.errors import RequestCancelled
 from engine.common.footprint import KEPT_ROWS_BYTES, LARGE_TABLE_BYTES
 from engine.experts.direct_file import OpenFiles, bytes_of
+from engine.formats.ggml import GGML
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import BlockEmbedding
 from engine.kernels.repack import Blocks, unpack_into
@@ -42,13 +42,7 @@ Rows = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class StoredTable:
-    """Where the rows of an embedding lie.
-
-    Attributes:
-        parts: matrices of one type, one below the other.
-        row_bytes: of a row; columns: its numbers.
-        per_token: rows that a token looks up.
-    """
+    """Where the rows of an embedding lie: matrices of one type, one below the other."""
 
     parts: tuple[TensorEntry, ...]
     row_bytes: int
@@ -57,22 +51,19 @@ class StoredTable:
 
     @property
     def nbytes(self) -> int:
-        """Of all rows."""
         return sum(part.nbytes for part in self.parts)
 
     @property
     def kept(self) -> int:
-        """Bytes of rows that are kept in RAM."""
         return min(self.nbytes, KEPT_ROWS_BYTES) // self.row_bytes * self.row_bytes
 
     def unpack(self, raw: torch.Tensor, dtype: torch.dtype, kernels: NativeKernels | None) -> torch.Tensor:
-        """Rows as numbers, of their bytes, uint8 [rows, row_bytes]."""
         entry = self.parts[0]
         plain = torch_dtype(entry)
         if plain is not None:
             return raw.view(plain).to(dtype)
         out = torch.empty(len(raw), self.columns, dtype=dtype)
-        unpack_into(Blocks(BY_NAME[entry.dtype], raw), out, kernels)
+        unpack_into(Blocks(GGML[entry.dtype], raw), out, kernels)
         return out
 
 
@@ -98,7 +89,6 @@ def tables_in(opened: OpenedCheckpoint) -> dict[str, StoredTable]:
 
 
 def _is_looked_up(module: Any) -> bool:
-    """Whether it gives the rows of the numbers that it is given, perhaps times a factor of its own."""
     if not isinstance(module, torch.nn.Embedding) or module.max_norm is not None:
         return False
     return type(module).forward is torch.nn.Embedding.forward or hasattr(module, "embed_scale")
@@ -118,11 +108,7 @@ def _parts_of(entry: TensorEntry) -> tuple[TensorEntry, ...]:
 
 
 class TableReads:
-    """Reads rows of all tables of a model; closed with it.
-
-    Attributes:
-        rows, nbytes, reads: that were read so far, and in how many pieces.
-    """
+    """Reads rows of all tables of a model; closed with it."""
 
     def __init__(self) -> None:
         self.rows = self.nbytes = self.reads = 0
@@ -132,26 +118,15 @@ class TableReads:
 
     @property
     def per_token(self) -> tuple[int, int]:
-        """Rows that a token looks up, and their bytes."""
         stored = [table.stored for table in self.tables.values()]
         return sum(each.per_token for each in stored), sum(each.per_token * each.row_bytes for each in stored)
 
     def open(self, table: StoredTable) -> None:
-        """Opens the files of a table.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`.
-        """
         for part in table.parts:
             self._files.open(part.file).read_at_random()
 
     def start(self, table: StoredTable, rows: Rows, places: Rows, target: torch.Tensor) -> list[Future[None]]:
-        """Begins to fill rows of a matrix, uint8 [any, row_bytes].
-
-        Args:
-            rows: of the table, ascending.
-            places: where each goes, ascending.
-        """
+        """Begins to fill rows of a matrix, uint8 [any, row_bytes]."""
         if not len(rows):
             return []
         begins = np.cumsum([0, *(part.shape[0] for part in table.parts)])
@@ -176,29 +151,19 @@ class TableReads:
             self._files.read(table.parts[part].file, offset, memory[at : at + nbytes])
 
     def close(self) -> None:
-        """Stops reading.  Idempotent."""
         self._closed = True
         self._pool.shutdown(cancel_futures=True)
         self._files.close()
 
 
 class _Reading:
-    """Rows that are there or on their way, each once.
-
-    Attributes:
-        rows: their numbers, ascending; raw: uint8 [rows, row_bytes].
-    """
+    """Rows that are there or on their way, each once."""
 
     def __init__(self, rows: Rows, raw: torch.Tensor, missing: Rows, jobs: list[Future[None]]) -> None:
         self.rows, self.raw, self._missing, self._jobs = rows, raw, missing, jobs
 
     def wait(self) -> Rows:
-        """Until all are there; places of those that were read.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`: they cannot be read.
-            RequestCancelled: the model is being closed.
-        """
+        """Until all are there; places of those that were read."""
         wait(self._jobs)  # all: they write into this memory
         for job in self._jobs:
             job.result()
@@ -281,7 +246,6 @@ class RowTable(BlockEmbedding):
         return _Reading(rows, raw, missing, self._reads.start(self.stored, rows[missing], missing, raw))
 
     def _settle(self) -> _Reading | None:
-        """What was expected, once it is there."""
         reading, self._ahead = self._ahead, None
         if reading is not None:
             self._keep(reading)
@@ -307,15 +271,6 @@ def bind_tables(
     *,
     in_place: Collection[str],
 ) -> None:
-    """Lets embeddings look their rows up in the files.
-
-    Args:
-        place_of: the device of a module by its name.
-        in_place: weights that are used as the files have them where they are in memory.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED`: a file cannot be opened.
-    """
     model, dtype_of = opened.model, parameter_dtypes(opened.model, opened.plan.dtype)
     for weight, table in tables.items():
         name = weight.removesuffix(".weight")
@@ -329,8 +284,6 @@ def bind_tables(
 
 
 class _Expecting:
-    """Before the first layer, asks for the rows of all layers."""
-
     def __init__(self, model: Any, reads: TableReads) -> None:
         self._plain: list[RowTable] = []
         self._hashing: list[tuple[Any, RowTable]] = []
@@ -364,9 +317,7 @@ class _Unchanged:
         self._cache = cache
 
     def get_conv_state(self, *arguments: Any, **named: Any) -> Any:
-        """That of the cache."""
         return self._cache.get_conv_state(*arguments, **named)
 
     def update_conv_state(self, states: Any, *_: Any, **_named: Any) -> Any:
-        """Nothing is kept."""
         return states

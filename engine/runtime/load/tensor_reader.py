@@ -1,7 +1,8 @@
-"""Reads tensors of a checkpoint into memory of our own: whole or by row, counted, and cancellable.
+"""Reads the tensors of a checkpoint: from files that are in memory as a whole, from layers that come and go, or each by
+itself into memory of our own, counted and cancellable.
 
-Plain reads rather than a memory map: a file that shrinks or a disk that fails is then an error with a name instead of
-a signal that kills the process, and nothing stays tied to the file once the model is loaded.
+Plain reads where a file is not mapped: one that shrinks or a disk that fails is then an error with a name instead of a
+signal that kills the process, and nothing stays tied to the file once the model is loaded.
 """
 
 from __future__ import annotations
@@ -11,28 +12,33 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from numpy.typing import NDArray
 
-from engine.checkpoint.gguf.types import BY_NAME, BlockType
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry, as_array, is_blocks, is_packed, unpacked
 from engine.checkpoint.quantised.packings import ByRows, Codes
 from engine.checkpoint.stored import format_of_codes, in_rows, order_of
-from engine.common.errors import EngineError, ErrorCode, RequestCancelled
-from engine.experts.direct_file import OpenFiles, bytes_of
-from engine.experts.record import empty_in_huge_pages
+from engine.common.errors import CancelCheck, EngineError, ErrorCode, RequestCancelled
+from engine.experts.container import Container
+from engine.experts.direct_file import OpenFiles, bytes_of, unreadable
+from engine.experts.file_image import EARLY_READS, FileImage
+from engine.experts.layer_stream import LayerStream
+from engine.experts.record import HugePages, empty_in_huge_pages
+from engine.formats.ggml import GGML, BlockType
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.repack import Blocks, unpack_into
 
 _CHUNK = 4 * 2**20
 """Bytes of one request: the disk's full rate, and a copy of them stays in a core's cache."""
-
 _THREADS = 4
 """Requests in flight.  More copies than cores gain nothing, fewer requests leave the disk idle meanwhile."""
+_PIECE = 64 * 2**20
+_LOOK_S = 0.05
+_CHECKERS = 2
+"""Threads that compute checksums: of what has just arrived, so that it is still in a core's cache."""
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -66,81 +72,48 @@ def torch_dtype(entry: TensorEntry) -> torch.dtype | None:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredBlocks:
-    """A tensor in blocks, of which whole rows may come in another order.
+class Stored:
+    """A matrix as files have it: in blocks or plain numbers of ggml's types, or as codes beside their scales.
 
     Attributes:
-        source: what is read.
-        rows: how many it has; `order` says which of them come one after the other, if not all as they are.
+        rows: that are stored.
+        sources: what is read: one tensor, or the parts of codes.
+        kind: of blocks and plain numbers.
+        order: which of their rows come one after the other, if not all as they are.
+        packing: of codes.
     """
 
-    kind: BlockType
-    source: TensorEntry
     rows: int
+    columns: int
+    sources: tuple[TensorEntry, ...]
+    kind: BlockType | None = None
     order: torch.Tensor | None = None
+    packing: ByRows | None = None
 
-    @property
-    def columns(self) -> int:
-        """Weights of a row."""
-        return self.source.nbytes // self.rows // self.kind.nbytes * self.kind.elements
+    def blocks(self, raw: torch.Tensor) -> Blocks:
+        assert self.kind is not None
+        return Blocks(self.kind, raw.view(self.rows, -1), self.order)
 
-    @property
-    def sources(self) -> tuple[TensorEntry, ...]:
-        """What is read, the parts of `StoredCodes` as well."""
-        return (self.source,)
-
-    def in_memory(self, raw: Sequence[torch.Tensor]) -> Blocks:
-        """The same once its sources have been read: uint8 [bytes] of each."""
-        return Blocks(self.kind, raw[0].view(self.rows, -1), self.order)
-
-
-@dataclass(frozen=True, slots=True)
-class StoredCodes:
-    """A matrix whose codes, scales and zeros are tensors of their own."""
-
-    source: PackedEntry
-    packing: ByRows
-
-    @property
-    def rows(self) -> int:
-        """How many it has."""
-        return self.source.shape[0]
-
-    @property
-    def columns(self) -> int:
-        """Weights of a row."""
-        return self.source.shape[1]
-
-    @property
-    def sources(self) -> tuple[TensorEntry, ...]:
-        """See `StoredBlocks`."""
-        return self.source.sources
-
-    def in_memory(self, raw: Sequence[torch.Tensor]) -> Codes:
-        """See `StoredBlocks`.
-
-        Raises:
-            EngineError: `CHECKPOINT_DAMAGED`.
-        """
-        entries = self.source.sources
-        arrays = [as_array(entry, each.numpy()) for entry, each in zip(entries, raw, strict=True)]
-        return self.packing.codes_of(entries, arrays, slice(0, self.rows))
-
-
-Stored = StoredBlocks | StoredCodes
+    def in_memory(self, raw: Sequence[torch.Tensor]) -> Blocks | Codes:
+        """The same of the bytes of each source."""
+        if self.packing is None:
+            return self.blocks(raw[0])
+        arrays = [as_array(entry, each.numpy()) for entry, each in zip(self.sources, raw, strict=True)]
+        return self.packing.codes_of(self.sources, arrays, slice(0, self.rows))
 
 
 def stored_of(entry: TensorEntry) -> Stored | None:
     """A matrix as a checkpoint stores it quantised; `None` if it does not, or no record keeps its codes."""
     if isinstance(entry, PackedEntry) and isinstance(entry.packing, ByRows):
-        return StoredCodes(entry, entry.packing) if format_of_codes(entry) is not None else None
+        if format_of_codes(entry) is None:
+            return None
+        return Stored(entry.shape[0], entry.shape[1], entry.sources, packing=entry.packing)
     found = blocks_of(entry)
-    return found if found is not None and is_blocks(found.kind.name) else None
+    return found if found is not None and found.kind is not None and is_blocks(found.kind.name) else None
 
 
-def blocks_of(entry: TensorEntry) -> StoredBlocks | None:
-    """The rows of a matrix, or of a row of a stack of them, in blocks or of plain numbers; `None` if it is stored
-    otherwise."""
+def blocks_of(entry: TensorEntry) -> Stored | None:
+    """The rows of a matrix, or of a row of a stack of them, in blocks or of plain numbers."""
     stored, order = in_rows(entry), None
     if stored is None or stored.shape[:-2] not in ((), (1,)) or len(stored.shape) < 2:
         return None
@@ -149,19 +122,27 @@ def blocks_of(entry: TensorEntry) -> StoredBlocks | None:
             return None
         assert isinstance(entry, PackedEntry)
         order = torch.from_numpy(order_of(entry))
-    return StoredBlocks(BY_NAME[stored.dtype], stored, stored.shape[-2], order)
+    kind, rows = GGML[stored.dtype], stored.shape[-2]
+    return Stored(rows, stored.nbytes // rows // kind.nbytes * kind.elements, (stored,), kind, order)
 
 
 class TensorReader:
-    """Open files of one checkpoint; a context manager that closes them.  For one thread, which others read for.
+    """The files of one model; a context manager that closes what tensors are read from.  For one thread, which others
+    read for.
 
     Args:
         on_progress: called with (bytes read, bytes in all) now and then.
         cancelled: asked before every chunk.
-        total: bytes that will be read in all.
+        total: bytes that will be read in all, whole files apart.
         direct: whether to leave nothing in the page cache, for what is read once.
         dtype: what packed tensors are unpacked to, unless they are of 32-bit numbers.
         kernels: unpack blocks, where there are any: a hundred times as fast as without.
+        whole: files that are to be in memory as a whole, which may arrive while the rest is read, until `wait`.
+        container: of converted weights, if there are any: what arrives of it is compared with its checksums.
+        stream: has the bytes of tensors that come and go.
+
+    Raises:
+        EngineError: `CHECKPOINT_DAMAGED` if a whole file cannot be opened, `NOT_ENOUGH_MEMORY`.
     """
 
     def __init__(
@@ -173,24 +154,66 @@ class TensorReader:
         direct: bool = False,
         dtype: torch.dtype = torch.bfloat16,
         kernels: NativeKernels | None = None,
+        whole: Iterable[Path] = (),
+        container: Container | None = None,
+        stream: LayerStream | None = None,
     ) -> None:
         self._dtype, self._kernels = dtype, kernels
         self._on_progress, self._cancelled, self._total = on_progress, cancelled, total
         self._done = self._reported = 0
         self._files = OpenFiles(direct=direct)
         self._pool: ThreadPoolExecutor | None = None
+        self._container, self._stream, self._pages = container, stream, HugePages()
+        self._images: dict[Path, FileImage] = {}
+        self._checkers, self._checks = ThreadPoolExecutor(_CHECKERS, "arriving-file"), list[Future[None]]()
+        for path in dict.fromkeys(whole):
+            try:
+                self._images[path] = EARLY_READS.take(path)
+            except (OSError, MemoryError) as error:
+                self.close()
+                if isinstance(error, OSError):
+                    raise unreadable(path, error) from error
+                raise EngineError(
+                    ErrorCode.NOT_ENOUGH_MEMORY, f"There is no memory for {path.name}: {error}."
+                ) from error
+        if container is not None and container.path in self._images:
+            self._checks = [self._checkers.submit(self._check, entry) for entry in container.entries.values()]
 
     def __enter__(self) -> TensorReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown()
         self._files.close()
         if kind is None:
             self._on_progress(self._total, self._total)
+
+    @property
+    def whole_files(self) -> tuple[Path, ...]:
+        return tuple(self._images)
+
+    def wait(self, on_progress: Callable[[int, int], None], cancelled: CancelCheck) -> None:
+        """Until all of these are there; nothing is read afterwards."""
+        before, total = 0, sum(len(image.bytes) for image in self._images.values())
+        try:
+            for path, image in self._images.items():
+                for end in (*range(_PIECE, len(image.bytes), _PIECE), len(image.bytes)):
+                    while not self._is_there(path, end, _LOOK_S):
+                        if cancelled():
+                            raise RequestCancelled
+                    on_progress(before + end, total)
+                before += len(image.bytes)
+            for check in self._checks:
+                check.result()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Stops reading whole files.  Idempotent; the memory lives as long as anything refers to it."""
+        for image in self._images.values():
+            image.close()  # wakes who waits for it
+        self._checkers.shutdown(cancel_futures=True)
 
     def read(self, entry: TensorEntry, empty: Callable[..., torch.Tensor] = torch.empty) -> torch.Tensor:
         """The tensor; `empty` allocates it, like torch's, if it is stored as numbers.
@@ -211,12 +234,38 @@ class TensorReader:
         self.read_into([(entry, tensor)])
         return tensor
 
-    def read_arrays(self, entry: TensorEntry) -> list[NDArray[Any]]:
-        """What a packed tensor is made of, as `as_array` gives it.
+    def in_memory(self, entry: TensorEntry) -> torch.Tensor:
+        """The tensor where its file has it, once it is there, if that is in memory and stores it number by number; else
+        as `read`, in huge pages."""
+        dtype = torch_dtype(entry)
+        if dtype is not None and entry.offset % dtype.itemsize == 0 and entry.nbytes:
+            found = self._stream.view(entry) if self._stream is not None else None
+            if found is None and entry.file in self._images:
+                self._is_there(entry.file, entry.offset + entry.nbytes)
+                found = self._view(entry)
+            if found is not None:
+                return found.view(dtype).view(entry.shape)
+        return self.read(entry, empty_in_huge_pages)
 
-        Raises:
-            As `read`.
-        """
+    def bytes_of(self, entry: TensorEntry) -> torch.Tensor:
+        """Those of a tensor, uint8 [bytes]; if its file arrives as a whole they are there once it has."""
+        if self._stream is not None and (streamed := self._stream.view(entry)) is not None:
+            return streamed
+        if entry.file in self._images:
+            return self._view(entry)
+        raw = self._pages.empty((entry.nbytes,), dtype=torch.uint8)
+        self.read_bytes(entry, raw)
+        return raw
+
+    def read_bytes(self, entry: TensorEntry, raw: torch.Tensor) -> None:
+        """Fills uint8 [bytes]."""
+        self.read_into([(entry, raw)])
+        container = self._container
+        is_its = container is not None and container.path == entry.file
+        if container is not None and is_its and not container.is_intact(entry.key, 0, raw.view(entry.shape)):
+            raise container.damaged(entry.key)
+
+    def read_arrays(self, entry: TensorEntry) -> list[NDArray[Any]]:
         sources = entry.sources if isinstance(entry, PackedEntry) else (entry,)
         raw = [torch.empty(source.nbytes, dtype=torch.uint8) for source in sources]
         self.read_into(zip(sources, raw, strict=True))
@@ -226,10 +275,10 @@ class TensorReader:
         blocks = blocks_of(entry)
         dtype = torch.float32 if entry.dtype == "F32" else self._dtype
         if blocks is not None and self._kernels is not None:
-            raw = [torch.empty(blocks.source.nbytes, dtype=torch.uint8)]
-            self.read_into([(blocks.source, raw[0])])
+            raw = torch.empty(blocks.sources[0].nbytes, dtype=torch.uint8)
+            self.read_into([(blocks.sources[0], raw)])
             matrix = empty_in_huge_pages((blocks.rows, blocks.columns), dtype=dtype)
-            unpack_into(blocks.in_memory(raw), matrix, self._kernels)
+            unpack_into(blocks.blocks(raw), matrix, self._kernels)
             return matrix.view(entry.shape)
         arrays, made, at = self.read_arrays(entry), torch.empty(entry.shape, dtype=dtype), 0
         for piece in unpacked(entry, arrays):
@@ -238,11 +287,7 @@ class TensorReader:
         return made
 
     def read_into(self, places: Iterable[tuple[TensorEntry, torch.Tensor]]) -> None:
-        """Fills contiguous CPU tensors, each with exactly the bytes of its source.
-
-        Raises:
-            As `read`.
-        """
+        """Fills contiguous CPU tensors, each with exactly the bytes of its source."""
         ranges: list[Range] = []
         for source, tensor in places:
             if tensor.nbytes != source.nbytes:
@@ -251,11 +296,6 @@ class TensorReader:
         self.read_ranges(ranges)
 
     def read_ranges(self, ranges: Sequence[Range]) -> None:
-        """Fills memory from files, with several reads at a time.
-
-        Raises:
-            As `read`.
-        """
         under_way: deque[Future[int]] = deque()
         is_small = len(ranges) == 1 and len(ranges[0][2]) <= _CHUNK  # one such by itself is not worth a thread
         try:
@@ -286,14 +326,29 @@ class TensorReader:
             self._reported = self._done
             self._on_progress(min(self._done, self._total), self._total)
 
+    def _view(self, entry: TensorEntry) -> torch.Tensor:
+        whole = self._images[entry.file].bytes
+        return torch.frombuffer(whole[entry.offset : entry.offset + entry.nbytes], dtype=torch.uint8)
+
+    def _is_there(self, path: Path, end: int, patience_s: float | None = None) -> bool:
+        try:
+            return self._images[path].wait_for(end, patience_s)
+        except OSError as error:
+            raise unreadable(path, error) from error
+
+    def _check(self, entry: TensorEntry) -> None:
+        assert self._container is not None
+        count, size = entry.shape
+        together = max(_PIECE // size, 1)
+        for first in range(0, count, together):
+            some = entry.rows(first, min(together, count - first))
+            self._is_there(entry.file, some.offset + some.nbytes)
+            if not self._container.is_intact(entry.key, first, self._view(some).view(-1, size)):
+                raise self._container.damaged(entry.key)
+
 
 class LazyTensor:
-    """Stands in for a safetensors slice in the library's loading: read when indexed, then forgotten.
-
-    Args:
-        read: gives the tensor.
-        dtype: of what it gives, in safetensors' words.
-    """
+    """Stands in for a safetensors slice in the library's loading: read when indexed, then forgotten."""
 
     def __init__(self, entry: TensorEntry, read: Callable[[TensorEntry], torch.Tensor], dtype: str = "") -> None:
         self._entry, self._read = entry, read
@@ -303,13 +358,10 @@ class LazyTensor:
         return self._read(self._entry)[index]
 
     def get_shape(self) -> list[int]:
-        """As a safetensors slice."""
         return list(self._entry.shape)
 
     def get_dtype(self) -> str:
-        """As a safetensors slice."""
         return self._dtype
 
     def is_floating_point(self) -> bool:
-        """As a tensor."""
         return self._dtype.startswith(("F", "BF"))

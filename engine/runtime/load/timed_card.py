@@ -17,12 +17,11 @@ from numpy.typing import NDArray
 
 from engine.devices.clocked import Meter
 from engine.devices.device import Device
-from engine.experts.bank import BankLayer
 from engine.experts.card_tokens import CardTokens
 from engine.experts.dispatch import BANK_LAYER
-from engine.experts.record import RecordLayout
 from engine.experts.sites import ExpertsSite
-from engine.kernels.interface import ExpertKernel, LayerRecords, RecordFormat
+from engine.formats.layouts import RecordLayout
+from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.runtime.decoder_layers import decoder_layers, layer_names
 
 _LAUNCHES = 4
@@ -30,12 +29,7 @@ _LAUNCHES = 4
 
 
 class TimedKernel:
-    """A kernel whose time is modelled, on the card or on the processor beside it.
-
-    Args:
-        records: whose experts it computes.
-        on_card: whether it is the card's.
-    """
+    """A kernel whose time is modelled, on the card or on the processor beside it."""
 
     def __init__(self, kernel: ExpertKernel, records: LayerRecords, meter: Meter, *, on_card: bool) -> None:
         self._kernel, self._records, self._meter, self._on_card = kernel, records, meter, on_card
@@ -47,7 +41,6 @@ class TimedKernel:
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """See `engine.kernels.interface.ExpertKernel`."""
         meter = self._meter
         with meter.clock.stopped():
             chosen = top_k_index[top_k_index < self._records.num_experts]
@@ -62,7 +55,6 @@ class TimedKernel:
 
 
 def timed(kernel: ExpertKernel, records: LayerRecords, device: Device | None, *, on_card: bool) -> ExpertKernel:
-    """The kernel, its time modelled if the device's is."""
     if device is None or device.meter is None:
         return kernel
     return TimedKernel(kernel, records, device.meter, on_card=on_card)
@@ -75,12 +67,7 @@ def charge_model(
     dense_sizes: Mapping[str, int],
     tokens: CardTokens | None,
 ) -> None:
-    """Charges the model's forward to the card that it is on, if the card's time is modelled.
-
-    Args:
-        dense_sizes: bytes of its tensors without experts, by name.
-        tokens: those that the card computes by itself, if it does.
-    """
+    """Charges the model's forward to the card that it is on, if the card's time is modelled."""
     meter = devices[0].meter if devices else None
     if meter is None:
         return
@@ -107,22 +94,15 @@ class TimedTokens:
 
     A layer's experts in slots and the rest, which the processor computes meanwhile, take the longer of their two times;
     the row and the answer cross the link.  What the processor takes is what it took, by the records.
-
-    Args:
-        dense_s: of a token, without experts.
-        layouts: of the layers that have experts.
-        hidden: of a row.
     """
 
     def __init__(self, meter: Meter, dense_s: float, layouts: Sequence[RecordLayout], hidden: int) -> None:
         self._meter, self._dense_s, self._layouts, self._hidden = meter, dense_s, layouts, hidden
 
     def stopped(self) -> AbstractContextManager[None]:
-        """See `engine.experts.card_tokens.TokenTime`."""
         return self._meter.clock.stopped()
 
     def charge(self, records: NDArray[np.void]) -> NDArray[np.void]:
-        """See `engine.experts.card_tokens.TokenTime`."""
         with self.stopped():
             records, begun_s = records.copy(), self._meter.clock.now()
             between_s = self._dense_s / (len(records) + 1)
@@ -153,8 +133,7 @@ class TimedTokens:
         return max(computed_s, joined_s)
 
 
-def _flops(layout: RecordFormat) -> int:
-    """Of one row."""
+def _flops(layout: RecordLayout) -> int:
     return 2 * sum(torch.Size(part.shape).numel() for part in layout.unquantised.parts)
 
 
@@ -164,7 +143,7 @@ def time_resident(sites: Sequence[ExpertsSite], devices: Sequence[Device]) -> No
         return
     for site in sites:
         layer, kernel = getattr(site.module, BANK_LAYER)
-        if isinstance(layer, BankLayer):
+        if isinstance(layer, LayerRecords):
             setattr(site.module, BANK_LAYER, (layer, timed(kernel, layer, devices[0], on_card=True)))
 
 

@@ -35,12 +35,7 @@ _MOST_TIMES_LONGER = 64
 
 
 def load_tokenizer(directory: Path, cancelled: CancelCheck = never_cancelled) -> Any:
-    """transformers' tokenizer of the checkpoint in `directory`, or of a GGUF file, ready for prompts.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED` if it is missing or broken, or is made to take more than any tokenizer needs.
-        RequestCancelled: `cancelled()` came true meanwhile.
-    """
+    """transformers' tokenizer of the checkpoint in `directory`, or of a GGUF file, ready for prompts."""
     gguf = gguf_at(directory)
     if gguf is None:
         _check(directory, directory, cancelled)
@@ -67,9 +62,6 @@ def tokenizer_meanwhile(directory: Path) -> Iterator[Future[Any]]:
     """Loads the tokenizer on a thread while the body runs.
 
     What is wrong with it is raised whatever else the body finds wrong with the model.
-
-    Raises:
-        EngineError: as `load_tokenizer`.
     """
     stopped = threading.Event()
     with ThreadPoolExecutor(1, "tokenizer") as pool:
@@ -123,7 +115,6 @@ def _read(directory: Path, shown: Path) -> Any:
 
 
 def _held(tokenizer: Any, folder: Path | None = None) -> Any:
-    """The tokenizer, which the process that reads prompts has too; see `ForeignText.hold`."""
     if _backend(tokenizer) is not None:
         FOREIGN_TEXT.hold(tokenizer, folder)
     return tokenizer
@@ -187,7 +178,6 @@ def _times_longer(part: dict[str, Any]) -> float:
 
 
 def _literal(part: dict[str, Any]) -> str:
-    """The text that a decoder replaces; empty if it is not one text."""
     pattern = part.get("pattern", {})
     return str(pattern.get("String", "")) if isinstance(pattern, dict) else ""
 
@@ -210,12 +200,10 @@ def token_id(tokenizer: Any, token: str) -> int | None:
 
 
 def knows_chatml(tokenizer: Any) -> bool:
-    """Whether its vocabulary has the turn tokens of ChatML."""
     return all(token_id(tokenizer, token) is not None for token in ("<|im_start|>", "<|im_end|>"))
 
 
 def template_note(tokenizer: Any) -> str:
-    """What stands in for a missing chat template, in one sentence; empty if there is a template."""
     if tokenizer.chat_template is not None:
         return ""
     if knows_chatml(tokenizer):

@@ -11,16 +11,14 @@ import torch
 from engine.checkpoint.library import remove_leftovers
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.memory_budget import MemoryCategory
-from engine.experts.bank import ExpertBank
 from engine.experts.cache.tier import ADAPTIVE
 from engine.experts.direct_file import Part
 from engine.experts.disk_tier import DiskTier
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.executor import ExpertExecutor
 from engine.experts.layer_stream import LayerStream
-from engine.experts.quantised_layout import QuantisedLayout
 from engine.experts.ram_tier import RamPressure, RamTier
-from engine.experts.record import HugePages
+from engine.experts.record import ExpertBank, HugePages
 from engine.experts.sites import ExpertsSite, bind, empty_modules
 from engine.formats import STORED
 from engine.formats.tiles import TiledMatrix, TiledShape
@@ -30,7 +28,6 @@ from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.linear import hold_linears
 from engine.planner.placement import InRam, Streamed
 from engine.runtime.load.conversion import Conversion, Converted, convert, keep_converted, removed
-from engine.runtime.load.files import Files
 from engine.runtime.load.in_place import (
     bind_matrices_in_place,
     files_in_place,
@@ -55,29 +52,40 @@ def read_weights(plan: Plan, parts: LoadingParts, on_progress: OnProgress, cance
 
     Returns:
         A sentence for people about what was converted; may be empty.
-
-    Raises:
-        EngineError, RequestCancelled: as `engine.runtime.load.model.load_model`.
     """
     _count_on_devices(plan, parts)
     progress, conversion = Progress(on_progress), plan.conversion
     is_made = conversion is not None and conversion.is_needed
     converting = progress.part(conversion.nbytes if conversion is not None and is_made else 0)
     whole = _whole_files(plan, conversion)
-    of_whole = sum(file.stat().st_size for file in whole)
-    if conversion is not None and plan.in_whole_files:
-        of_whole += conversion.contents.size
-    reading, arriving = progress.part(_bytes_read(plan, conversion, whole)), progress.part(of_whole)
-    converted, note = None, ""
+    reading, arriving = progress.part(_bytes_read(plan, conversion, whole)), progress.part(_arriving(plan, whole))
+    converted: Converted | None = None
+    note = ""
     if conversion is not None:
         conversion.kernels = parts.kernels
         parts.on_phase("converting" if is_made else "reading")
         work = convert if plan.placement.must_be_kept else keep_converted
         made = work(conversion, converting, cancelled)
         converted, note = (None, made) if isinstance(made, str) else (made, made.note)
+        if converted is None:  # what was to be read of it is made of the model's own files
+            whole = _whole_files(plan, None)
     note = " ".join(filter(None, (note, removed(remove_leftovers()))))
-    with _Source(plan, converted, parts, reading, cancelled) as source:
-        source.files.on_progress = arriving
+    container = converted.container if converted is not None else None
+    if plan.streamed:
+        parts.stream = LayerStream(plan.streamed, plan.placement.streamed.window)
+    parts.on_arriving = arriving
+    parts.reader = TensorReader(
+        reading,
+        cancelled,
+        _bytes_read(plan, conversion if container is not None else None, whole),
+        dtype=plan.file.plan.dtype,
+        kernels=parts.kernels,
+        whole=[*([container.path] if container is not None else []), *whole] if plan.in_whole_files else (),
+        container=container,
+        stream=parts.stream,
+    )
+    with parts.reader as reader:
+        source = _Source(plan, converted, parts, reader)
         if plan.sites:
             source.fill_bank()
             empty_modules(plan.file.model, plan.sites)
@@ -92,13 +100,10 @@ def read_weights(plan: Plan, parts: LoadingParts, on_progress: OnProgress, cance
 
 
 class Progress:
-    """Bytes that several count of their own, as one figure."""
-
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress, self._parts = on_progress, list[tuple[int, int]]()
 
     def part(self, total: int = 0) -> OnProgress:
-        """For one of them, who has so much to do: takes (done, total) of it."""
         number = len(self._parts)
         self._parts.append((0, total))
 
@@ -111,7 +116,6 @@ class Progress:
 
 
 def _count_on_devices(plan: Plan, parts: LoadingParts) -> None:
-    """Opens the bank, and counts what goes to devices against their budgets."""
     devices, all_experts = parts.devices, plan.placement.all_experts
     if plan.sites:
         host_memory = plan.devices[0].host_memory if plan.devices and not all_experts else None
@@ -141,7 +145,6 @@ def _whole_files(plan: Plan, conversion: Conversion | None) -> list[Path]:
 
 
 def _bytes_read(plan: Plan, conversion: Conversion | None, whole: list[Path]) -> int:
-    """What is read besides whole files, about."""
     own, there = plan.file.plan, {site.name for site in conversion.sites} if conversion is not None else set()
     apart = plan.tables.keys() | (plan.forms.apart(converted=True) if conversion is not None else set())
     others = {id(own.renamed[name]) for name in apart}
@@ -149,45 +152,26 @@ def _bytes_read(plan: Plan, conversion: Conversion | None, whole: list[Path]) ->
     nbytes = -plan.placement.streamed.nbytes
     for site in plan.resident:
         if site.name not in there:
-            used += [entry for part in own.experts.get(site.name, {}).values() for entry in part.entries()]
+            used += [entry for part in own.experts.get(site.name, {}).values() for entry in part.entries]
         elif not plan.in_whole_files:
             nbytes += site.nbytes
     return max(nbytes + sum(entry.nbytes for entry in used if entry.file not in whole), 0)
 
 
+def _arriving(plan: Plan, whole: list[Path]) -> int:
+    of_converted = plan.conversion.contents.size if plan.conversion is not None and plan.in_whole_files else 0
+    return sum(file.stat().st_size for file in whole) + of_converted
+
+
 class _Source:
-    """Where everything is read from: a model's own files, as they are or made into something else, and converted ones.
+    """A model's own files, as they are or made into something else, and converted ones."""
 
-    A context manager, which closes files that are not used as a whole.
-    """
-
-    def __init__(
-        self,
-        plan: Plan,
-        converted: Converted | None,
-        parts: LoadingParts,
-        on_progress: OnProgress,
-        cancelled: Callable[[], bool],
-    ) -> None:
-        self.plan, self.converted, self.parts = plan, converted, parts
+    def __init__(self, plan: Plan, converted: Converted | None, parts: LoadingParts, reader: TensorReader) -> None:
+        self.plan, self.converted, self.parts, self.reader = plan, converted, parts, reader
         self.container = converted.container if converted is not None else None
         self.entries = self.container.entries if self.container is not None else {}
-        conversion = converted.conversion if converted is not None else None
-        whole, own = _whole_files(plan, conversion), [self.container.path] if self.container is not None else []
-        if plan.streamed:
-            parts.stream = LayerStream(plan.streamed, plan.placement.streamed.window)
-        self.files = parts.files = Files([*own, *whole] if plan.in_whole_files else (), self.container, parts.stream)
-        total = _bytes_read(plan, conversion, whole)
-        self.reader = TensorReader(on_progress, cancelled, total, dtype=plan.file.plan.dtype, kernels=parts.kernels)
-
-    def __enter__(self) -> _Source:
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self.reader.__exit__(*failure)
 
     def _ranges(self, site: ExpertsSite) -> list[Part] | None:
-        """Where the records of an experts module lie; None if they have to be made."""
         if self.container is not None and site.name in self.entries:
             return self.container.parts(site.name)
         if self.plan.forms.in_place:
@@ -195,42 +179,32 @@ class _Source:
         return ranges_of(site, self.plan.file.plan)
 
     def fill_bank(self) -> None:
-        """Gives the bank the experts that are held.
-
-        Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
-        """
         plan, bank, resident = self.plan, self.parts.bank, self.plan.resident
         assert bank is not None
         if plan.forms.in_place and plan.in_whole_files:
             for site in resident:
                 parts = parts_in_place(plan.file, site, self.reader)
-                bank.layers[site.name] = layer_in_place(site, parts, self.files, self.reader)
+                bank.layers[site.name] = layer_in_place(site, parts, self.reader)
             return
-        makes = any(isinstance(site.layout, QuantisedLayout) and site.name not in self.entries for site in resident)
+        makes = any(site.layout.tiled and site.name not in self.entries for site in resident)
         self.parts.on_phase("converting" if makes else "reading")
         maker = RecordMaker(plan.file.model, plan.file.plan, self.reader, self.parts.kernels)
         for site in resident:
             entry = self.entries.get(site.name)
             if entry is not None and bank.takes_memory:
-                records = self.files.bytes_of(entry, self.reader).view(site.num_experts, site.layout.nbytes)
+                records = self.reader.bytes_of(entry).view(site.num_experts, site.layout.nbytes)
                 bank.add_layer(site.name, site.num_experts, site.layout, records)
                 continue
-            with bank.add_layer(site.name, site.num_experts, site.layout).filling() as records:
+            with bank.filling(bank.add_layer(site.name, site.num_experts, site.layout)) as records:
                 ranges = self._ranges(site)
                 if entry is not None:
-                    self.files.read_into(entry, records.view(-1), self.reader)
+                    self.reader.read_bytes(entry, records.view(-1))
                 elif ranges is not None:
                     read_parts(ranges, records, self.reader)
                 else:
                     maker.fill(site, records)
 
     def disk_tier(self) -> DiskTier:
-        """The experts that are read as they are needed.
-
-        Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
-        """
         sites, converted = self.plan.on_disk, self.converted
         found = [self._ranges(site) for site in sites]
         parts = [each for each in found if each is not None]
@@ -243,17 +217,12 @@ class _Source:
         return DiskTier(sites, parts, self.container, repair=repair if converted is not None else None)
 
     def read_rest(self) -> None:
-        """Everything but the experts; where cards hold it quantised, it comes by way of RAM.
-
-        Raises:
-            EngineError, RequestCancelled: as `TensorReader.read`.
-        """
         plan, file, forms, kernels = self.plan, self.plan.file, self.plan.forms, self.parts.kernels
         cpu, linears = torch.device("cpu"), forms.linears  # of the model as it is without weights
         places = {"": cpu} if forms.on_cards else plan.layers.device_map(plan.places)
         places |= {name.removesuffix(".weight"): cpu for name in plan.tables}
         apart = forms.apart(converted=self.converted is not None).union(plan.tables)
-        load_rest(file.model, file.plan, self.reader, places, apart, self.files.numbers)
+        load_rest(file.model, file.plan, self.reader, places, apart)
         if plan.tables:
             reads = self.parts.tables = TableReads()
             bind_tables(file, plan.tables, reads, kernels, self._place, in_place=forms.matrices)
@@ -267,7 +236,7 @@ class _Source:
                 quantise_on_cards(file.model, linears, self._tiled(), self._place)
             self._move_rest()
         elif kernels is not None and forms.matrices:
-            bind_matrices_in_place(file, forms.matrices, self.files, kernels, self.reader, besides=plan.tables)
+            bind_matrices_in_place(file, forms.matrices, kernels, self.reader, besides=plan.tables)
         elif kernels is not None and linears:
             hold_linears(file.model, linears, self._tiled(), kernels)
 
@@ -278,7 +247,7 @@ class _Source:
 
         def read(name: str) -> TiledMatrix:
             assert converted is not None
-            return converted.conversion.matrix(name, self.files.bytes_of(self.entries[name], self.reader)[None])
+            return converted.conversion.matrix(name, self.reader.bytes_of(self.entries[name])[None])
 
         def made(name: str) -> TiledMatrix:
             weight = self.plan.file.model.get_submodule(name).weight
@@ -295,7 +264,6 @@ class _Source:
         return self.plan.places[self.plan.layers.of(name)]
 
     def _move_rest(self) -> None:
-        """What is still in RAM goes to its card."""
         for name, module in self.plan.file.model.named_modules():
             place = self._place(f"{name}.")
             for own in (module._parameters, module._buffers):
@@ -313,7 +281,6 @@ def _move(own: Any, key: str, place: torch.device) -> None:
 
 
 def _bind_slots(sites: Sequence[ExpertsSite], ram: RamTier, kernels: NativeKernels | None) -> None:
-    """Lets the kernels compute experts modules from their slots."""
     for layer, site in enumerate(sites):
         slots = ram.slots(layer)
         kernel = choose_kernel(site.module, slots, kernels)
@@ -331,12 +298,10 @@ def _slots_over(disk: DiskTier, placed: InRam) -> RamTier:
 
 
 def tables_note(nbytes: int) -> str:
-    """One sentence for the user."""
     return f"Embeddings of {rounded_up(nbytes)} stay on disk: the rows that a token needs are read there."
 
 
 def layers_note(streamed: Streamed) -> str:
-    """One sentence for the user, with the figures."""
     return (
         f"{len(streamed.layers)} of the model's layers do not fit into RAM: their {rounded_up(streamed.nbytes)} are "
         "read from disk for each token, which is slow. Rows of a file share that: with many, each waits far less."
@@ -344,7 +309,6 @@ def layers_note(streamed: Streamed) -> str:
 
 
 def disk_note(ram: RamTier) -> str:
-    """One sentence for the user, with the figures."""
     note = (
         f"Experts are read from disk as they are needed, which is slower: there is RAM for {rounded_down(ram.nbytes)} "
         f"of their {rounded_up(ram.disk.table.nbytes)}."
