@@ -67,6 +67,40 @@ _NOTED = (
     QT_TRANSLATE_NOOP("Engine", "There is no tool of this name."),
     QT_TRANSLATE_NOOP("Engine", "The expression divides by zero."),
     QT_TRANSLATE_NOOP("Engine", "No folder is attached to this chat: attach one first."),
+    QT_TRANSLATE_NOOP("Engine", "{0} was removed or is off."),
+    QT_TRANSLATE_NOOP("Engine", "The process with the tools ended."),
+    QT_TRANSLATE_NOOP("Engine", "The process with the tools could not be started."),
+    QT_TRANSLATE_NOOP("Engine", "The tools did not respond, and were stopped."),
+    QT_TRANSLATE_NOOP("Engine", "The call was stopped."),
+    QT_TRANSLATE_NOOP("Engine", "The arguments are no JSON object."),
+    QT_TRANSLATE_NOOP("Engine", "{0} was called with the same arguments {1} times: no more calls, answer now."),
+    QT_TRANSLATE_NOOP("Engine", "Tools were called {0} times in a row: no more calls, answer now."),
+    QT_TRANSLATE_NOOP("Engine", "More than {0} tools were called at once: no more calls, answer now."),
+    QT_TRANSLATE_NOOP("Engine", "{0} has no command and no address: enter one of them."),
+    QT_TRANSLATE_NOOP("Engine", "The address of {0} does not begin with http:// or https://: correct it."),
+    QT_TRANSLATE_NOOP("Engine", "The arguments of {0} are not a list of texts: correct them."),
+    QT_TRANSLATE_NOOP("Engine", "The command of {0} has a character that no command can have: correct it."),
+    QT_TRANSLATE_NOOP("Engine", "The variables or headers of {0} are not names with texts: correct them."),
+    QT_TRANSLATE_NOOP("Engine", "No servers are in it: it needs \"mcpServers\" with a name for each."),
+    QT_TRANSLATE_NOOP("Engine", "{0} servers are too many: up to {1} can be added."),
+    QT_TRANSLATE_NOOP("Engine", "{0} needs its {1} again, which was kept for one run only: edit the server."),
+    QT_TRANSLATE_NOOP("Engine", "{0} needs {1} in the environment, where it is not set: set it."),
+    QT_TRANSLATE_NOOP("Engine", "No documents are attached to this chat."),
+    QT_TRANSLATE_NOOP("Engine", "There is no tool named {0}."),
+    QT_TRANSLATE_NOOP("Engine", "A batch has a prompt and 1 to {0} rows."),
+    QT_TRANSLATE_NOOP("Engine", "The rows cannot be written to {0} ({1})."),
+    QT_TRANSLATE_NOOP("Engine", "The file {0} cannot be read ({1})."),
+    QT_TRANSLATE_NOOP("Engine", "The file {0} is no text."),
+    QT_TRANSLATE_NOOP("Engine", "No attached folder has a file {0}."),
+    QT_TRANSLATE_NOOP("Engine", "The result has too many digits."),
+    QT_TRANSLATE_NOOP("Engine", "The result is no real number."),
+    QT_TRANSLATE_NOOP("Engine", "A factorial is of a whole number from 0 to 1000."),
+    QT_TRANSLATE_NOOP("Engine", "An expression has 1 to {0} characters."),
+    QT_TRANSLATE_NOOP("Engine", "The expression cannot be read ({0})."),
+    QT_TRANSLATE_NOOP("Engine", "The expression cannot be computed ({0})."),
+    QT_TRANSLATE_NOOP(
+        "Engine", "Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed."
+    ),
     # Models and files.
     QT_TRANSLATE_NOOP("Engine", "The starter model is not on this machine yet."),
     QT_TRANSLATE_NOOP("Engine", "There is no file {0}: check the path."),
@@ -150,6 +184,9 @@ _NOTED = (
         "Engine", "{0} is protected by a password or is an old .xls: save it as .xlsx without a password."
     ),
     QT_TRANSLATE_NOOP("Engine", "Another run is working on the job of {0}: wait for it or stop it first."),
+    # The end of which could be anything.
+    QT_TRANSLATE_NOOP("Engine", "{0} was stopped."),
+    QT_TRANSLATE_NOOP("Engine", "{0} failed: {1}."),
 )  # fmt: skip
 FORMS = tuple(map(str, _NOTED))
 """Sentences, and parts of them that are put into others."""

@@ -51,8 +51,9 @@ def add_kinds(kinds: Any) -> None:
     )
     batch.set_defaults(run=_run_batch)
 
-    opening = kinds.add_parser("opening", help="gigabytes per second of loading a model, against the disk")
+    opening = kinds.add_parser("opening", help="gigabytes per second of loading a model, against the disk; memory")
     add_model(opening)
+    opening.add_argument("--peers", action="store_true", help="also the memory of llama.cpp with the same GGUF file")
     add_common(opening, repeats=3)
     add_engine_options(opening)
     opening.set_defaults(run=_run_opening)
@@ -263,7 +264,7 @@ def _run_opening(args: argparse.Namespace) -> int:
     config, report = config_of(args), new_report()
     from benchmarks.opening import bench_opening
 
-    bench_opening(config, args.repeats, report, note)
+    bench_opening(config, args.repeats, report, note, peers=args.peers)
     return emit_report(report, args)
 
 

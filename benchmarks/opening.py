@@ -1,29 +1,49 @@
-"""`switchyard bench opening`: from a model's files on disk to a loaded model, against the disk's own rate."""
+"""`switchyard bench opening`: from a model's files on disk to a loaded model, against the disk's own rate; memory."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from engine.bench.report import Report, in_turn
+import torch
+
+from benchmarks.peers.peer import GgufPeer
+from engine.bench.opened import opened
+from engine.bench.report import PeerError, Report, in_turn
+from engine.checkpoint.gguf.names import gguf_at
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.packed import PackedEntry
 from engine.checkpoint.shards import read_tensors
+from engine.common.errors import EngineError, ErrorCode
 from engine.measure.disk import forget_cached, read_rate
+from engine.protocol import LoadModel, decode, encode
 from engine.runtime.load.model import load_model
 
 if TYPE_CHECKING:
     from engine.common.config import EngineConfig
 
 _DISK = "the disk by itself"
+_MB = 1e6
+_PROMPT = (1, 2, 3, 4)
+"""Ids: what is loaded lazily is loaded for them."""
 
 
-def bench_opening(config: EngineConfig, repeats: int, report: Report, say: Callable[[str], None]) -> None:
-    """Adds rows: bytes of the model's files per second of opening it, and the seconds before the first weights.
+def bench_opening(
+    config: EngineConfig, repeats: int, report: Report, say: Callable[[str], None], *, peers: bool = False
+) -> None:
+    """Adds rows: bytes of the model's files per second of opening it, the seconds before the first weights, and, on
+    Linux, the memory of a process that opens it and reads four tokens.
 
     The files are dropped from the page cache before every turn, where the system allows it.
+
+    Args:
+        peers: whether llama.cpp opens the same file, too.
 
     Raises:
         EngineError: as `load_model`.
@@ -41,6 +61,56 @@ def bench_opening(config: EngineConfig, repeats: int, report: Report, say: Calla
     rates = [nbytes / total_s / 1e9 for total_s, _before_s in found["opening the model"]]
     report.add("opening the model", rates, "GB/s", peer=_DISK, peer_values=found[_DISK])
     report.add("of that, before the first weights", [before for _total, before in found["opening the model"]], "s")
+    if peak_nbytes("self") is not None:
+        _add_memory(config, nbytes, report, say, peers=peers)
+
+
+def _add_memory(config: EngineConfig, nbytes: int, report: Report, say: Callable[[str], None], *, peers: bool) -> None:
+    say("memory of a process that opens it")
+    asked = encode(LoadModel("load", replace(config, model=str(Path(config.model).absolute()))))
+    command, root = [sys.executable, "-m", "benchmarks.opening"], Path(__file__).parents[1]
+    done = subprocess.run(command, input=asked, stdout=subprocess.PIPE, cwd=root, check=False)
+    if done.returncode:
+        raise EngineError(ErrorCode.INTERNAL, "The process that opened the model ended before it had.")
+    weights, besides, peak, threads = json.loads(done.stdout)
+    report.add("weights in memory", [weights / _MB], "MB", limit=nbytes / _MB, higher_is_better=False)
+    report.add("memory besides, since the imports", [besides / _MB], "MB")
+    against: dict[str, Any] = {}
+    if peers:
+        file, name = gguf_at(Path(config.model)), "llama.cpp, same file"
+        try:
+            if file is None:
+                raise PeerError("the model is no GGUF file")
+            say(name)
+            with GgufPeer(name, file, threads, 64) as peer:
+                peer.prefill_seconds(_PROMPT)
+                against = {"peer": name, "peer_values": [(peak_nbytes(peer.pid) or 0) / _MB]}
+        except PeerError as failure:
+            report.skip_peer(name, str(failure))
+    report.add("highest memory", [peak / _MB], "MB", higher_is_better=False, **against)
+
+
+def _tell_memory() -> None:
+    """Writes bytes of the model's weights, of the memory besides, and of the most until then; and how many threads."""
+    asked = decode(sys.stdin.buffer.readline())
+    assert isinstance(asked, LoadModel)
+    before = peak_nbytes("self") or 0
+    with opened(asked.config) as loaded, torch.inference_mode():
+        loaded.model(torch.tensor([_PROMPT], device=loaded.device), use_cache=False)
+        weights = loaded.info.weights_bytes
+        besides = (_status("self", "VmRSS") or 0) - before - weights
+        sys.stdout.write(json.dumps([weights, besides, peak_nbytes("self"), loaded.info.threads]))
+
+
+def peak_nbytes(pid: int | str) -> int | None:
+    """The most memory that a process has had, pages of mapped files included; None where the system is not Linux."""
+    return _status(pid, "VmHWM")
+
+
+def _status(pid: int | str, key: str) -> int | None:
+    file = Path(f"/proc/{pid}/status")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else ()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{key}:")), None)
 
 
 def _seconds(config: EngineConfig) -> tuple[float, float]:
@@ -62,3 +132,7 @@ def _seconds(config: EngineConfig) -> tuple[float, float]:
 def _files(entries: Iterable[TensorEntry]) -> list[Path]:
     stored = (entry.sources if isinstance(entry, PackedEntry) else (entry,) for entry in entries)
     return sorted({source.file for sources in stored for source in sources})
+
+
+if __name__ == "__main__":
+    _tell_memory()

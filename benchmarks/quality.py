@@ -62,13 +62,17 @@ class Reference:
     """The reference distributions, and what contestants were found to be: files of a folder, for each window some.
 
     On disk, as distributions over the vocabulary for every token take gigabytes; what is there already is not computed
-    again.
+    again, of a longer text either.
 
     Args:
         contestant: the reference model.
         windows: the text.
         folder: folder for its logits; the caller deletes it.
         known: how many windows it reads; contestants read all.
+
+    Attributes:
+        score: its own.
+        later: which of the tokens that it read have more than one before them, bool [tokens].
     """
 
     def __init__(
@@ -77,12 +81,13 @@ class Reference:
         self._windows, self._folder = windows, folder
         surprise = []
         for number, window in enumerate(windows[:known]):
-            if not self._file(number).is_file():
-                _write(self._file(number), contestant(window).cpu().float().contiguous().numpy().tofile)
+            if not self._file(number, "logits").is_file():
+                _write(self._file(number, "logits"), contestant(window).cpu().float().contiguous().numpy().tofile)
             surprise.append(_surprise(self._logits(number).log_softmax(-1), window))
         self._known = len(surprise)
         together = torch.cat(surprise)
         self.score = TextScore(together, torch.zeros_like(together), torch.ones_like(together, dtype=torch.bool))
+        self.later = torch.cat([torch.arange(len(each)) > 0 for each in surprise])
 
     def compare(self, contestant: Contestant, kept_as: str = "") -> TextScore:
         """The score of another contestant on the same windows.
@@ -95,7 +100,7 @@ class Reference:
         """
         scores = []
         for number, window in enumerate(self._windows):
-            file = self._folder / f"{number}.{kept_as}.score"
+            file = self._file(number, f"{kept_as}.score")
             if not (kept_as and file.is_file()):
                 score = self._compare(contestant, number, window)
                 if not kept_as:
@@ -118,11 +123,11 @@ class Reference:
         divergence = (ours.exp() * (ours - theirs)).nan_to_num_(0.0, posinf=torch.inf).sum(-1)
         return TextScore(_surprise(theirs, window), divergence, theirs.argmax(-1) == ours.argmax(-1))
 
-    def _file(self, number: int) -> Path:
-        return self._folder / f"{number}.logits"
+    def _file(self, number: int, kind: str) -> Path:
+        return self._folder / f"{_digest(self._windows[number])}.{kind}"
 
     def _logits(self, number: int) -> torch.Tensor:
-        file = self._file(number)
+        file = self._file(number, "logits")
         return torch.from_file(str(file), size=file.stat().st_size // 4).view(len(self._windows[number]) - 1, -1)
 
 
@@ -183,15 +188,17 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
             if plan.keep is None:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="switchyard-quality-")))
             else:
-                folder = _kept(plan.keep, checkpoint, windows)
+                folder = _kept(plan.keep, checkpoint)
             known = None if plan.reference_tokens is None else max(1, plan.reference_tokens // len(windows[0]))
             reference = Reference(_contestant(loaded), windows, folder, known)
         _describe_reference(exact, reference.score, report)
         for precision, types in contestants.items():
             say(precision)
             with opened(replace(config, precision=precision)) as loaded:
+                if loaded.info.device_note:  # without native kernels, say: other kernels round otherwise
+                    say(loaded.info.device_note)
                 score, precision = reference.compare(_contestant(loaded), precision), loaded.info.precision
-            _describe(precision, score, exact, reference.score, report)
+            _describe(precision, score, exact, reference, report)
             for quantisation in types if plan.peers else ():
                 name = f"llama.cpp, {quantisation.value if quantisation else 'same file'}"
                 try:
@@ -202,17 +209,25 @@ def bench_quality(config: EngineConfig, plan: QualityPlan, report: Report, say: 
                 except (PeerError, EngineError, ValueError) as failure:
                     report.skip_peer(name, str(failure))
                     continue
-                _describe(name, theirs, exact, reference.score, report)
+                _describe(name, theirs, exact, reference, report)
                 report.rows += [_perplexity(precision, score, name, theirs), *_above(precision, score, name, theirs)]
+                more = (score.divergence - theirs.divergence)[reference.later]
+                report.rows += [
+                    ReportRow(f"divergence of {precision} above that of {name}, {_LATER}", _mean(more), "nats", 1),
+                    ReportRow(f"standard error of that divergence ({precision}, {name})", _error(more), "nats", 1),
+                ]
 
 
-def _kept(keep: Path, checkpoint: Path, windows: Sequence[Window]) -> Path:
-    """The folder of this text and this state of the checkpoint."""
+def _kept(keep: Path, checkpoint: Path) -> Path:
+    """The folder of this state of the checkpoint."""
     parts = [each for each in (checkpoint, *sorted(checkpoint.glob("*"))) if each.is_file()]
-    state = [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]
-    folder = keep / hashlib.blake2b(repr((checkpoint, state, windows)).encode(), digest_size=8).hexdigest()
+    folder = keep / _digest((checkpoint, [(part.name, part.stat().st_size, part.stat().st_mtime_ns) for part in parts]))
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def _digest(of: object) -> str:
+    return hashlib.blake2b(repr(of).encode(), digest_size=8).hexdigest()
 
 
 def _file_for_peer(checkpoint: Path, quantisation: Quantisation | None, say: Callable[[str], None]) -> Path:
@@ -227,13 +242,18 @@ def _describe_reference(exact: str, score: TextScore, report: Report) -> None:
     report.rows.append(ReportRow(f"perplexity of {exact}", score.perplexity, "", 1))
 
 
-def _describe(name: str, score: TextScore, exact: str, reference: TextScore, report: Report) -> None:
+_LATER = "but for first tokens"
+"""Of a window, whose activations are up to thousands of times as large as those of others."""
+
+
+def _describe(name: str, score: TextScore, exact: str, reference: Reference, report: Report) -> None:
     """What can be said beside the reference, of the tokens that it read."""
-    score = replace(score, surprise=score.surprise[: len(reference.surprise)])
+    score = replace(score, surprise=score.surprise[: len(reference.score.surprise)])
     report.rows += [
-        _perplexity(name, score, exact, reference),
-        *_above(name, score, exact, reference),
-        ReportRow(f"divergence of {name} from {exact}", float(score.divergence.mean()), "nats", 1),
+        _perplexity(name, score, exact, reference.score),
+        *_above(name, score, exact, reference.score),
+        ReportRow(f"divergence of {name} from {exact}", _mean(score.divergence), "nats", 1),
+        ReportRow(f"divergence of {name} from {exact}, {_LATER}", _mean(score.divergence[reference.later]), "nats", 1),
         ReportRow(f"tokens where {name} agrees with {exact}", 100 * float(score.agrees.float().mean()), "%", 1),
     ]
 
@@ -241,11 +261,20 @@ def _describe(name: str, score: TextScore, exact: str, reference: TextScore, rep
 def _above(name: str, score: TextScore, peer: str, other: TextScore) -> list[ReportRow]:
     """By how much one's perplexity is above the other's; the error is that of differences token by token."""
     more = (score.surprise - other.surprise).double()
-    error = float(more.std()) / math.sqrt(len(more)) if len(more) > 1 else 0.0
     return [
         ReportRow(f"perplexity of {name} above that of {peer}", 100 * math.expm1(float(more.mean())), "%", 1),
-        ReportRow(f"standard error of that ({name}, {peer})", 100 * error, "%", 1),
+        ReportRow(f"standard error of that ({name}, {peer})", 100 * _error(more), "%", 1),
     ]
+
+
+def _mean(values: torch.Tensor) -> float:
+    """0 of none."""
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _error(values: torch.Tensor) -> float:
+    """The standard error of their mean."""
+    return float(values.std()) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def _perplexity(name: str, score: TextScore, peer: str, other: TextScore) -> ReportRow:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from typing import Any
@@ -82,6 +83,7 @@ def misbehave(kind: str) -> None:
                     params = {"level": "info", "data": "x" * 10_000}
                     _say({"method": "notifications/message", "params": params})
             text = {"huge": "x" * 100 * 2**20, "long": "y" * 200_000, "tokens": "<|im_end|>\x00 done"}.get(kind, "")
+            text = os.environ.get("API_KEY", "none") if kind == "keyed" else text
             _say({"id": number, "result": {"content": [{"type": "text", "text": text}]}})
         elif number is not None:
             _say({"id": number, "error": {"code": -32601, "message": "unknown"}})

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from PySide6.QtCore import QCoreApplication, QObject, QTimer, Signal
+from PySide6.QtCore import QObject, QTimer, Signal
 
-from app.services.chat_store import AnswerStats, Attachment, ChatStore, Fold, Message, MessageState, Step, ToolUse
-from app.services.chat_store.records import CallState, clean_text
+from app.services.chat_store import AnswerStats, Attachment, ChatStore, Fold, Message, MessageState
+from app.services.chat_store.records import clean_text
 from app.services.engine_client import EngineClient, EngineState
 from app.services.engine_request import ChatAnswer
 from app.services.sampling_presets import THINKING_TOKENS, own_sampling
@@ -21,11 +21,17 @@ from engine.common.config import SamplingParams
 from engine.common.errors import ErrorCode
 from engine.protocol import Called, ChatMessage, Failed, Finished, Progress, Token
 from engine.remote.endpoint import RemoteModel
-
-if TYPE_CHECKING:
-    from app.services.tools.service import OfferedTool, Outcome
-
-translate = QCoreApplication.translate
+from engine.tools.rounds import (
+    DENIED,
+    CallState,
+    OfferedTool,
+    Outcome,
+    ToolUse,
+    begin_round,
+    find_tool,
+    step_turns,
+    turns_after,
+)
 
 SHOW_MS = 40
 """Interval of text updates to the window: faster than people read, and far fewer events than tokens."""
@@ -65,7 +71,8 @@ class Phase:
 class ToolRunner(Protocol):
     """What may be called, and how; see `app.services.tools`."""
 
-    def may_run(self, offered: OfferedTool, in_chat: Sequence[str]) -> bool: ...
+    @property
+    def always_allowed(self) -> tuple[str, ...]: ...
 
     def run(
         self,
@@ -94,10 +101,6 @@ class ToolOffer:
     def tools(self) -> tuple[Tool, ...]:
         """As models see them."""
         return tuple(each.tool for each in self.offered)
-
-    def find(self, name: str) -> OfferedTool | None:
-        """The one that a model calls so."""
-        return next((each for each in self.offered if each.tool.name == name), None)
 
 
 @dataclass(slots=True)
@@ -130,10 +133,6 @@ class _Turn:
         return self.answer.steps[-1].calls if self.answer.steps else ()
 
 
-MOST_ROUNDS, MOST_CALLS = 20, 16
-"""Of tools in one answer, and of calls in one round."""
-MOST_ALIKE = 3
-"""Calls of one tool with the same arguments, after which a model has lost its way."""
 UNSEEN = "[a picture]"
 """What a model that reads text only gets of a message without any."""
 UNREAD = "[a document that could not be read]"
@@ -204,50 +203,14 @@ def prompt_of(
     return tuple(found)
 
 
-def step_turns(step: Step) -> tuple[ChatMessage, ...]:
-    """What a model wrote with its calls, and what they returned."""
-    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in step.calls)
-    said = ChatMessage("assistant", step.text, step.reasoning, tool_calls=calls)
-    return said, *(ChatMessage("tool", call.result or _NOTHING[call.state], answers=call.id) for call in step.calls)
-
-
-_NOTHING = dict.fromkeys(("asked", "running", "failed", "denied"), "The call was stopped.") | {"done": "(nothing)"}
-DENIED = "The user did not allow this call."
-NO_SUCH_TOOL = "There is no tool of this name."
-ANSWER_NOW = "Answer now in words, with these results."
-"""What a model is told that calls again what it has called: a small one goes on so otherwise."""
-
-
-def _is_taken(answer: Message, call_id: str) -> bool:
-    return not call_id or any(use.id == call_id for step in answer.steps for use in step.calls)
-
-
-def _refused(step: Step, why: str) -> Step:
-    """A step none of whose calls runs."""
-    return replace(step, calls=tuple(replace(use, state="failed", result=why) for use in step.calls))
-
-
-def _is_repeated(steps: Sequence[Step]) -> bool:
-    """Whether the last calls were all made before."""
-    earlier = {(use.name, use.arguments) for step in steps[:-1] for use in step.calls}
-    return all((use.name, use.arguments) in earlier for use in steps[-1].calls)
-
-
-def _lost_way(answer: Message) -> str:
-    """Why an answer calls no more tools, as a sentence for the model and for people; empty if it may go on."""
-    last = answer.steps[-1].calls
-    made = Counter((use.name, use.arguments) for step in answer.steps for use in step.calls)
-    for use in last:
-        if made[use.name, use.arguments] >= MOST_ALIKE:
-            words = translate("Tools", "{0} was called with the same arguments {1} times: no more calls, answer now.")
-            return words.format(use.name, MOST_ALIKE)
-    if len(answer.steps) > MOST_ROUNDS:
-        words = translate("Tools", "Tools were called {0} times in a row: no more calls, answer now.")
-        return words.format(MOST_ROUNDS)
-    if len(last) > MOST_CALLS:
-        words = translate("Tools", "More than {0} tools were called at once: no more calls, answer now.")
-        return words.format(MOST_CALLS)
-    return ""
+def sent_text(message: Message, *, calls: bool) -> str:
+    """All that `prompt_of` sends of a message, pictures and documents excepted, to be counted."""
+    parts = []
+    for step in message.steps:
+        parts.append(step.text)
+        if calls:
+            parts += [part for use in step.calls for part in (use.name, use.arguments, use.result)]
+    return "\n\n".join(filter(None, (*parts, message.content)))
 
 
 class AnswerQueue(QObject):
@@ -538,35 +501,25 @@ class AnswerQueue(QObject):
     def _begin_calls(self, turn: _Turn, stats: AnswerStats) -> None:
         assert turn.offer is not None
         calls, turn.calls, turn.stats = turn.calls, (), stats
-        answer = turn.answer
-        uses = []
-        for number, call in enumerate(calls):
-            offered = turn.offer.find(call.name)
-            server = offered.server if offered is not None else ""
-            named = f"{call.id or 'call'}-{len(answer.steps)}-{number}" if _is_taken(answer, call.id) else call.id
-            uses.append(ToolUse(named, call.name, call.arguments, server=server))
-        step = Step(answer.content, answer.reasoning, tuple(uses))
-        turn.answer = replace(answer, content="", reasoning="", steps=(*answer.steps, step))
+        answer, offer = turn.answer, turn.offer
+        begun = begin_round(answer.steps, answer.content, answer.reasoning, calls, offer.offered)
+        turn.answer = replace(answer, content="", reasoning="", steps=(*answer.steps, begun.step))
         turn.first_at, turn.unsaved = 0.0, False
-        offer = turn.offer
-        if trouble := _lost_way(turn.answer):  # it answers once more, with what it has and no tools
-            turn.answer = replace(turn.answer, steps=(*answer.steps, _refused(step, trouble)))
-            turn.offer, uses = None, []
+        turn.offer = None if begun.is_last else offer
         self._calling[answer.id] = turn
         self._store.save_step(turn.answer)
         self._store.set_steps(turn.answer)
-        for use in uses:
-            offered = offer.find(use.name)
-            if offered is None:
-                self._put(turn, use.id, state="failed", result=NO_SUCH_TOOL)
-            elif offer.runner.may_run(offered, offer.in_chat):
+        for use in begun.step.calls:
+            offered = find_tool(offer.offered, use.name)
+            allowed = (*offer.runner.always_allowed, *offer.in_chat)
+            if use.state == "asked" and offered is not None and offered.may_run(allowed):
                 self._run(turn, use.id)
         self._go_on(turn)
 
     def _run(self, turn: _Turn, call_id: str) -> None:
         assert turn.offer is not None
         use = next(each for each in turn.uses if each.id == call_id)
-        offered = turn.offer.find(use.name)
+        offered = find_tool(turn.offer.offered, use.name)
         assert offered is not None
         begun = self._clock()
 
@@ -585,8 +538,8 @@ class AnswerQueue(QObject):
 
     def _put(self, turn: _Turn, call_id: str, **changes: Any) -> None:
         *before, step = turn.answer.steps
-        calls = tuple(replace(use, **changes) if use.id == call_id else use for use in step.calls)
-        turn.answer = replace(turn.answer, steps=(*before, replace(step, calls=calls)))
+        step = step.with_use(call_id, lambda use: replace(use, **changes))
+        turn.answer = replace(turn.answer, steps=(*before, step))
 
     def _go_on(self, turn: _Turn) -> None:
         """Shows where the calls are; once all have ended the model reads what they returned."""
@@ -599,9 +552,7 @@ class AnswerQueue(QObject):
             self._set_phase(turn, Phase(Stage.ALLOWING if "asked" in states else Stage.CALLING))
             return
         del self._calling[turn.answer.id]
-        turn.messages = (*turn.messages, *step_turns(turn.answer.steps[-1]))
-        if turn.offer is None or _is_repeated(turn.answer.steps):
-            turn.messages = (*turn.messages, ChatMessage("user", ANSWER_NOW))
+        turn.messages = (*turn.messages, *turns_after(turn.answer.steps, is_last=turn.offer is None))
         turn.request, turn.tokens, turn.first_tokens = None, 0, 0
         self._waiting.append(turn)
         if turn.remote is None:

@@ -14,12 +14,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from PySide6.QtCore import QBuffer, QByteArray, QCoreApplication, QMimeData, QObject, QSize, Qt, QUrl
-from PySide6.QtGui import QColor, QImage, QImageReader, QPainter
+from PySide6.QtGui import QColor, QImage, QImageReader, QPainter, QTransform
 
 from app.services.background import TaskQueue
 from engine.common.chat import Picture
 from engine.common.foreign import read_foreign, reason
-from engine.common.pictures import MOST_ALL_BYTES, MOST_PICTURES, SUFFIXES, is_endless, kind_of, media_of
+from engine.common.pictures import (
+    MOST_ALL_BYTES,
+    MOST_PICTURES,
+    MOST_PIXELS,
+    SUFFIXES,
+    is_endless,
+    kind_of,
+    media_of,
+    orientation_of,
+)
 from engine.common.sizes import about
 
 MOST_SIDE_PX = 2048
@@ -30,6 +39,18 @@ JPEG_QUALITY = 90
 OTHER_SUFFIXES = (".heic", ".heif", ".avif", ".svg", ".svgz", ".tif", ".tiff", ".bmp", ".jxl", ".jp2", ".psd")
 """Pictures that are refused by name."""
 _FILE_MANAGERS = ("x-special/nautilus-clipboard", "copy", "cut")
+_JPEG_TIMES = 3
+"""As many pixels as of other kinds: it is scaled while it is read."""
+_TURNS = {
+    2: (True, 0),
+    3: (False, 180),
+    4: (True, 180),
+    5: (True, 270),
+    6: (False, 90),
+    7: (True, 90),
+    8: (False, 270),
+}
+"""By EXIF's orientation, which Qt reads of JPEG files alone: whether it is mirrored, and degrees to turn it then."""
 _MOST = QSize(MOST_SIDE_PX, MOST_SIDE_PX)
 _FORMATS = ("png", "jpeg", "webp", "gif")
 
@@ -151,7 +172,6 @@ def _read(path: Path) -> QImage:
     buffer = QBuffer(content)
     reader = QImageReader(buffer)
     reader.setDecideFormatFromContent(True)
-    reader.setAutoTransform(True)
     if bytes(reader.format().data()).decode("ascii", "replace") not in _FORMATS:
         kind = (
             ""
@@ -163,7 +183,11 @@ def _read(path: Path) -> QImage:
             raise NotAPictureError(words.format(path.name, kind))
         words = translate("Pictures", "{0} is no PNG, JPEG, WebP or GIF picture.")
         raise NotAPictureError(words.format(path.name))
-    size = reader.size()
+    size, is_jpeg = reader.size(), bytes(reader.format().data()) == b"jpeg"
+    if size.width() * size.height() > MOST_PIXELS * (_JPEG_TIMES if is_jpeg else 1):
+        raise NotAPictureError(
+            translate("Pictures", "{0} has too many pixels: make it smaller first.").format(path.name)
+        )
     if size.isValid():
         reader.setScaledSize(fitting(size, _MOST))  # while it is read: a photo of a camera takes little memory
     image = reader.read()
@@ -175,6 +199,8 @@ def _read(path: Path) -> QImage:
             else translate("Pictures", "{0} is damaged and cannot be shown.")
         )
         raise NotAPictureError(words.format(path.name))
+    if (turn := _TURNS.get(orientation_of(data))) is not None:
+        image = image.transformed(QTransform().rotate(turn[1]).scale(-1 if turn[0] else 1, 1))
     return image
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from app.services.library import Library
     from app.services.model_speeds import ModelSpeeds
     from app.services.speed_test import SpeedTest
-    from app.services.tools.service import Tools
+    from app.services.tools import Tools
     from app.services.tuning import Tuning
     from app.services.updates import Updates
 
@@ -187,14 +186,9 @@ class Services:
     @cached_property
     def tools(self) -> Tools:
         """Tools that chats may offer to models."""
-        from app.services.tools.service import Tools
+        from app.services.tools import Tools
 
-        return Tools(self.settings, lambda: self.documents, self._start_batch)
-
-    def _start_batch(self, prompt: str, rows: Sequence[str]) -> str:
-        from app.services.tools.built_in import start_batch
-
-        return start_batch(self.jobs, prompt, rows)
+        return Tools(self.settings, lambda: self.documents, lambda job, rows: self.jobs.add(job, rows))
 
     @cached_property
     def api_server(self) -> ApiServer:

@@ -52,6 +52,11 @@ class _Child:
             raise PeerError(f"{python} cannot be started ({error.strerror})") from error
 
     @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
+
+    @property
     def alive(self) -> bool:
         """Whether the process still runs."""
         return self._process.poll() is None

@@ -25,8 +25,8 @@ from engine.common.profile_file import MAX_PROFILE_BYTES, ProfileFile, refused
 
 KINDS = ("moe", "dense")
 ABILITIES = ("reasoning", "code", "tools", "pictures", "documents", "languages", "embeddings")
-"""What a model may be especially good at: thinking before it answers, programming, calling tools, seeing pictures (if
-its files do here), long documents, very many languages, and vectors of texts in the place of answers."""
+"""What a model does beside answering texts: it thinks first, calls tools, sees pictures (all of these if its files do
+here), or gives vectors of texts; and what it is especially good at: programs, long documents, very many languages."""
 _FREE = ("Apache-2.0", "MIT")
 _DATE = re.compile(r"20\d\d-[01]\d-[0-3]\d")
 
@@ -64,7 +64,7 @@ class CatalogueEntry:
         context: longest, in tokens.
         strengths: what it is good at, in one plain sentence.
         languages: in words.
-        abilities: those of `ABILITIES` that it is especially good at.
+        abilities: those of `ABILITIES` that it has.
         files: quantisations, the best quality first.
         shape: the model, for predictions without a network.
         unchecked: names of the fields that nobody compared with the hub; `bytes` are those of the files.

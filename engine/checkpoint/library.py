@@ -31,10 +31,11 @@ from engine.common.errors import EngineError
 from engine.common.files import write_private
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import PREPARED_VARIABLE, cache_dir, data_dir, models_dir
+from engine.families.pictures import SIGHTS
 from engine.families.replies.thinking import may_think, takes_tools, thinking_choices
 
-_VERSION = 5
-"""Of the file with descriptions; another is not read."""
+_VERSION = [6, *sorted(SIGHTS)]
+"""Of the file with descriptions, and what is known to see; another is not read."""
 _MOST_DESCRIPTIONS = 8 * 2**20
 _MOST_KEPT = 2000
 _MOST_TEMPLATE = 16 * 2**20
@@ -377,7 +378,7 @@ def _descriptions_file() -> Path:
 
 _TEXTS = ("family", "dtype", "source", "precision_words")
 _NUMBERS = ("parameters", "bytes_on_disk", "experts", "experts_per_token", "context_tokens")
-_ABLE = ("sees", "calls_tools", "thinks")
+_ABLE = ("embeds", "sees", "calls_tools", "thinks")
 
 
 def _fields(entry: LibraryEntry) -> dict[str, str | int]:
@@ -394,7 +395,8 @@ def _kept_entry(path: Path, kept: dict[str, Any]) -> LibraryEntry:
 
 def _state(path: Path) -> str:
     digest = hashlib.sha256()
-    for file in files_of(path):
+    towers = [] if path.is_dir() else sorted(path.parent.glob("*mmproj*.gguf"))
+    for file in (*files_of(path), *towers):
         with contextlib.suppress(OSError):
             status = file.stat()
             digest.update(f"{file.name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="surrogateescape"))

@@ -33,7 +33,8 @@ LEAST_BUDGET = 2**28
 """Bytes: less holds no model, and was not meant."""
 LEAST_CONTEXT = 512
 """Tokens: less holds no conversation."""
-_DEVICE = re.compile(r"(cuda|xpu):\d+(,\1:\d+)*|emulated:[\w.-]+(\?host=(fixed|only))?", re.ASCII)
+_EMULATED = r"emulated:[\w.-]+(\?host=(fixed|only))?"
+_DEVICE = re.compile(rf"(cuda|xpu):\d+(,\1:\d+)*|{_EMULATED}(,{_EMULATED})*", re.ASCII)
 
 
 def is_device(text: str) -> bool:

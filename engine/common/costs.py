@@ -42,6 +42,8 @@ class Cost(StrEnum):
     DISK = "a read from disk, by bytes"
     CPU_LAYER = "a layer without its experts on the CPU, by tokens"
     CARD_LAYER = "the same on the card, by tokens"
+    CPU_ATTENTION = "attention on the CPU, by bytes of keys and values"
+    CARD_ATTENTION = "the same on the card"
     FETCHING = "letting an expert be fetched, which keeps a step"
     FETCHING_FOR_PROMPT = "the same in a prompt"
     ENTERING = "a prompt's way to the CPU and back, beside computing and copying"
@@ -158,6 +160,14 @@ class CostModel:
         if (known := self._known.get(kind)) is not None:
             return known.source if known.factor == 1.0 else Source.OBSERVED
         return Source.OBSERVED if kind in self._seen and self._seen[kind].count else Source.ASSUMED
+
+    def knows(self, kind: Cost) -> bool:
+        """Whether something is known of it beforehand."""
+        return kind in self._known
+
+    def factor(self, kind: Cost) -> float:
+        """What the run has found, over what was known beforehand."""
+        return self._known[kind].factor if kind in self._known else 1.0
 
     def predict(self, kind: Cost, size: float = 1) -> float:
         """Seconds; 0 of work of which nothing is known, and none of size 1 was observed."""

@@ -113,6 +113,14 @@ def is_endless(data: bytes) -> bool:
     return False
 
 
+def orientation_of(data: bytes) -> int:
+    """How EXIF says that a picture's file is turned, 1 to 8; 1 if it does not say."""
+    try:
+        return _turn(_WALKS[kind_of(data)](data).exif)
+    except (_DamagedError, LookupError, ValueError):
+        return 1
+
+
 def picture_of(data: bytes, where: str) -> Picture:
     """The picture that a file's bytes are; only its headers are looked at.
 

@@ -41,11 +41,12 @@ class Meter:
         self.clock, self._timeline, self._profile = timeline.clock, timeline, profile
         self._seconds = 0.0
         self._compute: ClockedStream | None = None
+        self._beside: ClockedStream | None = None
         self._inside = False
 
-    def compute_on(self, stream: ClockedStream) -> None:
-        """The stream that the caller's own operators are queued on."""
-        self._compute = stream
+    def compute_on(self, stream: ClockedStream, beside: ClockedStream) -> None:
+        """The stream that the caller's own operators are queued on, and that of what the processor does meanwhile."""
+        self._compute, self._beside = stream, beside
 
     @property
     def launch_s(self) -> float:
@@ -78,6 +79,12 @@ class Meter:
         if not self.clock.is_fixed:
             return took_s * profile.cpu_slowdown
         return profile.call_us / 1e6 + max(nbytes / (profile.cpu_gbps * 1e9), flops / (profile.cpu_tflops * 1e12))
+
+    def beside(self, after: Event, seconds: float) -> Event:
+        """When the processor has worked so long on a thread of its own, from `after` on."""
+        assert self._beside is not None
+        self._beside.wait(after)
+        return self._beside.charge(seconds)
 
     def charge(self, seconds: float) -> None:
         """The card has worked so long, and the host waits for it."""
@@ -319,24 +326,25 @@ def open_clocked(
         Direction.P2P: Wire(*profile.from_peers),
     }
 
-    def stream(role: str, usual: Direction | None, *, is_urgent: bool = False) -> ClockedStream:
+    def stream(
+        role: str, usual: Direction | None, *, is_urgent: bool = False, call_s: float = profile.call_us / 1e6
+    ) -> ClockedStream:
         def carries(
             destination: torch.Tensor, source: torch.Tensor, asked: Direction | None
         ) -> tuple[Direction, Wire | None]:
             direction = asked or usual or direction_between(memory, destination, source, crosses=is_urgent)
             return direction, wires.get(direction)
 
-        return ClockedStream(
-            f"{name} {role}", timeline, meter, log, carries, is_urgent=is_urgent, call_s=profile.call_us / 1e6
-        )
+        return ClockedStream(f"{name} {role}", timeline, meter, log, carries, is_urgent=is_urgent, call_s=call_s)
 
     streams = (
         stream("compute", None),
         stream("h2d", Direction.H2D),
         stream("d2h", Direction.D2H),
         stream("small copies", None, is_urgent=True),
+        stream("processor", None, call_s=0.0),
     )
-    meter.compute_on(streams[0])
+    meter.compute_on(streams[0], streams[4])
     is_open = True
 
     def close() -> None:

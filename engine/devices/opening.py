@@ -101,6 +101,12 @@ def open_devices(spec: str, vram_bytes: int | None = None) -> list[Device]:
             devices = [
                 opened.enter_context(device) for one in spec.split(",") for device in open_devices(one, vram_bytes)
             ]
+            if len({device.name for device in devices}) < len(devices):
+                raise EngineError(ErrorCode.INVALID_REQUEST, f"{spec} has a card twice: several alike are NAMEx2.")
+            if len({device.meter is None for device in devices}) > 1:
+                raise EngineError(
+                    ErrorCode.INVALID_REQUEST, f"{spec}: cards with a clock of their own stand beside no others."
+                )
             opened.pop_all()
         return devices
     kind, colon, which = spec.partition(":")

@@ -417,7 +417,7 @@ class HybridExperts(ExpertLayer):
         step.on_cpu += len(on_cpu)
         if step.on_cpu + step.fetched == len(step.lookup.misses):
             self._bring_ahead(step)  # behind this layer's own copies, while the CPU computes
-        if self.is_part and on_cpu:
+        if self.is_part and on_cpu and self.source.has_all:  # slots in RAM are not kept while others are given work
             self.own_s += sum(self.latency.cpu_s(step.routing.tokens(expert)) for expert in on_cpu)
             yield
         for way, mine in on_caller:

@@ -74,20 +74,56 @@ class RecordSource:
         return False
 
 
+class _PartHeld(Held):
+    """Records that a layer holds, by the numbers of a part of it."""
+
+    def __init__(self, whole: Held, first: int) -> None:
+        self._whole, self._first = whole, first
+        self.rows = {expert - first: row for expert, row in whole.rows.items()}
+        self.arriving = {expert - first: arrival for expert, arrival in whole.arriving.items()}
+        self.left = [expert - first for expert in whole.left]
+
+    def record(self, expert: int) -> torch.Tensor:
+        return self._whole.record(self._first + expert)
+
+    def until(self, expert: int, copied: Event) -> None:
+        self._whole.until(self._first + expert, copied)
+
+    def release(self, experts: Iterable[int] | None = None) -> None:
+        self._whole.release(None if experts is None else [self._first + expert for expert in experts])
+
+
 class PartOfRecords(RecordSource):
-    """Some of a layer's records, all of them in RAM, as if they were a layer.
+    """Some of a layer's records as if they were a layer.
 
     Args:
-        kernel: the CPU's, of the whole layer.
+        whole: the layer's.
         own: which they are.
     """
 
-    def __init__(self, bank: LayerRecords, kernel: ExpertKernel, own: range) -> None:
-        super().__init__(bank, kernel)
-        self.num_experts, self._first = len(own), own.start
+    def __init__(self, whole: RecordSource, own: range) -> None:
+        self._whole, self._first = whole, own.start
+        self.kernel, self.has_all, self.num_experts = whole.kernel, whole.has_all, len(own)
 
-    def acquire(self, experts: Sequence[int], *, waits: bool = True) -> Held:  # noqa: ARG002
-        return Held(self._records, {expert: self._first + expert for expert in experts})
+    @property
+    def lendable(self) -> int:
+        return self._whole.lendable
+
+    def acquire(self, experts: Sequence[int], *, waits: bool = True) -> Held:
+        return _PartHeld(self._whole.acquire(self._in_whole(experts), waits=waits), self._first)
+
+    def hold_present(self, experts: Sequence[int]) -> Held:
+        return _PartHeld(self._whole.hold_present(self._in_whole(experts)), self._first)
+
+    def prefetch(self, experts: Iterable[int], dead: Iterable[tuple[int, int]] = ()) -> int:  # noqa: ARG002
+        """See `RecordSource.prefetch`; what is dead is by the numbers of a card."""
+        return self._whole.prefetch(self._in_whole(experts))
+
+    def wait_for_copies(self) -> bool:
+        return self._whole.wait_for_copies()
+
+    def _in_whole(self, experts: Iterable[int]) -> list[int]:
+        return [self._first + expert for expert in experts]
 
 
 class Arrivals:

@@ -22,6 +22,8 @@ class Origin(StrEnum):
     """Reported by the driver or the operating system."""
     ASSUMED = "assumed"
     """From data sheets, or typical of such machines."""
+    MODELLED = "modelled"
+    """Of a machine whose time is modelled: reached by definition."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,9 @@ class CallProfile:
         card_s, host_s: added if the card, or the CPU, computes any of its experts.
         host_expert_s: added for each expert that the CPU computes.
         single_s: of an expert that the card computes in a call of its own.
+        fetch_s: of letting an expert be fetched.
+        launch_s: from one kernel to the next on a card whose time is modelled; flags_s: of the flags and rows by which
+            its tokens ask the CPU for a layer's experts.
     """
 
     native_s: float = 0.0
@@ -110,6 +115,9 @@ class CallProfile:
     host_s: float = 0.0
     host_expert_s: float = 0.0
     single_s: float = 0.0
+    fetch_s: float = 0.0
+    launch_s: float = 0.0
+    flags_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

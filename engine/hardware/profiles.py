@@ -19,7 +19,7 @@ from pathlib import Path
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.foreign import parse_json, read_foreign, reason
 from engine.common.paths import resources_dir
-from engine.hardware.machine import GpuProfile, HardwareProfile, LinkProfile
+from engine.hardware.machine import CallProfile, CpuProfile, GpuProfile, HardwareProfile, LinkProfile, Origin
 
 EMULATED = "emulated:"
 """What the names of emulated devices begin with."""
@@ -98,6 +98,9 @@ _REQUIRED = 6
 _OPTIONAL = tuple(field.name for field in fields(DeviceProfile)[_REQUIRED:])
 _FIXED_HOST, _ONLY_HOST = "?host=fixed", "?host=only"
 _ROOMY = 2**37
+_CALLS_OF_LAYER, _CALLS_OF_CARD, _CALLS_OF_HOST, _CALLS_OF_FETCH = 4, 4, 4, 3
+"""Calls of the driver, of `call_us` each, that the dispatcher makes for a layer, a card's share, the CPU's, and an
+expert that is fetched."""
 
 
 _lent: dict[str, DeviceProfile] = {}
@@ -207,7 +210,9 @@ def emulated_cards(device: str) -> tuple[str, int]:
 
 
 def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | None = None) -> HardwareProfile:
-    """The machine with the card that an emulated device stands for: its memory and link, this processor's speed.
+    """The machine with the card that an emulated device stands for: its memory and link, this processor's speed.  One
+    with a clock of its own has the speed of its data sheet, and so has its processor if the host's time is fixed.
+    Cards of several kinds count as so many of the slowest, with the memory that there is of all.
 
     Args:
         memory_bytes: of one card, if it is not to use all of it.
@@ -215,17 +220,38 @@ def with_emulated(machine: HardwareProfile, device: str, memory_bytes: int | Non
     Raises:
         EngineError: as `read_profile`.
     """
-    name, count = emulated_cards(device)
-    card, cpu = read_profile(name), machine.cpu
+    kinds = [(read_profile(name), count) for name, count in map(emulated_cards, device.split(","))]
+    count, cpu = sum(each for _, each in kinds), machine.cpu
+    card = min((one for one, _ in kinds), key=lambda one: (one.card_gbps, one.link_h2d_gbps, -one.compute_slowdown))
+    memory_bytes = memory_bytes or sum(one.vram_bytes * each for one, each in kinds) // count
     flops, bytes_per_s = cpu.flops / card.compute_slowdown, cpu.ram_bytes_per_s / card.compute_slowdown
+    latency_s, calls, origins = card.link_latency_us / 1e6, machine.calls, dict(machine.origins)
     if card.has_clock:
         flops, bytes_per_s = card.card_tflops * 1e12, card.card_gbps * 1e9
-        slower = card.cpu_slowdown
-        cpu = replace(cpu, flops=cpu.flops / slower, ram_bytes_per_s=cpu.ram_bytes_per_s / slower)
-    gpu = GpuProfile(f"{EMULATED}{name}", memory_bytes or card.vram_bytes, flops, bytes_per_s, count)
+        slower, modelled = card.cpu_slowdown, ["gpu.flops", "gpu.bytes_per_s", "link.h2d", "link.d2h"]
+        rates = {threads: rate / slower for threads, rate in cpu.weights_bytes_per_s.items()}
+        cpu = replace(
+            cpu, flops=cpu.flops / slower, ram_bytes_per_s=cpu.ram_bytes_per_s / slower, weights_bytes_per_s=rates
+        )
+        if has_fixed_host(device):
+            rate = card.cpu_gbps * 1e9
+            cpu = CpuProfile(cpu.name, 1, card.cpu_tflops * 1e12, rate, cpu.ram_bytes, {1: rate})
+            modelled += ["cpu.flops", "cpu.ram_bytes_per_s"]
+        origins |= dict.fromkeys(modelled, Origin.MODELLED)
+        call_s = card.call_us / 1e6
+        calls = CallProfile(
+            native_s=call_s if has_fixed_host(device) else calls.native_s,
+            layer_s=latency_s + _CALLS_OF_LAYER * call_s,
+            card_s=_CALLS_OF_CARD * call_s,
+            host_s=_CALLS_OF_HOST * call_s,
+            fetch_s=_CALLS_OF_FETCH * call_s,
+            launch_s=card.launch_us / 1e6,
+            flags_s=2 * latency_s + call_s,
+        )
+    gpu = GpuProfile(f"{EMULATED}{card.name}", memory_bytes, flops, bytes_per_s, count)
     h2d, d2h = card.link_h2d_gbps * 1e9, card.link_d2h_gbps * 1e9
-    link = LinkProfile(h2d, d2h, h2d, card.link_latency_us / 1e6, card.peer_gbps * 1e9)
-    return replace(machine, cpu=cpu, gpu=gpu, link=link)
+    link = LinkProfile(h2d, d2h, h2d, latency_s, card.peer_gbps * 1e9)
+    return replace(machine, cpu=cpu, gpu=gpu, link=link, calls=calls, origins=origins)
 
 
 def _checked(content: dict[str, object], path: Path, *, named_by_file: bool = True) -> DeviceProfile:

@@ -40,8 +40,8 @@ from engine.measure.link import Copies, PinnedLimit
 from engine.measure.run import (
     DRIFT,
     Measurement,
-    MeasurementProgress,
     NotMeasuredError,
+    OnProgress,
     Row,
     Run,
     drift_of,
@@ -154,7 +154,7 @@ def measure_machine(
     device: Device | None,
     folder: Path,
     *,
-    on_progress: Callable[[MeasurementProgress], None] = lambda _progress: None,
+    on_progress: OnProgress = lambda _name, _done, _found: None,
     cancelled: Callable[[], bool] = lambda: False,
     throttling: Callable[[], float] | None = None,
     others_bytes: Callable[[], int | None] | None = None,
@@ -170,7 +170,7 @@ def measure_machine(
         others_bytes: video memory that other programs use.
 
     Raises:
-        MeasurementCancelledError: soon after `cancelled()`.
+        RequestCancelled: soon after `cancelled()`.
     """
     beside = None if device is None or device.name == "cpu" else device
     threads = max(1, min(probe.physical_cores or probe.usable_cpus, probe.usable_cpus))
@@ -184,7 +184,7 @@ def measure_machine(
     if run.unsteady:
         names = ", ".join(sorted(run.unsteady)[:3])
         notes.append(f"Some numbers never settled ({names}): close other programs and measure again.")
-    on_progress(MeasurementProgress("", 1.0))
+    on_progress("", 1.0, None)
     return Measurements(
         kind=what.kind,
         device="" if beside is None else beside.name.partition("#")[0],
@@ -239,9 +239,9 @@ def cold_bytes(probe: Probe, least: int) -> int:
 
 
 class _State:
-    """MeasurementProgress of a run of measurements."""
+    """Progress of a run of measurements."""
 
-    def __init__(self, what: MeasurementSet, on_progress: Callable[[MeasurementProgress], None]) -> None:
+    def __init__(self, what: MeasurementSet, on_progress: OnProgress) -> None:
         self._total_s = sum(each.estimated_s for each in what.measurements)
         self._done_s = 0.0
         self._name = ""
@@ -249,13 +249,13 @@ class _State:
 
     def begin(self, measurement: Measurement) -> None:
         self._name = measurement.name
-        self._on_progress(MeasurementProgress(self._name, self._done))
+        self._on_progress(self._name, self._done, None)
 
     def end(self, measurement: Measurement) -> None:
         self._done_s += measurement.estimated_s
 
     def found(self, row: Row) -> None:
-        self._on_progress(MeasurementProgress(self._name, self._done, row))
+        self._on_progress(self._name, self._done, row)
 
     @property
     def _done(self) -> float:

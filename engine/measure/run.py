@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from engine.common.errors import RequestCancelled
 from engine.devices.device import Device
 from engine.hardware.measured import Arithmetic, CallTime, CopyTime, DiskRead, ExpertTime, RamRead
 
@@ -21,23 +22,8 @@ _ROUNDS = 3
 _PATIENCE, _GRACE_S = 2.0, 2.0
 
 
-class MeasurementCancelledError(Exception):
-    """The measurements were cancelled; nothing is kept."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeasurementProgress:
-    """MeasurementProgress of measuring.
-
-    Attributes:
-        name: of the current measurement.
-        done: 0 to 1, of the estimated time of all measurements.
-        found: the latest result, if any.
-    """
-
-    name: str
-    done: float
-    found: Row | None = None
+OnProgress = Callable[[str, float, Row | None], None]
+"""(name of the current measurement, 0 to 1 of the estimated time of all, the latest result if there is one)."""
 
 
 class Measurement(Protocol):
@@ -55,7 +41,7 @@ class Measurement(Protocol):
         """Measures, passing each number to `run.found`.
 
         Raises:
-            MeasurementCancelledError: see `Run.check`.
+            RequestCancelled: see `Run.check`.
             NotMeasuredError: it does not apply here.
             EngineError, OSError, MemoryError: it failed.
         """
@@ -106,11 +92,11 @@ class Run:
         """Must be called every few milliseconds.
 
         Raises:
-            MeasurementCancelledError: the run was cancelled.
+            RequestCancelled: the run was cancelled.
             NotMeasuredError: it far exceeds its time budget; earlier results are kept.
         """
         if self.cancelled():
-            raise MeasurementCancelledError
+            raise RequestCancelled
         if self.clock() > self._over_s:
             raise NotMeasuredError("it took far too long: other programs keep this machine busy")
 

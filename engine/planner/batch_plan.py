@@ -17,7 +17,7 @@ from engine.common.json_fields import fields_of
 from engine.common.sizes import rounded_up
 from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_prediction import JobRows
-from engine.planner.costs import Cards, Costs
+from engine.planner.costs import Cards, Costs, Observed
 from engine.planner.engine_memory import (
     EngineMemory,
     all_records_nbytes,
@@ -203,18 +203,18 @@ def best_batch(
     rows: JobRows,
     given: BatchPlan | None = None,
     *,
-    evenness: float = 1.0,
+    observed: Observed | None = None,
 ) -> tuple[BatchPlan, str] | None:
     """(how the engine runs these rows on a card, its busiest lane); None if no schedule fits.
 
     Args:
         given: is taken instead if it fits; where it does not, that is told.
-        evenness: see `Costs`.
+        observed: what a run has found to be otherwise than predicted.
     """
     work = Workload(
         "job", round(rows.prompt_tokens), max(1, round(rows.generated_tokens)), min(rows.rows, _MOST_SEQUENCES)
     )
-    question = Question(machine, model, work, limits, precision, evenness=evenness)
+    question = Question(machine, model, work, limits, precision, observed=observed or Observed())
     if given is not None:
         outcome, why = given_outcome(question, given)
         if outcome is not None:

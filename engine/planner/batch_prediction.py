@@ -5,9 +5,11 @@ With a card the simulated schedules predict it (`plan_batch`); both end up as a 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
     from engine.planner.costs import Costs
@@ -20,6 +22,10 @@ MEASURED_OFF, LOOKED_UP_OFF = 0.25, 0.5
 """Expected relative error of a prediction: on a measured machine, and on one known from data sheets."""
 _ATTENDED = 0.5
 """Share of its prompt that a prompt token attends to on average."""
+
+
+_READ_ROWS = 48
+"""Rows that say what a job's rows are like: enough for a mean, and quick."""
 
 
 class Bottleneck(StrEnum):
@@ -46,6 +52,19 @@ class JobRows:
     rows: int
     prompt_tokens: float
     generated_tokens: float
+
+
+_Row = TypeVar("_Row")
+
+
+def first_rows(read: Iterable[tuple[float, _Row]]) -> tuple[list[_Row], int]:
+    """(a job's first rows, how many there seem to be in all), from rows and the share of the input that they end."""
+    found, reached = list[_Row](), 0.0
+    for share, row in islice(read, _READ_ROWS):
+        reached = share
+        found.append(row)
+    is_all = len(found) < _READ_ROWS or reached <= 0
+    return found, len(found) if is_all else max(len(found), round(len(found) / reached))
 
 
 @dataclass(frozen=True, slots=True)

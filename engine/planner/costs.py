@@ -6,6 +6,7 @@ The engine's own kernels have the same factors as published systems, measured in
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache, cached_property, partial
@@ -72,26 +73,30 @@ class Dispatch:
             for an emulated card also its router, which the library's operators compute there.
         card_s: seconds added if the card computes any expert; host_s: likewise for the CPU.
         host_expert_s: seconds added for each expert that the CPU computes.
+        fetch_s: seconds of the host for each expert that is fetched, which others wait for.
         host_rate: CPU bandwidth here, relative to computing all experts alone in one call.
         card_call_s: seconds added to each call that computes experts on an emulated card.
         seen_card_expert_s: seconds by which the engine overestimates an expert on the card when it chooses between card
             and CPU, because it times experts one at a time, each in a call of its own.
         by_flags: the card asks for what it misses while it computes the step. Rows are no copies then, the card
             computes all experts that it holds, and none is fetched before the step has ended.
+        bundled_bytes: rows of up to so many bytes come to the CPU with the routing.
     """
 
     layer_s: float = 0.0
     card_s: float = 0.0
     host_s: float = 0.0
     host_expert_s: float = 0.0
+    fetch_s: float = 0.0
     host_rate: float = 1.0
     card_call_s: float = 0.0
     seen_card_expert_s: float = 0.0
     by_flags: bool = False
+    bundled_bytes: float = 0.0
 
     def slower(self, factor: float) -> Dispatch:
         """With calls that take so many times as long."""
-        calls = ("layer_s", "card_s", "host_s", "host_expert_s", "card_call_s")
+        calls = ("layer_s", "card_s", "host_s", "host_expert_s", "fetch_s", "card_call_s")
         return replace(self, **{name: factor * getattr(self, name) for name in calls})
 
 
@@ -136,6 +141,24 @@ class DecodeSteps:
         return replace(self, graph_operator_s=factor * self.graph_operator_s, exchange=exchange)
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a run has found, over what was predicted.
+
+    Attributes:
+        evenness: distinct experts that tokens use, over those that they would if all were equally likely.
+        card_layer: seconds of a layer on the card without attention and experts; card_attention, card_experts,
+            cpu_attention, cpu_experts: likewise.
+    """
+
+    evenness: float = 1.0
+    card_layer: float = 1.0
+    card_attention: float = 1.0
+    card_experts: float = 1.0
+    cpu_attention: float = 1.0
+    cpu_experts: float = 1.0
+
+
 @dataclass(frozen=True)
 class Costs:
     """Times of a model's parts on a machine.
@@ -160,7 +183,7 @@ class Costs:
         launches: operators of a pass on a card.
         steps: of one sequence, where they have less; None: as all passes.
         cards: how several cards share the model.
-        evenness: distinct experts that tokens use, over those that they would if all were equally likely.
+        observed: what a run has found to be otherwise.
     """
 
     machine: HardwareProfile
@@ -185,13 +208,13 @@ class Costs:
     launches: Launches = field(default=Launches())
     steps: DecodeSteps | None = None
     cards: Cards = Cards.TENSORS
-    evenness: float = 1.0
+    observed: Observed = field(default=Observed())
 
     def used_experts(self, tokens: float) -> float:
         """Distinct experts that so many tokens use in a layer."""
-        experts, each = self.model.experts, self.model.experts_per_token
+        experts, each, evenness = self.model.experts, self.model.experts_per_token, self.observed.evenness
         even = distinct_experts(experts, each, tokens)
-        return even if self.evenness == 1.0 else min(even, max(self.evenness * even, min(each, even)))
+        return even if evenness == 1.0 else min(even, max(evenness * even, min(each, even)))
 
     @property
     def expert_cards(self) -> int:
@@ -320,6 +343,10 @@ class Costs:
         """Fiddler's Algorithm 1, with these costs."""
         return prefers_cpu(self.by_kind, self.expert_bytes, rows, pinned=pinned)
 
+    def break_even_rows(self, *, at_most: int = 1 << 16) -> int:
+        """The most rows of an expert for which the CPU is still faster; 0 if it never is."""
+        return bisect_left(range(1, at_most + 1), True, key=lambda rows: not self.prefers_cpu(rows))
+
     # On the card
 
     def gpu_experts(self, tokens: float, experts: float = 1.0, *, grouped: bool = False, shared: bool = True) -> float:
@@ -331,23 +358,34 @@ class Costs:
         """
         if tokens <= 0 or experts <= 0:
             return 0.0
+        if self.native_card or self.cards is not Cards.EXPERTS or self.expert_cards == 1:
+            return self.one_card_experts(tokens, experts, grouped=grouped, shared=shared)
+        part = most_on_one(experts, self.expert_cards, self.model.experts) / experts  # that the busiest card has
+        calls = min(self.expert_cards, experts) if grouped else experts  # the host launches them one after the other
+        launching = (calls - 1 if grouped else calls - part * experts) * self.launches.experts
+        passing = 0.0
+        if part < 1:
+            passing = self.together(max(1.0, tokens / self.model.experts_per_token), self.expert_cards)
+        computing = self.one_card_experts(part * tokens, part * experts, grouped=grouped)
+        return computing + launching * self.efficiency.operator_s + passing
+
+    def one_card_experts(
+        self, tokens: float, experts: float = 1.0, *, grouped: bool = False, shared: bool = True
+    ) -> float:
+        """The same of experts that one card has, without what passes between cards."""
+        if tokens <= 0 or experts <= 0:
+            return 0.0
         calls = 1.0 if grouped else experts
         if self.native_card and not shared:
             return self.cpu_experts(tokens, experts)
         if self.native_card:
             reading = experts * self.expert_bytes / self.card_bytes_per_s
-            return max(reading, tokens * self._expert_flops / self.card_flops) + calls * self.dispatch.card_call_s
-        part = 1.0  # of the work, that the busiest card has
-        if self.cards is Cards.EXPERTS and self.expert_cards > 1:
-            part = most_on_one(experts, self.expert_cards, self.model.experts) / experts
-            if grouped:
-                calls *= min(self.expert_cards, experts)  # the host launches them one after the other
-        reading = part * experts * self._card_traffic / self.card_bytes_per_s
-        arithmetic = part * tokens * self._expert_flops / self.card_flops
-        passing = 0.0
-        if part < 1:
-            passing = self.together(max(1.0, tokens / self.model.experts_per_token), self.expert_cards)
-        return max(reading, arithmetic) + calls * self.launches.experts * self.efficiency.operator_s + passing
+            seconds = max(reading, tokens * self._expert_flops / self.card_flops) + calls * self.dispatch.card_call_s
+            return seconds * self.observed.card_experts
+        reading, arithmetic = experts * self._card_traffic, tokens * self._expert_flops
+        computing = max(reading / self.card_bytes_per_s, arithmetic / self.card_flops)
+        seconds = computing + calls * self.launches.experts * self.efficiency.operator_s
+        return seconds * self.observed.card_experts
 
     def gpu_layer(
         self, tokens: float, context: float, *, dense: bool = False, cached: bool = True, prompts: float = 0.0
@@ -360,7 +398,7 @@ class Costs:
             prompts: number of prompts that the rows belong to; 0 if each row is a sequence's next token.
         """
         if self.native_card:
-            return self.cpu_layer(tokens, context, dense=dense, prompts=prompts)
+            return self.cpu_layer(tokens, context, dense=dense, prompts=prompts) * self.observed.card_layer
         model = self.model
         weights = model.dense_layer_weights if dense else model.layer_weights
         reading = model.layer_bytes_per_weight(self.card_dense_precision) * weights
@@ -369,7 +407,12 @@ class Costs:
             reading += self._attention_bytes(tokens, context, prompts)
             flops += 4.0 * tokens * context * model.attention.heads * model.attention.head_dim
         time = max(reading / self.card_bytes_per_s, flops / self.card_flops)
-        return time + self.launches.layer * self.efficiency.operator_s
+        return (time + self.launches.layer * self.efficiency.operator_s) * self.observed.card_layer
+
+    def card_attention(self, tokens: float, context: float, *, prompts: float = 0.0) -> float:
+        """What attention of one layer adds to `gpu_layer`."""
+        whole = self.gpu_layer(tokens, context, prompts=prompts) - self.gpu_layer(tokens, 0, cached=False)
+        return max(0.0, whole) / self.observed.card_layer * self.observed.card_attention
 
     def kv_read_bytes(self, tokens: float, context: float) -> float:
         """Bytes of one layer's cache that `tokens` sequences read, averaged over the layers."""
@@ -402,7 +445,7 @@ class Costs:
         if tokens <= 0 or experts <= 0:
             return 0.0
         reading = experts * self.expert_bytes / self.cpu_bytes_per_s
-        return max(reading, tokens * self._expert_flops / self.cpu_flops)
+        return max(reading, tokens * self._expert_flops / self.cpu_flops) * self.observed.cpu_experts
 
     def host_share(self, tokens: float, experts: float) -> float:
         """`cpu_experts` in a layer whose experts are split between card and CPU, with the dispatch overhead."""
@@ -410,7 +453,7 @@ class Costs:
             return 0.0
         reading = experts * self.expert_bytes / (self.cpu_bytes_per_s * self.dispatch.host_rate)
         seconds = max(reading, tokens * self._expert_flops / self.cpu_flops)
-        return seconds + experts * self.dispatch.host_expert_s
+        return seconds * self.observed.cpu_experts + experts * self.dispatch.host_expert_s
 
     @cached_property
     def side_by_side(self) -> float:
@@ -450,7 +493,7 @@ class Costs:
             reading *= 1 + 2 * 2 * group
         bandwidth = self.machine.cpu.ram_bytes_per_s * self.efficiency.host_memory
         flops = 4.0 * tokens * context * self.model.attention.heads * self.model.attention.head_dim * self._kv_share
-        return max(reading / bandwidth, flops / self.cpu_flops)
+        return max(reading / bandwidth, flops / self.cpu_flops) * self.observed.cpu_attention
 
     # Transfers
 
@@ -469,11 +512,14 @@ class Costs:
         return nbytes / ((link.h2d if pinned else link.h2d_pageable) * self.dense_cards) + link.latency_s
 
     def h2d_of_experts(self, nbytes: float, *, pinned: bool = True) -> float:
-        """One of a layer's experts after another, each over the link of its card, as fast as RAM can be read."""
+        """One of a layer's experts after another, each over the link of its card, as fast as RAM can be read, which is
+        no limit where links are modelled."""
         if self.cards is not Cards.EXPERTS:
             return self.h2d(nbytes, pinned=pinned)
         link = self.machine.link
         one_s = nbytes / (link.h2d if pinned else link.h2d_pageable) + link.latency_s
+        if self.machine.origins.get("link.h2d") is Origin.MODELLED:
+            return one_s / self.expert_cards
         return max(one_s / self.expert_cards, min(one_s, nbytes / self.machine.cpu.ram_bytes_per_s))
 
     def d2h(self, nbytes: float) -> float:
@@ -546,6 +592,8 @@ def _interpolated(by_threads: dict[int, float], threads: int) -> float:
 
 OF_DATA_SHEETS = Efficiency(arithmetic=0.35, card_memory=0.6, host_memory=0.56, operator_s=15e-6)
 """Relative to data sheets: on a card with the library's operators, on the CPU with the native kernels."""
+OF_MODELLED = Efficiency(arithmetic=1.0, card_memory=1.0, host_memory=1.0)
+"""Relative to what is modelled."""
 OF_MEASUREMENTS = Efficiency(arithmetic=0.8, card_memory=0.9, host_memory=0.95, operator_s=15e-6)
 """Relative to the machine's measured bandwidth and product rate (checked with `bench decode`)."""
 HOST_LAYER_S = 60e-6
@@ -565,6 +613,10 @@ DISPATCH = Dispatch(layer_s=60e-6, card_s=30e-6, host_s=30e-6)
 STEP_LAUNCHES = Launches(layer=7, experts=2, token=14)
 """Counted by `tests/engine/test_card_launches.py`: two products, two norms, rotation, attention and router; products of
 experts; at most 14 for the embedding, angles, the last norm and the head: 5 where one kernel finds the angles."""
+BUNDLED_BYTES = 2.0**17
+"""See `engine.experts.dispatcher`; what is estimated of real cards, `DISPATCH`, counts a copy for rows."""
+MODELLED_LAUNCHES = Launches(layer=4, experts=1, token=4)
+"""Of a card whose time is modelled: see `engine.runtime.load.timed_card`."""
 GRAPH_OPERATOR_S = 2.8e-6
 """A kernel after another one in a graph, and its first reads: as in `engine/kernels/cuda/step_time.py`."""
 FLAGS_S = 10e-6
@@ -608,19 +660,21 @@ def engine_costs(
     """
 
     def measured(*names: str) -> Efficiency:
-        found = all(machine.origins.get(name) is Origin.MEASURED for name in names)
-        return OF_MEASUREMENTS if found else OF_DATA_SHEETS
+        found = {machine.origins.get(name) for name in names}
+        if found <= {Origin.MEASURED, Origin.MODELLED}:
+            return OF_MODELLED if found == {Origin.MODELLED} else OF_MEASUREMENTS
+        return OF_DATA_SHEETS
 
+    calls = machine.calls
     rates = ("cpu.flops", "gpu.flops") if machine.gpu is not None else ("cpu.flops",)
     efficiency = Efficiency(
         arithmetic=measured(*rates).arithmetic,
         card_memory=measured("gpu.bytes_per_s").card_memory,
         host_memory=measured("cpu.ram_bytes_per_s").host_memory,
-        operator_s=OF_DATA_SHEETS.operator_s,
+        operator_s=calls.launch_s or OF_DATA_SHEETS.operator_s,
     )
-    calls = machine.calls
     parts = machine.gpu.count if machine.gpu is not None and cards is Cards.EXPERTS else 1
-    is_emulated = machine.gpu is not None and machine.gpu.name.startswith("emulated")
+    is_emulated = machine.gpu is not None and machine.gpu.name.startswith("emulated") and not calls.launch_s
     dense = careful(precision, model.total_weights)
     return Costs(
         machine,
@@ -634,17 +688,21 @@ def engine_costs(
         host_token_s=TOKEN_CALLS * calls.native_s,
         native_card=is_emulated,
         dispatch=_dispatch(calls, parts=parts, is_emulated=is_emulated),
-        step_share=STEP_SHARE if calls.native_s else 1.0,
+        step_share=STEP_SHARE if calls.native_s and efficiency.host_memory < 1 else 1.0,
         cached_share=min(1.0, machine.cpu.cache_bytes / max(_bytes_read(model, precision, dense), 1.0)),
         cached_gain=CACHED_GAIN,
         score_bytes=0.0,
-        steps=None if machine.gpu is None or is_emulated else _steps(machine.gpu, captures=captures),
+        launches=MODELLED_LAUNCHES if calls.launch_s else Launches(),
+        steps=None if machine.gpu is None or is_emulated else _steps(machine.gpu, calls, captures=captures),
         cards=cards,
     )
 
 
-def _steps(gpu: GpuProfile, *, captures: bool) -> DecodeSteps:
+def _steps(gpu: GpuProfile, calls: CallProfile, *, captures: bool) -> DecodeSteps:
     """Of NVIDIA's cards each may ask the CPU for experts from within a graph, if it is the only one."""
+    if calls.launch_s:
+        by_flags = Dispatch(layer_s=calls.flags_s, by_flags=True)
+        return DecodeSteps(MODELLED_LAUNCHES, calls.launch_s, by_flags if captures and gpu.count == 1 else None)
     name = gpu.name.lower()
     if not captures or any(maker in name for maker in _WITHOUT_GRAPHS):
         return DecodeSteps(STEP_LAUNCHES)
@@ -673,6 +731,8 @@ def _dispatch(calls: CallProfile, *, parts: int, is_emulated: bool) -> Dispatch:
         card_s=parts * calls.card_s,
         host_s=calls.host_s,
         host_expert_s=calls.host_expert_s,
+        fetch_s=calls.fetch_s,
+        bundled_bytes=BUNDLED_BYTES if calls.launch_s else 0.0,
         card_call_s=calls.single_s,
         seen_card_expert_s=calls.single_s,
     )

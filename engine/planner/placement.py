@@ -583,8 +583,6 @@ def _placed(sizes: Sizes, weights: Weights, budgets: Budgets, cache: CacheSettin
     experts = () if all_experts else weights.experts
     more = weights.working_for_devices
     ram, on_disk, _ = _in_ram(sizes, weights, budgets, dense=weights.kept_rows, experts=experts, more=more)
-    if on_disk and is_shared:
-        return _by_layers(sizes, weights, budgets, cache, roomy, weights.experts_nbytes, max(budgets.ram_usable, 0))
     return Placement(
         precision=weights.precision,
         devices=tuple(

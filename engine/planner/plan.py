@@ -18,7 +18,6 @@ from engine.hardware.machine import HardwareProfile
 from engine.planner.batch_plan import GIVEN, batch_memory, carried_out, given_outcome, plan_batch
 from engine.planner.costs import Cards, Costs
 from engine.planner.engine_memory import EngineMemory, dense_in_ram, engine_memory, ram_usable, sizes_of
-from engine.planner.fiddler import break_even_rows
 from engine.planner.memory import indexes
 from engine.planner.placement import least_ram
 from engine.planner.plan_parts import (
@@ -292,7 +291,7 @@ def _cache(question: Question, best: Outcome, memory: EngineMemory) -> CachePlan
     if memory.card is None:
         return CachePlan()
     settings, costs = ENGINE_SETTINGS.get(best.policy, {}), question.setting().costs
-    rows = break_even_rows(costs)
+    rows = costs.break_even_rows()
     return CachePlan(
         slots=memory.slots,
         ways=best.ways or None,

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.checkpoint.model_shape import ModelShape
 from engine.hardware.machine import HardwareProfile
-from engine.planner.costs import Cards, engine_costs
+from engine.planner.costs import Cards, Observed, engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk, memory_rule
 from engine.planner.plan_parts import Limits
 from engine.planner.precision import worthwhile
@@ -55,7 +55,7 @@ class Question:
         machine, model, workload, limits: what the plan is for.
         precision: of the experts.
         cards: how several cards share the model, where that has been decided.
-        evenness: see `Costs`; as the run has found it.
+        observed: what a run has found to be otherwise than predicted.
     """
 
     machine: HardwareProfile
@@ -64,7 +64,7 @@ class Question:
     limits: Limits
     precision: str
     cards: Cards = Cards.LAYERS
-    evenness: float = 1.0
+    observed: Observed = field(default=Observed())
 
     def setting(self, drawn_layers: int | None = None) -> Setting:
         """Input of the simulator, with the engine's own costs and memory; all layers are simulated by default."""
@@ -72,7 +72,7 @@ class Question:
             drawn_layers = max(2, min(drawn_layers, _DRAWN_EXPERTS * drawn_layers // _LONGER // self.model.experts))
         machine = self.machine if self.limits.use_card else replace(self.machine, gpu=None)
         costs = engine_costs(machine, self.model, self.precision, self.limits.threads, cards=self.cards)
-        costs = replace(costs, evenness=self.evenness)
+        costs = replace(costs, observed=self.observed)
         rule = memory_rule(costs, self.limits)
         costs = from_disk(costs, engine_memory(costs, self.limits, on_card=False))
         if machine.gpu is not None and (on_card := engine_memory(costs, self.limits, on_card=True)) is not None:

@@ -353,6 +353,7 @@ class Engine:
         on_text: TextCallback,
         cancelled: Callable[[], bool],
         on_reasoning: TextCallback = ignore_text,
+        tools: tuple[Tool, ...] = (),
     ) -> GenerationResult:
         """Answer the last of `messages`, and whatever else is asked meanwhile.
 
@@ -360,6 +361,7 @@ class Engine:
             EngineError: `INVALID_REQUEST` without a model or a message, `PROMPT_TOO_LONG`, and what the model raises.
         """
         ended: list[Outcome] = []
+        calls: list[ToolCall] = []
         self.begin(
             messages,
             sampling,
@@ -368,12 +370,14 @@ class Engine:
             on_reasoning=on_reasoning,
             cancelled=cancelled,
             on_end=ended.append,
+            tools=tools,
+            on_calls=calls.extend,
         )
         self.serve(lambda: bool(ended))
         outcome = ended[0]
         if isinstance(outcome, BaseException):
             raise outcome
-        return outcome
+        return replace(outcome, calls=tuple(calls))
 
     def begin(
         self,

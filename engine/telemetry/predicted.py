@@ -17,7 +17,7 @@ MOST_SPANS = 400_000
 MOST_STEPS = 4096
 _CYCLE = 12
 """Decode steps at the end of a simulation that are repeated for a longer answer: by then its cache is warm."""
-_REQUEST, _DEVICE = 1, 0
+_REQUEST = 1
 _ANY_LANE: Mapping[str, int] = MappingProxyType(
     {
         "prefill": lanes.PREFILL,
@@ -65,7 +65,7 @@ def predicted_records(spans: Sequence[Span], *, first_layer: int = 0) -> tuple[R
         name = _name(span)
         times = _nanoseconds(span.start), _nanoseconds(span.end)
         of_what = (span.nbytes, _REQUEST, phase, layer, span.expert, span.count)
-        rows.append((*times, *of_what, track_number(span.lane), _DEVICE, name))
+        rows.append((*times, *of_what, track_number(span.lane), span.card, name))
         for counter, amount in _amounts(span, name) if phases else ():
             counted[phase][counter] += amount
     steps = []

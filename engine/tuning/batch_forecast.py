@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import islice
 
 from engine.batch_files.messages import BatchPlanned
 from engine.batch_files.prepared_job import PreparedJob, prepare
@@ -23,6 +22,7 @@ from engine.planner.batch_prediction import (
     ROWS_TOGETHER,
     SWEEP_TOKENS,
     JobRows,
+    first_rows,
     predict_on_cpu,
     predicted_on_card,
 )
@@ -30,8 +30,6 @@ from engine.planner.costs import Costs, engine_costs
 from engine.planner.engine_memory import engine_memory, from_disk
 from engine.tuning.machine_state import MachineLook, look_at_machine, machine_for
 
-_READ_ROWS = 48
-"""Rows sampled for the mean prompt length."""
 _BYTES_PER_TOKEN = 4
 _TOKENS_PER_TURN = 5
 _KV_SHARE = 0.5
@@ -131,16 +129,14 @@ def _rows(prepared: PreparedJob, total: int | None) -> JobRows | None:
     """What the first rows say of all; None if none of them can be asked."""
     prompts: list[float] = []
     limits: list[int] = []
-    count, share = 0, 0.0
-    for read, asked in islice(prepared.asked(), _READ_ROWS):
-        count, share = count + 1, read
+    first, guessed = first_rows(prepared.asked())
+    for asked in first:
         if not isinstance(asked, Answer):
             texts = (len(message.content.encode("utf-8", "replace")) for message in asked.messages)
             prompts.append(sum(size / _BYTES_PER_TOKEN + _TOKENS_PER_TURN for size in texts))
             limits.append(asked.sampling.max_tokens)
     if not prompts:
         return None
-    guessed = count if count < _READ_ROWS or share <= 0 else max(count, round(count / share))
     generated = statistics.fmean(limits)
     choices = prepared.job.choices
     if choices:  # an answer is one of them

@@ -21,8 +21,7 @@ from engine.common.config import EngineConfig
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.sizes import about, rounded_up
 from engine.formats import AUTO
-from engine.hardware.machine import HardwareProfile
-from engine.hardware.profiles import EMULATED, with_emulated
+from engine.hardware.profiles import EMULATED
 from engine.planner.engine_memory import context_tokens
 from engine.planner.plan_parts import Limits, PicturePlan, TierBytes
 from engine.planner.predict import DecodePrediction, predict_decode
@@ -363,7 +362,7 @@ def _predicted(
     if kept is not None and kept[0] == look:
         return kept[1]
     found = predict_decode(
-        machine_of(look, shape, precision),
+        look.machine(shape.measured_as(precision), shape.expert_bytes(precision)),
         shape,
         config,
         prompt_tokens=CHAT.prompt_tokens,
@@ -378,14 +377,6 @@ def _predicted(
 
 _MOST_KEPT = 200
 _kept: dict[tuple[ModelShape, Limits, EngineConfig, str], tuple[MachineLook, DecodePrediction]] = {}
-
-
-def machine_of(look: MachineLook, shape: ModelShape, precision: str) -> HardwareProfile:
-    """The machine with the rates measured for a precision of this model; an emulated card is as its profile says."""
-    machine = look.machine(shape.measured_as(precision), shape.expert_bytes(precision))
-    if look.device.startswith(EMULATED) and (machine.gpu is None or look.measurements is None):
-        return with_emulated(machine, look.device)
-    return machine
 
 
 def _left(quality: str, precision: str) -> str:

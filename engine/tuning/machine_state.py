@@ -76,7 +76,7 @@ class MachineLook:
     def machine(self, precision: str, expert_bytes: float | None = None) -> HardwareProfile:
         """The profile with the reading rate of experts in this precision, of about this size if it is given."""
         machine = machine_profile(self.probe, self.measurements, precision=precision, expert_bytes=expert_bytes)
-        return _with_cards(machine, self.cards)
+        return _with_cards(machine, self.device, self.measurements, self.cards)
 
     def limits(self, config: EngineConfig) -> Limits:
         """What the user's settings and other programs leave; an emulated device is nobody else's."""
@@ -106,24 +106,22 @@ def look_at_machine(setting: str = "auto", device: str | None = None) -> Machine
         if without is not None:
             device, measured = "", without
     cards = 0 if setting in ("auto", "cpu", *CARD_NAMES) else sum(emulated_cards(one)[1] for one in setting.split(","))
-    profile = _with_cards(machine_profile(probe, measured), cards)
+    profile = _with_cards(machine_profile(probe, measured), device, measured, cards)
     return MachineLook(probe, device, measured, profile, changes_since(probe, device), busy_now(), cards=cards)
 
 
-def _with_cards(machine: HardwareProfile, cards: int) -> HardwareProfile:
-    """With so many of its cards; 0 for all."""
+def _with_cards(machine: HardwareProfile, device: str, measured: Measurements | None, cards: int) -> HardwareProfile:
+    """With so many of its cards, 0 for all; an emulated one that nobody measured is as it says."""
+    if device.startswith(EMULATED) and (machine.gpu is None or measured is None):
+        return with_emulated(machine, device)
     gpu = machine.gpu
     return machine if gpu is None or not cards else replace(machine, gpu=replace(gpu, count=cards))
 
 
 def machine_for(config: EngineConfig) -> HardwareProfile:
-    """This machine as an engine of this configuration would find it; an emulated card nobody measured is as it says."""
+    """This machine as an engine of this configuration would find it."""
     device = "" if config.device == "cpu" else config.device.partition("#")[0]
-    look = look_at_machine(config.device, device)
-    machine = look.machine(measured_as(config.precision))
-    if device.startswith(EMULATED) and (machine.gpu is None or look.measurements is None):
-        return with_emulated(machine, device)
-    return machine
+    return look_at_machine(config.device, device).machine(measured_as(config.precision))
 
 
 def plan_here(

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.common.config import EngineConfig
-from engine.common.errors import RequestCancelled
 from engine.common.files import new_folder
 from engine.common.paths import models_dir
 from engine.hardware.measured import CallTime, CopyTime, DiskRead, ExpertTime, Measurements, RamRead, load_measurements
@@ -18,7 +17,7 @@ from engine.tuning.result import TUNING_KINDS, TuningKind
 
 if TYPE_CHECKING:
     from engine.measure.measuring import MeasurementSet
-    from engine.measure.run import MeasurementProgress, Row
+    from engine.measure.run import Row
 
 OnMeasured = Callable[[str, float, TuningNumber | None], None]
 """(name of the measurement, progress 0 to 1, the latest number)."""
@@ -83,21 +82,14 @@ def take_measurements(
     """
     from engine.devices.opening import open_devices
     from engine.measure.measuring import measure_machine
-    from engine.measure.run import MeasurementCancelledError
+
+    def told(name: str, done: float, found: Row | None) -> None:
+        on_progress(name, done, number_of(found) if found is not None else None)
 
     devices = open_devices(spec)
     try:
         new_folder(models_dir())
-        return measure_machine(
-            what,
-            probe,
-            devices[0],
-            models_dir(),
-            on_progress=lambda progress: _tell(progress, on_progress),
-            cancelled=cancelled,
-        )
-    except MeasurementCancelledError:
-        raise RequestCancelled from None
+        return measure_machine(what, probe, devices[0], models_dir(), on_progress=told, cancelled=cancelled)
     finally:
         for one in devices:
             one.close()
@@ -128,10 +120,6 @@ def number_of(row: Row) -> TuningNumber | None:
         detail = _threads(row.threads) if on_cpu else row.device
         return TuningNumber("cpu_flops" if on_cpu else "gpu_flops", detail, row.flops, "flop/s")
     return None
-
-
-def _tell(progress: MeasurementProgress, on_progress: OnMeasured) -> None:
-    on_progress(progress.name, progress.done, number_of(progress.found) if progress.found is not None else None)
 
 
 def device_spec(config: EngineConfig) -> str:

@@ -12,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from engine.common.chat import ChatMessage, parts_with
+from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall, parts_with
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
 from engine.common.pictures import pictures_in_files
 from engine.remote.endpoint import is_remote
+from engine.tools.rounds import OfferedTool, Step
+from engine.verbs.chat_tools import ChatTools, add_tool_options, answer_with_tools, tools_of, use_document
 from engine.verbs.models.progress import ProgressLine
 from engine.verbs.options import add_engine_options, add_sampling_options, engine_config, given_sampling
 from engine.verbs.output import emit, note, write_aside, write_text
@@ -38,6 +40,10 @@ class Answer(Protocol):
     def text(self) -> str: ...
     @property
     def reasoning(self) -> str: ...
+    @property
+    def calls(self) -> tuple[ToolCall, ...]: ...
+    @property
+    def finish_reason(self) -> FinishReason: ...
     @property
     def generated_tokens(self) -> int: ...
     @property
@@ -61,10 +67,17 @@ class Talker(Protocol[_Answer]):
         on_text: Callable[[str, int], None],
         on_reasoning: Callable[[str, int], None],
         cancelled: Callable[[], bool],
+        tools: tuple[Tool, ...] = (),
     ) -> _Answer: ...
 
 
-def converse(talker: Talker[Answer], heading: str, sampling: SamplingParams, system: str | None) -> int:
+def converse(
+    talker: Talker[Answer],
+    heading: str,
+    sampling: SamplingParams,
+    system: str | None,
+    tools: ChatTools | None = None,
+) -> int:
     """Converses until the user quits; returns the exit code."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - importing it gives `input` line editing and a history
@@ -81,7 +94,7 @@ def converse(talker: Talker[Answer], heading: str, sampling: SamplingParams, sys
         elif line in ("/help", "/?"):
             note(_HELP)
         elif line:
-            messages = _turn(talker, sampling, [*messages, ChatMessage("user", line)])
+            messages = _turn(talker, sampling, [*messages, ChatMessage("user", line)], tools)
     return 0
 
 
@@ -116,6 +129,12 @@ class _Shown:
             self.end_thought()
             write_text(text)
 
+    def end_part(self, result: Answer) -> None:
+        """The model has ended, or calls tools: what follows begins on a line of its own."""
+        self.end_thought()
+        if result.calls and result.text and not self._quiet:
+            write_text("\n")
+
     def end_thought(self) -> None:
         """What follows is not thought."""
         if self._thinks:
@@ -123,26 +142,47 @@ class _Shown:
             write_aside("\n\n")
 
 
-def _turn(talker: Talker[Answer], sampling: SamplingParams, messages: list[ChatMessage]) -> list[ChatMessage]:
+def _turn(
+    talker: Talker[Answer], sampling: SamplingParams, messages: list[ChatMessage], tools: ChatTools | None
+) -> list[ChatMessage]:
     """Answers the last message; returns the new conversation, without the message if answering failed."""
-    shown = _Shown()
     try:
         with _stopped_by_ctrl_c() as stopped:
-            result = talker.generate(
-                messages,
-                sampling,
-                on_progress=lambda _done, _total: None,
-                on_text=shown.on_text,
-                on_reasoning=shown.on_reasoning,
-                cancelled=stopped,
-            )
+            result, steps, turns = _answer(talker, sampling, messages, tools, _Shown(), stopped)
     except EngineError as error:
         note(f"switchyard: {error.message}")
         return messages[:-1]
-    shown.end_thought()
     write_text("\n")
     note(f"[{result.generated_tokens} tokens, {result.tokens_per_s:.1f}/s, first after {result.ttft_s:.2f} s]")
-    return [*messages, ChatMessage("assistant", result.text, result.reasoning)]
+    if steps and not result.text:  # it was stopped among its calls, which stay
+        return turns
+    return [*turns, ChatMessage("assistant", result.text, result.reasoning)]
+
+
+def _answer(
+    talker: Talker[_Answer],
+    sampling: SamplingParams,
+    messages: Sequence[ChatMessage],
+    tools: ChatTools | None,
+    shown: _Shown,
+    cancelled: Callable[[], bool],
+) -> tuple[_Answer, tuple[Step, ...], list[ChatMessage]]:
+    """See `answer_with_tools`; texts are shown as they come."""
+
+    def ask(turns: list[ChatMessage], offered: tuple[OfferedTool, ...]) -> _Answer:
+        result = talker.generate(
+            turns,
+            sampling,
+            on_progress=lambda _done, _total: None,
+            on_text=shown.on_text,
+            on_reasoning=shown.on_reasoning,
+            cancelled=cancelled,
+            tools=tuple(each.tool for each in offered),
+        )
+        shown.end_part(result)
+        return result
+
+    return answer_with_tools(ask, messages, tools, cancelled)
 
 
 @contextlib.contextmanager
@@ -182,6 +222,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="FILE",
         help="a PNG, JPEG, WebP or GIF file to send with the prompt to a model that sees; may be repeated",
     )
+    add_tool_options(parser)
     add_sampling_options(parser)
     parser.add_argument(
         "--record-routing", type=_trace_file, metavar="FILE", help="write the routing, for `switchyard cache`"
@@ -202,23 +243,30 @@ def run(args: argparse.Namespace) -> int:
         raise EngineError(ErrorCode.INVALID_REQUEST, "--json needs a prompt: give --prompt or pipe text in.")
     if args.picture and converses:
         raise EngineError(ErrorCode.INVALID_REQUEST, "--picture needs a prompt: give --prompt or pipe text in.")
-    if is_remote(args.model):
-        return _elsewhere(args, given, None if converses else _question(args))
-    if converses:
+    question = None if converses else _question(args)
+    with tools_of(args) or contextlib.nullcontext() as tools:
+        if is_remote(args.model):
+            return _elsewhere(args, given, question, tools)
+        return _here(args, given, question, tools)
+
+
+def _here(args: argparse.Namespace, given: dict[str, Any], question: str | None, tools: ChatTools | None) -> int:
+    if question is None:
         engine, info = load_engine(args)
         try:
             with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
-                return converse(engine, _heading(info), replace(engine.default_sampling(), **given), args.system)
+                sampling = replace(engine.default_sampling(), **given)
+                return converse(engine, _heading(info), sampling, args.system, tools)
         finally:
             engine.unload()
-    return _answer_once(args, given, _question(args))
+    return _answer_once(args, given, question, tools)
 
 
 def _heading(info: ModelInfo) -> str:
     return f"{info.name} on {info.device}, {info.precision}, {info.threads} threads"
 
 
-def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None) -> int:
+def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | None, tools: ChatTools | None) -> int:
     """Has a server elsewhere answer the question, or converses with it."""
     from engine.verbs import remote_chat
 
@@ -226,10 +274,10 @@ def _elsewhere(args: argparse.Namespace, given: dict[str, Any], question: str | 
 
     def use(talk: remote_chat.RemoteTalk, heading: str, sampling: SamplingParams) -> int:
         if question is None:
-            return converse(talk, heading, sampling, args.system)
+            return converse(talk, heading, sampling, args.system, tools)
         note(f"switchyard: {heading}")
-        told = _whole_answer(talk, args, sampling, question, parts)
-        emit(remote_chat.document(told, args), as_json=args.json, human="")
+        told, uses = _whole_answer(talk, args, sampling, question, parts, tools)
+        emit({**remote_chat.document(told, args), "calls": uses}, as_json=args.json, human="")
         return 0
 
     return remote_chat.run(args, given, use)
@@ -302,34 +350,33 @@ def _question(args: argparse.Namespace) -> str:
 
 
 def _whole_answer(
-    talker: Talker[_Answer], args: argparse.Namespace, sampling: SamplingParams, question: str, parts: str = ""
-) -> _Answer:
-    """The answer, which is shown as it comes unless a document is wanted."""
+    talker: Talker[_Answer],
+    args: argparse.Namespace,
+    sampling: SamplingParams,
+    question: str,
+    parts: str,
+    tools: ChatTools | None,
+) -> tuple[_Answer, list[dict[str, Any]]]:
+    """The answer, which is shown as it comes unless a document is wanted, and the calls of tools before it."""
     system = [ChatMessage("system", args.system)] if args.system else []
-    shown = _Shown(quiet=args.json)
-    result = talker.generate(
-        [*system, ChatMessage("user", question, parts=parts)],
-        sampling,
-        on_progress=lambda _done, _total: None,
-        on_text=shown.on_text,
-        on_reasoning=shown.on_reasoning,
-        cancelled=lambda: False,
-    )
-    shown.end_thought()
-    return result
+    asked = [*system, ChatMessage("user", question, parts=parts)]
+    result, steps, _turns = _answer(talker, sampling, asked, tools, _Shown(quiet=args.json), lambda: False)
+    return result, [use_document(use) for step in steps for use in step.calls]
 
 
-def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str) -> int:
+def _answer_once(args: argparse.Namespace, given: dict[str, Any], question: str, tools: ChatTools | None) -> int:
     parts = parts_with(question, pictures_in_files(args.picture or ()))
     engine, info = load_engine(args)
     try:
         with _recorded_routing(engine, args.record_routing), traced(engine, args.trace):
-            result = _whole_answer(engine, args, replace(engine.default_sampling(), **given), question, parts)
+            sampling = replace(engine.default_sampling(), **given)
+            result, uses = _whole_answer(engine, args, sampling, question, parts, tools)
     finally:
         engine.unload()
     document = {
         "text": result.text,
         "reasoning": result.reasoning,
+        "calls": uses,
         "prompt_tokens": result.prompt_tokens,
         "generated_tokens": result.generated_tokens,
         "ttft_s": result.ttft_s,

@@ -68,18 +68,18 @@ def asked_limits(args: argparse.Namespace) -> Limits:
     )
 
 
-def this_machine(limits: Limits) -> tuple[MachineLook, Limits]:
-    """(this machine, what other programs leave of the limits)."""
-    from engine.hardware.measured import load_measurements, machine_profile
-    from engine.hardware.other_programs import busy_now
-    from engine.hardware.probe import probe
-    from engine.tuning.machine_state import MachineLook
+def this_machine(limits: Limits, device: str = "auto") -> tuple[MachineLook, Limits]:
+    """(this machine with a device, what other programs leave of the limits).
 
-    found = probe()
-    card = found.card_device if limits.use_card else ""
-    measured = load_measurements(found, card)
-    limits = replace(limits, vram_of_others=found.vram_in_use, ram_of_others=found.ram_in_use, cpu_of_others=busy_now())
-    return MachineLook(found, card, measured, machine_profile(found, measured)), limits
+    Raises:
+        EngineError: there is no such device.
+    """
+    from engine.tuning.machine_state import look_at_machine
+
+    look = look_at_machine(device if limits.use_card else "cpu")
+    left = look.limits(EngineConfig(""))
+    others = ("vram_of_others", "ram_of_others", "cpu_of_others")
+    return look, replace(limits, **{name: getattr(left, name) for name in others})
 
 
 def workload_of(args: argparse.Namespace) -> Workload:
@@ -114,7 +114,7 @@ def plan_of(args: argparse.Namespace, model: ModelShape, workload: Workload) -> 
     from engine.tuning.known_speed import corrected_plan
     from engine.tuning.machine_state import corrections_here, plan_here
 
-    look, limits = this_machine(asked_limits(args))
+    look, limits = this_machine(asked_limits(args), args.device)
     if workload != CHAT:  # only chats are timed
         is_measured = look.measurements is not None
         plan = make_plan(look.profile, model, workload, limits, measured=is_measured, given=given)

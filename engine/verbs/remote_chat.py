@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.common.chat import ChatMessage, FinishReason
+from engine.common.chat import ChatMessage, FinishReason, Tool, ToolCall
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.remote.chat_form import RemoteAnswer, RemoteDelta, RemoteRequest
@@ -31,6 +31,7 @@ class Told:
     tokens_per_s: float
     model: str
     left_out: tuple[str, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 class RemoteTalk:
@@ -49,6 +50,7 @@ class RemoteTalk:
         on_text: Callable[[str, int], None],
         on_reasoning: Callable[[str, int], None],
         cancelled: Callable[[], bool],
+        tools: tuple[Tool, ...] = (),
     ) -> Told:
         """Answers the last message.
 
@@ -69,7 +71,10 @@ class RemoteTalk:
                 said.append(delta.text)
                 on_text(delta.text, pieces)
 
-        request = RemoteRequest(tuple(messages), sampling, self.model, chosen=self._chosen)
+        if tools and "tools" in self._client.found.lacks:
+            words = f"{called(self._client.endpoint)} takes no tools: leave --tools out, or choose another model."
+            raise EngineError(ErrorCode.MODEL_UNSUPPORTED, words)
+        request = RemoteRequest(tuple(messages), sampling, self.model, tools, chosen=self._chosen)
         try:
             answer = self._client.ask(request, on_delta, cancelled)
         except RequestCancelled:
@@ -130,4 +135,5 @@ def _told(answer: RemoteAnswer) -> Told:
         answer.tokens_per_s,
         answer.model,
         answer.left_out,
+        answer.tool_calls,
     )

@@ -3085,6 +3085,134 @@ negativ</translation>
             <translation>Diesem Chat ist kein Ordner angehängt: Hängen Sie zuerst einen an.</translation>
         </message>
         <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} wurde entfernt oder ist aus.</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>Der Prozess mit den Werkzeugen wurde beendet.</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>Der Prozess mit den Werkzeugen konnte nicht gestartet werden.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Die Werkzeuge reagierten nicht und wurden angehalten.</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>Der Aufruf wurde angehalten.</translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>Die Argumente sind kein JSON-Objekt.</translation>
+        </message>
+        <message>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} wurde {1}-mal mit denselben Argumenten aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
+        </message>
+        <message>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>Werkzeuge wurden {0}-mal nacheinander aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
+        </message>
+        <message>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>Mehr als {0} Werkzeuge wurden auf einmal aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
+        </message>
+        <message>
+            <source>{0} has no command and no address: enter one of them.</source>
+            <translation>{0} hat weder einen Befehl noch eine Adresse: Geben Sie eins davon ein.</translation>
+        </message>
+        <message>
+            <source>The address of {0} does not begin with http:// or https://: correct it.</source>
+            <translation>Die Adresse von {0} beginnt nicht mit http:// oder https://: Berichtigen Sie sie.</translation>
+        </message>
+        <message>
+            <source>The arguments of {0} are not a list of texts: correct them.</source>
+            <translation>Die Argumente von {0} sind keine Liste von Texten: Berichtigen Sie sie.</translation>
+        </message>
+        <message>
+            <source>The command of {0} has a character that no command can have: correct it.</source>
+            <translation>Der Befehl von {0} enthält ein Zeichen, das kein Befehl haben kann: Berichtigen Sie ihn.</translation>
+        </message>
+        <message>
+            <source>The variables or headers of {0} are not names with texts: correct them.</source>
+            <translation>Die Variablen oder Header von {0} sind keine Namen mit Texten: Berichtigen Sie sie.</translation>
+        </message>
+        <message>
+            <source>No servers are in it: it needs "mcpServers" with a name for each.</source>
+            <translation>Es enthält keine Server: Nötig ist „mcpServers“ mit einem Namen für jeden.</translation>
+        </message>
+        <message>
+            <source>{0} servers are too many: up to {1} can be added.</source>
+            <translation>{0} Server sind zu viele: Bis zu {1} können hinzugefügt werden.</translation>
+        </message>
+        <message>
+            <source>{0} needs its {1} again, which was kept for one run only: edit the server.</source>
+            <translation>{0} braucht {1} noch einmal, da es nur bis zum Beenden galt: Bearbeiten Sie den Server.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} in the environment, where it is not set: set it.</source>
+            <translation>{0} braucht {1} in der Umgebung, wo es nicht gesetzt ist: Setzen Sie es.</translation>
+        </message>
+        <message>
+            <source>No documents are attached to this chat.</source>
+            <translation>Diesem Chat sind keine Dokumente angehängt.</translation>
+        </message>
+        <message>
+            <source>There is no tool named {0}.</source>
+            <translation>Ein Werkzeug namens {0} gibt es nicht.</translation>
+        </message>
+        <message>
+            <source>A batch has a prompt and 1 to {0} rows.</source>
+            <translation>Ein Batch hat einen Prompt und 1 bis {0} Zeilen.</translation>
+        </message>
+        <message>
+            <source>The rows cannot be written to {0} ({1}).</source>
+            <translation>Die Zeilen können nicht nach {0} geschrieben werden ({1}).</translation>
+        </message>
+        <message>
+            <source>The file {0} cannot be read ({1}).</source>
+            <translation>Die Datei {0} kann nicht gelesen werden ({1}).</translation>
+        </message>
+        <message>
+            <source>The file {0} is no text.</source>
+            <translation>Die Datei {0} ist kein Text.</translation>
+        </message>
+        <message>
+            <source>No attached folder has a file {0}.</source>
+            <translation>Kein angehängter Ordner hat eine Datei {0}.</translation>
+        </message>
+        <message>
+            <source>The result has too many digits.</source>
+            <translation>Das Ergebnis hat zu viele Stellen.</translation>
+        </message>
+        <message>
+            <source>The result is no real number.</source>
+            <translation>Das Ergebnis ist keine reelle Zahl.</translation>
+        </message>
+        <message>
+            <source>A factorial is of a whole number from 0 to 1000.</source>
+            <translation>Eine Fakultät gibt es von einer ganzen Zahl von 0 bis 1000.</translation>
+        </message>
+        <message>
+            <source>An expression has 1 to {0} characters.</source>
+            <translation>Ein Ausdruck hat 1 bis {0} Zeichen.</translation>
+        </message>
+        <message>
+            <source>The expression cannot be read ({0}).</source>
+            <translation>Der Ausdruck ist nicht lesbar ({0}).</translation>
+        </message>
+        <message>
+            <source>The expression cannot be computed ({0}).</source>
+            <translation>Der Ausdruck kann nicht berechnet werden ({0}).</translation>
+        </message>
+        <message>
+            <source>Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed.</source>
+            <translation>Nur Zahlen, + - * / // % ** und Funktionen wie sqrt, log, sin und round werden berechnet.</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>Das Startmodell ist noch nicht auf diesem Rechner.</translation>
         </message>
@@ -3275,6 +3403,14 @@ negativ</translation>
         <message>
             <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
             <translation>Ein anderer Lauf arbeitet am Auftrag von {0}: Warten Sie darauf oder stoppen Sie ihn zuerst.</translation>
+        </message>
+        <message>
+            <source>{0} was stopped.</source>
+            <translation>{0} wurde angehalten.</translation>
+        </message>
+        <message>
+            <source>{0} failed: {1}.</source>
+            <translation>{0} ist gescheitert: {1}.</translation>
         </message>
     </context>
     <context>
@@ -9471,6 +9607,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>NAME=Wert, einer je Zeile</translation>
         </message>
         <message>
+            <source>Values are kept in the system's keyring, or for this run only where there is none. ${NAME} in a value is read from the environment.</source>
+            <translation>Werte liegen im Schlüsselbund des Systems oder gelten, wo es keinen gibt, nur bis zum Beenden. ${NAME} in einem Wert wird aus der Umgebung gelesen.</translation>
+        </message>
+        <message>
             <source>or JSON</source>
             <translation>oder JSON</translation>
         </message>
@@ -9495,6 +9635,10 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>Jede Variable oder jeder Header ist NAME=Wert, in einer eigenen Zeile.</translation>
         </message>
         <message>
+            <source>Enter the variables or headers again: they are kept for the old command or address alone.</source>
+            <translation>Geben Sie die Variablen oder Header noch einmal ein: Sie gelten nur für den alten Befehl oder die alte Adresse.</translation>
+        </message>
+        <message>
             <source>There is a server named {0}: choose another name.</source>
             <translation>Es gibt schon einen Server namens {0}: Wählen Sie einen anderen Namen.</translation>
         </message>
@@ -9505,48 +9649,12 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
     </context>
     <context>
         <name>Tools</name>
-        <message>
-            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
-            <translation>{0} wurde {1}-mal mit denselben Argumenten aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
-        </message>
-        <message>
-            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
-            <translation>Werkzeuge wurden {0}-mal nacheinander aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
-        </message>
-        <message>
-            <source>More than {0} tools were called at once: no more calls, answer now.</source>
-            <translation>Mehr als {0} Werkzeuge wurden auf einmal aufgerufen: keine weiteren Aufrufe, jetzt antworten.</translation>
-        </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>
             <translation>
                 <numerusform>Er antwortet: {0} Werkzeug.</numerusform>
                 <numerusform>Er antwortet: {0} Werkzeuge.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>The arguments are no JSON object.</source>
-            <translation>Die Argumente sind kein JSON-Objekt.</translation>
-        </message>
-        <message>
-            <source>The call was stopped.</source>
-            <translation>Der Aufruf wurde angehalten.</translation>
-        </message>
-        <message>
-            <source>{0} was removed or is off.</source>
-            <translation>{0} wurde entfernt oder ist aus.</translation>
-        </message>
-        <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>Die Werkzeuge reagierten nicht und wurden angehalten.</translation>
-        </message>
-        <message>
-            <source>The process with the tools ended.</source>
-            <translation>Der Prozess mit den Werkzeugen wurde beendet.</translation>
-        </message>
-        <message>
-            <source>The process with the tools could not be started.</source>
-            <translation>Der Prozess mit den Werkzeugen konnte nicht gestartet werden.</translation>
         </message>
         <message>
             <source>not allowed</source>
@@ -9672,12 +9780,16 @@ Vergleichen Sie ihn mit dem, den der Server anzeigt: „switchyard serve --https
             <translation>{0} entfernen</translation>
         </message>
         <message>
+            <source>Its variables or headers are known for this run only: this system has no keyring.</source>
+            <translation>Seine Variablen oder Header gelten nur bis zum Beenden: Dieses System hat keinen Schlüsselbund.</translation>
+        </message>
+        <message>
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>Seine Werkzeuge werden erfragt, wenn ein Chat sie braucht.</translation>
         </message>
         <message>
-            <source>It has no tools.</source>
-            <translation>Er hat keine Werkzeuge.</translation>
+            <source>It offers no tools; its prompts and resources are not used here.</source>
+            <translation>Er bietet keine Werkzeuge; seine Prompts und Ressourcen werden hier nicht verwendet.</translation>
         </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>

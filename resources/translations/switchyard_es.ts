@@ -3085,6 +3085,134 @@ negativo</translation>
             <translation>Este chat no tiene ninguna carpeta adjunta: adjunte una primero.</translation>
         </message>
         <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} se quitó o está desactivado.</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>El proceso de las herramientas terminó.</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>No se pudo iniciar el proceso de las herramientas.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Las herramientas no respondían y se detuvieron.</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>La llamada se detuvo.</translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>Los argumentos no son un objeto JSON.</translation>
+        </message>
+        <message>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>Se llamó a {0} {1} veces con los mismos argumentos: no hay más llamadas, responde ahora.</translation>
+        </message>
+        <message>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>Se llamó a herramientas {0} veces seguidas: no hay más llamadas, responde ahora.</translation>
+        </message>
+        <message>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>Se llamó a más de {0} herramientas a la vez: no hay más llamadas, responde ahora.</translation>
+        </message>
+        <message>
+            <source>{0} has no command and no address: enter one of them.</source>
+            <translation>{0} no tiene ni comando ni dirección: indique uno de los dos.</translation>
+        </message>
+        <message>
+            <source>The address of {0} does not begin with http:// or https://: correct it.</source>
+            <translation>La dirección de {0} no empieza por http:// ni https://: corríjala.</translation>
+        </message>
+        <message>
+            <source>The arguments of {0} are not a list of texts: correct them.</source>
+            <translation>Los argumentos de {0} no son una lista de textos: corríjalos.</translation>
+        </message>
+        <message>
+            <source>The command of {0} has a character that no command can have: correct it.</source>
+            <translation>El comando de {0} tiene un carácter que ningún comando puede tener: corríjalo.</translation>
+        </message>
+        <message>
+            <source>The variables or headers of {0} are not names with texts: correct them.</source>
+            <translation>Las variables o cabeceras de {0} no son nombres con textos: corríjalas.</translation>
+        </message>
+        <message>
+            <source>No servers are in it: it needs "mcpServers" with a name for each.</source>
+            <translation>No contiene ningún servidor: necesita "mcpServers" con un nombre para cada uno.</translation>
+        </message>
+        <message>
+            <source>{0} servers are too many: up to {1} can be added.</source>
+            <translation>{0} servidores son demasiados: se pueden añadir hasta {1}.</translation>
+        </message>
+        <message>
+            <source>{0} needs its {1} again, which was kept for one run only: edit the server.</source>
+            <translation>{0} necesita de nuevo su {1}, que solo se guardó durante una ejecución: edite el servidor.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} in the environment, where it is not set: set it.</source>
+            <translation>{0} necesita {1} en el entorno, donde no está definida: defínala.</translation>
+        </message>
+        <message>
+            <source>No documents are attached to this chat.</source>
+            <translation>Este chat no tiene documentos adjuntos.</translation>
+        </message>
+        <message>
+            <source>There is no tool named {0}.</source>
+            <translation>No hay ninguna herramienta llamada {0}.</translation>
+        </message>
+        <message>
+            <source>A batch has a prompt and 1 to {0} rows.</source>
+            <translation>Un lote tiene un prompt y de 1 a {0} filas.</translation>
+        </message>
+        <message>
+            <source>The rows cannot be written to {0} ({1}).</source>
+            <translation>Las filas no se pueden escribir en {0} ({1}).</translation>
+        </message>
+        <message>
+            <source>The file {0} cannot be read ({1}).</source>
+            <translation>El archivo {0} no se puede leer ({1}).</translation>
+        </message>
+        <message>
+            <source>The file {0} is no text.</source>
+            <translation>El archivo {0} no es de texto.</translation>
+        </message>
+        <message>
+            <source>No attached folder has a file {0}.</source>
+            <translation>Ninguna carpeta adjunta tiene un archivo {0}.</translation>
+        </message>
+        <message>
+            <source>The result has too many digits.</source>
+            <translation>El resultado tiene demasiados dígitos.</translation>
+        </message>
+        <message>
+            <source>The result is no real number.</source>
+            <translation>El resultado no es un número real.</translation>
+        </message>
+        <message>
+            <source>A factorial is of a whole number from 0 to 1000.</source>
+            <translation>Un factorial es de un número entero de 0 a 1000.</translation>
+        </message>
+        <message>
+            <source>An expression has 1 to {0} characters.</source>
+            <translation>Una expresión tiene de 1 a {0} caracteres.</translation>
+        </message>
+        <message>
+            <source>The expression cannot be read ({0}).</source>
+            <translation>La expresión no se puede leer ({0}).</translation>
+        </message>
+        <message>
+            <source>The expression cannot be computed ({0}).</source>
+            <translation>La expresión no se puede calcular ({0}).</translation>
+        </message>
+        <message>
+            <source>Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed.</source>
+            <translation>Solo se calculan números, + - * / // % ** y funciones como sqrt, log, sin y round.</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>El modelo inicial aún no está en esta máquina.</translation>
         </message>
@@ -3275,6 +3403,14 @@ negativo</translation>
         <message>
             <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
             <translation>Otra ejecución trabaja en la tarea de {0}: espérela o deténgala primero.</translation>
+        </message>
+        <message>
+            <source>{0} was stopped.</source>
+            <translation>{0} se detuvo.</translation>
+        </message>
+        <message>
+            <source>{0} failed: {1}.</source>
+            <translation>{0} falló: {1}.</translation>
         </message>
     </context>
     <context>
@@ -9471,6 +9607,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>NOMBRE=valor, uno por línea</translation>
         </message>
         <message>
+            <source>Values are kept in the system's keyring, or for this run only where there is none. ${NAME} in a value is read from the environment.</source>
+            <translation>Los valores se guardan en el llavero del sistema o, si no lo hay, solo durante esta ejecución. ${NAME} en un valor se lee del entorno.</translation>
+        </message>
+        <message>
             <source>or JSON</source>
             <translation>o JSON</translation>
         </message>
@@ -9495,6 +9635,10 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Cada variable o cabecera es NOMBRE=valor, en su propia línea.</translation>
         </message>
         <message>
+            <source>Enter the variables or headers again: they are kept for the old command or address alone.</source>
+            <translation>Introduzca de nuevo las variables o cabeceras: solo se guardan para el comando o la dirección anteriores.</translation>
+        </message>
+        <message>
             <source>There is a server named {0}: choose another name.</source>
             <translation>Ya hay un servidor llamado {0}: elija otro nombre.</translation>
         </message>
@@ -9505,48 +9649,12 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
     </context>
     <context>
         <name>Tools</name>
-        <message>
-            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
-            <translation>Se llamó a {0} {1} veces con los mismos argumentos: no hay más llamadas, responde ahora.</translation>
-        </message>
-        <message>
-            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
-            <translation>Se llamó a herramientas {0} veces seguidas: no hay más llamadas, responde ahora.</translation>
-        </message>
-        <message>
-            <source>More than {0} tools were called at once: no more calls, answer now.</source>
-            <translation>Se llamó a más de {0} herramientas a la vez: no hay más llamadas, responde ahora.</translation>
-        </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>
             <translation>
                 <numerusform>Responde: {0} herramienta.</numerusform>
                 <numerusform>Responde: {0} herramientas.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>The arguments are no JSON object.</source>
-            <translation>Los argumentos no son un objeto JSON.</translation>
-        </message>
-        <message>
-            <source>The call was stopped.</source>
-            <translation>La llamada se detuvo.</translation>
-        </message>
-        <message>
-            <source>{0} was removed or is off.</source>
-            <translation>{0} se quitó o está desactivado.</translation>
-        </message>
-        <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>Las herramientas no respondían y se detuvieron.</translation>
-        </message>
-        <message>
-            <source>The process with the tools ended.</source>
-            <translation>El proceso de las herramientas terminó.</translation>
-        </message>
-        <message>
-            <source>The process with the tools could not be started.</source>
-            <translation>No se pudo iniciar el proceso de las herramientas.</translation>
         </message>
         <message>
             <source>not allowed</source>
@@ -9672,12 +9780,16 @@ Compárela con la que muestra ese servidor: «switchyard serve --https» la impr
             <translation>Quitar {0}</translation>
         </message>
         <message>
+            <source>Its variables or headers are known for this run only: this system has no keyring.</source>
+            <translation>Sus variables o cabeceras valen solo durante esta ejecución: este sistema no tiene llavero.</translation>
+        </message>
+        <message>
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>Sus herramientas se consultan cuando un chat las necesita.</translation>
         </message>
         <message>
-            <source>It has no tools.</source>
-            <translation>No tiene herramientas.</translation>
+            <source>It offers no tools; its prompts and resources are not used here.</source>
+            <translation>No ofrece herramientas; sus prompts y recursos no se usan aquí.</translation>
         </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>

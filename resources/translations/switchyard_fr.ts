@@ -3085,6 +3085,134 @@ négatif</translation>
             <translation>Aucun dossier n’est joint à cette discussion : joignez-en un d’abord.</translation>
         </message>
         <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} a été supprimé ou est désactivé.</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>Le processus des outils s’est terminé.</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>Le processus des outils n’a pas pu démarrer.</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>Les outils ne répondaient plus et ont été arrêtés.</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>L’appel a été arrêté.</translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>Les arguments ne sont pas un objet JSON.</translation>
+        </message>
+        <message>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} a été appelé {1} fois avec les mêmes arguments : plus d’appels, répondre maintenant.</translation>
+        </message>
+        <message>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>Des outils ont été appelés {0} fois de suite : plus d’appels, répondre maintenant.</translation>
+        </message>
+        <message>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>Plus de {0} outils ont été appelés à la fois : plus d’appels, répondre maintenant.</translation>
+        </message>
+        <message>
+            <source>{0} has no command and no address: enter one of them.</source>
+            <translation>{0} n’a ni commande ni adresse : indiquez l’une des deux.</translation>
+        </message>
+        <message>
+            <source>The address of {0} does not begin with http:// or https://: correct it.</source>
+            <translation>L’adresse de {0} ne commence pas par http:// ou https:// : corrigez-la.</translation>
+        </message>
+        <message>
+            <source>The arguments of {0} are not a list of texts: correct them.</source>
+            <translation>Les arguments de {0} ne sont pas une liste de textes : corrigez-les.</translation>
+        </message>
+        <message>
+            <source>The command of {0} has a character that no command can have: correct it.</source>
+            <translation>La commande de {0} contient un caractère qu’aucune commande ne peut avoir : corrigez-la.</translation>
+        </message>
+        <message>
+            <source>The variables or headers of {0} are not names with texts: correct them.</source>
+            <translation>Les variables ou en-têtes de {0} ne sont pas des noms avec des textes : corrigez-les.</translation>
+        </message>
+        <message>
+            <source>No servers are in it: it needs "mcpServers" with a name for each.</source>
+            <translation>Il ne contient aucun serveur : il faut « mcpServers » avec un nom pour chacun.</translation>
+        </message>
+        <message>
+            <source>{0} servers are too many: up to {1} can be added.</source>
+            <translation>{0} serveurs, c’est trop : on peut en ajouter jusqu’à {1}.</translation>
+        </message>
+        <message>
+            <source>{0} needs its {1} again, which was kept for one run only: edit the server.</source>
+            <translation>{0} a de nouveau besoin de {1}, gardé jusqu’à la fermeture seulement : modifiez le serveur.</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} in the environment, where it is not set: set it.</source>
+            <translation>{0} a besoin de {1} dans l’environnement, où elle n’est pas définie : définissez-la.</translation>
+        </message>
+        <message>
+            <source>No documents are attached to this chat.</source>
+            <translation>Aucun document n’est joint à cette discussion.</translation>
+        </message>
+        <message>
+            <source>There is no tool named {0}.</source>
+            <translation>Il n’y a pas d’outil nommé {0}.</translation>
+        </message>
+        <message>
+            <source>A batch has a prompt and 1 to {0} rows.</source>
+            <translation>Un lot a un prompt et de 1 à {0} lignes.</translation>
+        </message>
+        <message>
+            <source>The rows cannot be written to {0} ({1}).</source>
+            <translation>Les lignes ne peuvent pas être écrites dans {0} ({1}).</translation>
+        </message>
+        <message>
+            <source>The file {0} cannot be read ({1}).</source>
+            <translation>Le fichier {0} ne peut pas être lu ({1}).</translation>
+        </message>
+        <message>
+            <source>The file {0} is no text.</source>
+            <translation>Le fichier {0} n’est pas du texte.</translation>
+        </message>
+        <message>
+            <source>No attached folder has a file {0}.</source>
+            <translation>Aucun dossier joint ne contient de fichier {0}.</translation>
+        </message>
+        <message>
+            <source>The result has too many digits.</source>
+            <translation>Le résultat a trop de chiffres.</translation>
+        </message>
+        <message>
+            <source>The result is no real number.</source>
+            <translation>Le résultat n’est pas un nombre réel.</translation>
+        </message>
+        <message>
+            <source>A factorial is of a whole number from 0 to 1000.</source>
+            <translation>Une factorielle porte sur un nombre entier de 0 à 1000.</translation>
+        </message>
+        <message>
+            <source>An expression has 1 to {0} characters.</source>
+            <translation>Une expression a de 1 à {0} caractères.</translation>
+        </message>
+        <message>
+            <source>The expression cannot be read ({0}).</source>
+            <translation>L’expression est illisible ({0}).</translation>
+        </message>
+        <message>
+            <source>The expression cannot be computed ({0}).</source>
+            <translation>L’expression ne peut pas être calculée ({0}).</translation>
+        </message>
+        <message>
+            <source>Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed.</source>
+            <translation>Seuls les nombres, + - * / // % ** et des fonctions comme sqrt, log, sin et round sont calculés.</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>Le modèle de départ n’est pas encore sur cette machine.</translation>
         </message>
@@ -3275,6 +3403,14 @@ négatif</translation>
         <message>
             <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
             <translation>Une autre exécution traite la tâche de {0} : attendez-la ou arrêtez-la d’abord.</translation>
+        </message>
+        <message>
+            <source>{0} was stopped.</source>
+            <translation>{0} a été arrêté.</translation>
+        </message>
+        <message>
+            <source>{0} failed: {1}.</source>
+            <translation>{0} a échoué : {1}.</translation>
         </message>
     </context>
     <context>
@@ -9471,6 +9607,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>NOM=valeur, un par ligne</translation>
         </message>
         <message>
+            <source>Values are kept in the system's keyring, or for this run only where there is none. ${NAME} in a value is read from the environment.</source>
+            <translation>Les valeurs sont gardées dans le trousseau du système, ou jusqu’à la fermeture seulement s’il n’y en a pas. ${NAME} dans une valeur est lu dans l’environnement.</translation>
+        </message>
+        <message>
             <source>or JSON</source>
             <translation>ou JSON</translation>
         </message>
@@ -9495,6 +9635,10 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Chaque variable ou en-tête s’écrit NOM=valeur, sur sa propre ligne.</translation>
         </message>
         <message>
+            <source>Enter the variables or headers again: they are kept for the old command or address alone.</source>
+            <translation>Saisissez de nouveau les variables ou en-têtes : ils sont gardés pour l’ancienne commande ou adresse uniquement.</translation>
+        </message>
+        <message>
             <source>There is a server named {0}: choose another name.</source>
             <translation>Il y a déjà un serveur nommé {0} : choisissez un autre nom.</translation>
         </message>
@@ -9505,48 +9649,12 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
     </context>
     <context>
         <name>Tools</name>
-        <message>
-            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
-            <translation>{0} a été appelé {1} fois avec les mêmes arguments : plus d’appels, répondre maintenant.</translation>
-        </message>
-        <message>
-            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
-            <translation>Des outils ont été appelés {0} fois de suite : plus d’appels, répondre maintenant.</translation>
-        </message>
-        <message>
-            <source>More than {0} tools were called at once: no more calls, answer now.</source>
-            <translation>Plus de {0} outils ont été appelés à la fois : plus d’appels, répondre maintenant.</translation>
-        </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>
             <translation>
                 <numerusform>Il répond : {0} outil.</numerusform>
                 <numerusform>Il répond : {0} outils.</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>The arguments are no JSON object.</source>
-            <translation>Les arguments ne sont pas un objet JSON.</translation>
-        </message>
-        <message>
-            <source>The call was stopped.</source>
-            <translation>L’appel a été arrêté.</translation>
-        </message>
-        <message>
-            <source>{0} was removed or is off.</source>
-            <translation>{0} a été supprimé ou est désactivé.</translation>
-        </message>
-        <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>Les outils ne répondaient plus et ont été arrêtés.</translation>
-        </message>
-        <message>
-            <source>The process with the tools ended.</source>
-            <translation>Le processus des outils s’est terminé.</translation>
-        </message>
-        <message>
-            <source>The process with the tools could not be started.</source>
-            <translation>Le processus des outils n’a pas pu démarrer.</translation>
         </message>
         <message>
             <source>not allowed</source>
@@ -9672,12 +9780,16 @@ Comparez-la avec ce qu’affiche ce serveur : « switchyard serve --https » 
             <translation>Supprimer {0}</translation>
         </message>
         <message>
+            <source>Its variables or headers are known for this run only: this system has no keyring.</source>
+            <translation>Ses variables ou en-têtes sont gardés jusqu’à la fermeture seulement : ce système n’a pas de trousseau.</translation>
+        </message>
+        <message>
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>Ses outils sont demandés quand une discussion en a besoin.</translation>
         </message>
         <message>
-            <source>It has no tools.</source>
-            <translation>Il n’a aucun outil.</translation>
+            <source>It offers no tools; its prompts and resources are not used here.</source>
+            <translation>Il n’offre pas d’outils ; ses prompts et ressources ne sont pas utilisés ici.</translation>
         </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>

@@ -3065,6 +3065,134 @@ negative</source>
             <translation>このチャットにフォルダーが添付されていません。先に添付してください。</translation>
         </message>
         <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} は削除されたか、オフになっています。</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>ツールのプロセスが終了しました。</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>ツールのプロセスを起動できませんでした。</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>ツールが応答しないため、停止しました。</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>呼び出しは停止されました。</translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>引数が JSON オブジェクトではありません。</translation>
+        </message>
+        <message>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} が同じ引数で {1} 回呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
+        </message>
+        <message>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>ツールが {0} 回続けて呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
+        </message>
+        <message>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>一度に {0} 個を超えるツールが呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
+        </message>
+        <message>
+            <source>{0} has no command and no address: enter one of them.</source>
+            <translation>{0} にはコマンドもアドレスもありません。どちらかを入力してください。</translation>
+        </message>
+        <message>
+            <source>The address of {0} does not begin with http:// or https://: correct it.</source>
+            <translation>{0} のアドレスが http:// または https:// で始まっていません。修正してください。</translation>
+        </message>
+        <message>
+            <source>The arguments of {0} are not a list of texts: correct them.</source>
+            <translation>{0} の引数がテキストのリストではありません。修正してください。</translation>
+        </message>
+        <message>
+            <source>The command of {0} has a character that no command can have: correct it.</source>
+            <translation>{0} のコマンドに使えない文字があります。修正してください。</translation>
+        </message>
+        <message>
+            <source>The variables or headers of {0} are not names with texts: correct them.</source>
+            <translation>{0} の変数またはヘッダーが名前とテキストの組になっていません。修正してください。</translation>
+        </message>
+        <message>
+            <source>No servers are in it: it needs "mcpServers" with a name for each.</source>
+            <translation>サーバーが含まれていません。"mcpServers" とそれぞれの名前が必要です。</translation>
+        </message>
+        <message>
+            <source>{0} servers are too many: up to {1} can be added.</source>
+            <translation>{0} 個のサーバーは多すぎます。追加できるのは {1} 個までです。</translation>
+        </message>
+        <message>
+            <source>{0} needs its {1} again, which was kept for one run only: edit the server.</source>
+            <translation>{0} には {1} がもう一度必要です。一回の実行中だけ保存されていました。サーバーを編集してください。</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} in the environment, where it is not set: set it.</source>
+            <translation>{0} には環境変数 {1} が必要ですが、設定されていません。設定してください。</translation>
+        </message>
+        <message>
+            <source>No documents are attached to this chat.</source>
+            <translation>このチャットに文書が添付されていません。</translation>
+        </message>
+        <message>
+            <source>There is no tool named {0}.</source>
+            <translation>{0} というツールはありません。</translation>
+        </message>
+        <message>
+            <source>A batch has a prompt and 1 to {0} rows.</source>
+            <translation>バッチにはプロンプトと 1～{0} 行が必要です。</translation>
+        </message>
+        <message>
+            <source>The rows cannot be written to {0} ({1}).</source>
+            <translation>行を {0} に書き込めません（{1}）。</translation>
+        </message>
+        <message>
+            <source>The file {0} cannot be read ({1}).</source>
+            <translation>ファイル {0} を読み取れません（{1}）。</translation>
+        </message>
+        <message>
+            <source>The file {0} is no text.</source>
+            <translation>ファイル {0} はテキストではありません。</translation>
+        </message>
+        <message>
+            <source>No attached folder has a file {0}.</source>
+            <translation>添付されたフォルダーにファイル {0} はありません。</translation>
+        </message>
+        <message>
+            <source>The result has too many digits.</source>
+            <translation>結果の桁数が多すぎます。</translation>
+        </message>
+        <message>
+            <source>The result is no real number.</source>
+            <translation>結果が実数ではありません。</translation>
+        </message>
+        <message>
+            <source>A factorial is of a whole number from 0 to 1000.</source>
+            <translation>階乗は 0～1000 の整数についてのみ計算します。</translation>
+        </message>
+        <message>
+            <source>An expression has 1 to {0} characters.</source>
+            <translation>式は 1～{0} 文字です。</translation>
+        </message>
+        <message>
+            <source>The expression cannot be read ({0}).</source>
+            <translation>式を読み取れません（{0}）。</translation>
+        </message>
+        <message>
+            <source>The expression cannot be computed ({0}).</source>
+            <translation>式を計算できません（{0}）。</translation>
+        </message>
+        <message>
+            <source>Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed.</source>
+            <translation>計算できるのは数値、+ - * / // % **、および sqrt、log、sin、round などの関数だけです。</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>スターターモデルがまだこのマシンにありません。</translation>
         </message>
@@ -3255,6 +3383,14 @@ negative</source>
         <message>
             <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
             <translation>別の実行が{0}のジョブを処理しています。終わるまで待つか、先に停止してください。</translation>
+        </message>
+        <message>
+            <source>{0} was stopped.</source>
+            <translation>{0} は停止されました。</translation>
+        </message>
+        <message>
+            <source>{0} failed: {1}.</source>
+            <translation>{0} は失敗しました：{1}。</translation>
         </message>
     </context>
     <context>
@@ -9434,6 +9570,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>NAME=値(1 行に 1 つ)</translation>
         </message>
         <message>
+            <source>Values are kept in the system's keyring, or for this run only where there is none. ${NAME} in a value is read from the environment.</source>
+            <translation>値はシステムのキーリングに保存します。ない場合は今回の実行中のみです。値の中の ${NAME} は環境変数から読み取ります。</translation>
+        </message>
+        <message>
             <source>or JSON</source>
             <translation>または JSON</translation>
         </message>
@@ -9458,6 +9598,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>変数やヘッダーは 1 行に 1 つ、NAME=値 の形で入力してください。</translation>
         </message>
         <message>
+            <source>Enter the variables or headers again: they are kept for the old command or address alone.</source>
+            <translation>変数またはヘッダーをもう一度入力してください。保存されているのは以前のコマンドまたはアドレス用だけです。</translation>
+        </message>
+        <message>
             <source>There is a server named {0}: choose another name.</source>
             <translation>{0} という名前のサーバーがあります。別の名前にしてください。</translation>
         </message>
@@ -9468,47 +9612,11 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>Tools</name>
-        <message>
-            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
-            <translation>{0} が同じ引数で {1} 回呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
-        </message>
-        <message>
-            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
-            <translation>ツールが {0} 回続けて呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
-        </message>
-        <message>
-            <source>More than {0} tools were called at once: no more calls, answer now.</source>
-            <translation>一度に {0} 個を超えるツールが呼び出されました。これ以上呼び出さず、ここで回答してください。</translation>
-        </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>
             <translation>
                 <numerusform>応答がありました: ツール {0} 個。</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>The arguments are no JSON object.</source>
-            <translation>引数が JSON オブジェクトではありません。</translation>
-        </message>
-        <message>
-            <source>The call was stopped.</source>
-            <translation>呼び出しは停止されました。</translation>
-        </message>
-        <message>
-            <source>{0} was removed or is off.</source>
-            <translation>{0} は削除されたか、オフになっています。</translation>
-        </message>
-        <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>ツールが応答しないため、停止しました。</translation>
-        </message>
-        <message>
-            <source>The process with the tools ended.</source>
-            <translation>ツールのプロセスが終了しました。</translation>
-        </message>
-        <message>
-            <source>The process with the tools could not be started.</source>
-            <translation>ツールのプロセスを起動できませんでした。</translation>
         </message>
         <message>
             <source>not allowed</source>
@@ -9634,12 +9742,16 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>{0} を削除</translation>
         </message>
         <message>
+            <source>Its variables or headers are known for this run only: this system has no keyring.</source>
+            <translation>変数またはヘッダーは今回の実行中のみ有効です。このシステムにはキーリングがありません。</translation>
+        </message>
+        <message>
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>チャットで必要になったときにツールを問い合わせます。</translation>
         </message>
         <message>
-            <source>It has no tools.</source>
-            <translation>ツールがありません。</translation>
+            <source>It offers no tools; its prompts and resources are not used here.</source>
+            <translation>ツールはありません。プロンプトとリソースはここでは使いません。</translation>
         </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>

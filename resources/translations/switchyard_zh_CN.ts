@@ -3065,6 +3065,134 @@ negative</source>
             <translation>此对话未附文件夹：请先附上一个。</translation>
         </message>
         <message>
+            <source>{0} was removed or is off.</source>
+            <translation>{0} 已被移除或已关闭。</translation>
+        </message>
+        <message>
+            <source>The process with the tools ended.</source>
+            <translation>工具进程已结束。</translation>
+        </message>
+        <message>
+            <source>The process with the tools could not be started.</source>
+            <translation>无法启动工具进程。</translation>
+        </message>
+        <message>
+            <source>The tools did not respond, and were stopped.</source>
+            <translation>工具没有响应，已停止。</translation>
+        </message>
+        <message>
+            <source>The call was stopped.</source>
+            <translation>调用已停止。</translation>
+        </message>
+        <message>
+            <source>The arguments are no JSON object.</source>
+            <translation>参数不是 JSON 对象。</translation>
+        </message>
+        <message>
+            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
+            <translation>{0} 已以相同参数调用 {1} 次：不再调用，请直接回答。</translation>
+        </message>
+        <message>
+            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
+            <translation>工具已连续调用 {0} 次：不再调用，请直接回答。</translation>
+        </message>
+        <message>
+            <source>More than {0} tools were called at once: no more calls, answer now.</source>
+            <translation>一次调用了超过 {0} 个工具：不再调用，请直接回答。</translation>
+        </message>
+        <message>
+            <source>{0} has no command and no address: enter one of them.</source>
+            <translation>{0} 既没有命令也没有地址：请输入其中一个。</translation>
+        </message>
+        <message>
+            <source>The address of {0} does not begin with http:// or https://: correct it.</source>
+            <translation>{0} 的地址不以 http:// 或 https:// 开头：请更正。</translation>
+        </message>
+        <message>
+            <source>The arguments of {0} are not a list of texts: correct them.</source>
+            <translation>{0} 的参数不是文本列表：请更正。</translation>
+        </message>
+        <message>
+            <source>The command of {0} has a character that no command can have: correct it.</source>
+            <translation>{0} 的命令含有命令不能使用的字符：请更正。</translation>
+        </message>
+        <message>
+            <source>The variables or headers of {0} are not names with texts: correct them.</source>
+            <translation>{0} 的变量或请求头不是名称加文本：请更正。</translation>
+        </message>
+        <message>
+            <source>No servers are in it: it needs "mcpServers" with a name for each.</source>
+            <translation>其中没有服务器：需要 "mcpServers"，每个服务器带有名称。</translation>
+        </message>
+        <message>
+            <source>{0} servers are too many: up to {1} can be added.</source>
+            <translation>{0} 个服务器太多：最多可添加 {1} 个。</translation>
+        </message>
+        <message>
+            <source>{0} needs its {1} again, which was kept for one run only: edit the server.</source>
+            <translation>{0} 再次需要 {1}，它只为一次运行保存过：请编辑该服务器。</translation>
+        </message>
+        <message>
+            <source>{0} needs {1} in the environment, where it is not set: set it.</source>
+            <translation>{0} 需要环境变量 {1}，但它没有设置：请设置。</translation>
+        </message>
+        <message>
+            <source>No documents are attached to this chat.</source>
+            <translation>此对话没有附上文档。</translation>
+        </message>
+        <message>
+            <source>There is no tool named {0}.</source>
+            <translation>没有名为 {0} 的工具。</translation>
+        </message>
+        <message>
+            <source>A batch has a prompt and 1 to {0} rows.</source>
+            <translation>批处理需要一个提示词和 1 到 {0} 行。</translation>
+        </message>
+        <message>
+            <source>The rows cannot be written to {0} ({1}).</source>
+            <translation>无法将行写入 {0}（{1}）。</translation>
+        </message>
+        <message>
+            <source>The file {0} cannot be read ({1}).</source>
+            <translation>无法读取文件 {0}（{1}）。</translation>
+        </message>
+        <message>
+            <source>The file {0} is no text.</source>
+            <translation>文件 {0} 不是文本。</translation>
+        </message>
+        <message>
+            <source>No attached folder has a file {0}.</source>
+            <translation>所附文件夹中没有文件 {0}。</translation>
+        </message>
+        <message>
+            <source>The result has too many digits.</source>
+            <translation>结果位数太多。</translation>
+        </message>
+        <message>
+            <source>The result is no real number.</source>
+            <translation>结果不是实数。</translation>
+        </message>
+        <message>
+            <source>A factorial is of a whole number from 0 to 1000.</source>
+            <translation>阶乘仅适用于 0 到 1000 的整数。</translation>
+        </message>
+        <message>
+            <source>An expression has 1 to {0} characters.</source>
+            <translation>表达式应为 1 到 {0} 个字符。</translation>
+        </message>
+        <message>
+            <source>The expression cannot be read ({0}).</source>
+            <translation>无法读取表达式（{0}）。</translation>
+        </message>
+        <message>
+            <source>The expression cannot be computed ({0}).</source>
+            <translation>无法计算表达式（{0}）。</translation>
+        </message>
+        <message>
+            <source>Only numbers, + - * / // % **, and functions such as sqrt, log, sin and round are computed.</source>
+            <translation>只能计算数字、+ - * / // % ** 以及 sqrt、log、sin、round 等函数。</translation>
+        </message>
+        <message>
             <source>The starter model is not on this machine yet.</source>
             <translation>这台机器上还没有入门模型。</translation>
         </message>
@@ -3255,6 +3383,14 @@ negative</source>
         <message>
             <source>Another run is working on the job of {0}: wait for it or stop it first.</source>
             <translation>另一个进程正在处理 {0} 的任务：请等待，或先将其停止。</translation>
+        </message>
+        <message>
+            <source>{0} was stopped.</source>
+            <translation>{0} 已停止。</translation>
+        </message>
+        <message>
+            <source>{0} failed: {1}.</source>
+            <translation>{0} 失败：{1}。</translation>
         </message>
     </context>
     <context>
@@ -9434,6 +9570,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>NAME=值，每行一个</translation>
         </message>
         <message>
+            <source>Values are kept in the system's keyring, or for this run only where there is none. ${NAME} in a value is read from the environment.</source>
+            <translation>值保存在系统密钥环中；没有密钥环时仅限本次运行。值中的 ${NAME} 从环境变量读取。</translation>
+        </message>
+        <message>
             <source>or JSON</source>
             <translation>或 JSON</translation>
         </message>
@@ -9458,6 +9598,10 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>每个变量或请求头写作 NAME=值，各占一行。</translation>
         </message>
         <message>
+            <source>Enter the variables or headers again: they are kept for the old command or address alone.</source>
+            <translation>请重新输入变量或请求头：它们只为旧的命令或地址保存。</translation>
+        </message>
+        <message>
             <source>There is a server named {0}: choose another name.</source>
             <translation>已有名为 {0} 的服务器：请选择其他名称。</translation>
         </message>
@@ -9468,47 +9612,11 @@ Compare it with what that server shows: “switchyard serve --https” prints it
     </context>
     <context>
         <name>Tools</name>
-        <message>
-            <source>{0} was called with the same arguments {1} times: no more calls, answer now.</source>
-            <translation>{0} 已以相同参数调用 {1} 次：不再调用，请直接回答。</translation>
-        </message>
-        <message>
-            <source>Tools were called {0} times in a row: no more calls, answer now.</source>
-            <translation>工具已连续调用 {0} 次：不再调用，请直接回答。</translation>
-        </message>
-        <message>
-            <source>More than {0} tools were called at once: no more calls, answer now.</source>
-            <translation>一次调用了超过 {0} 个工具：不再调用，请直接回答。</translation>
-        </message>
         <message numerus="yes">
             <source>It answers: {0} tools.</source>
             <translation>
                 <numerusform>已应答：{0} 个工具。</numerusform>
             </translation>
-        </message>
-        <message>
-            <source>The arguments are no JSON object.</source>
-            <translation>参数不是 JSON 对象。</translation>
-        </message>
-        <message>
-            <source>The call was stopped.</source>
-            <translation>调用已停止。</translation>
-        </message>
-        <message>
-            <source>{0} was removed or is off.</source>
-            <translation>{0} 已被移除或已关闭。</translation>
-        </message>
-        <message>
-            <source>The tools did not respond, and were stopped.</source>
-            <translation>工具没有响应，已停止。</translation>
-        </message>
-        <message>
-            <source>The process with the tools ended.</source>
-            <translation>工具进程已结束。</translation>
-        </message>
-        <message>
-            <source>The process with the tools could not be started.</source>
-            <translation>无法启动工具进程。</translation>
         </message>
         <message>
             <source>not allowed</source>
@@ -9634,12 +9742,16 @@ Compare it with what that server shows: “switchyard serve --https” prints it
             <translation>移除 {0}</translation>
         </message>
         <message>
+            <source>Its variables or headers are known for this run only: this system has no keyring.</source>
+            <translation>其变量或请求头仅限本次运行：此系统没有密钥环。</translation>
+        </message>
+        <message>
             <source>Its tools are asked for when a chat needs them.</source>
             <translation>对话需要时才查询其工具。</translation>
         </message>
         <message>
-            <source>It has no tools.</source>
-            <translation>它没有工具。</translation>
+            <source>It offers no tools; its prompts and resources are not used here.</source>
+            <translation>它不提供工具；其提示词和资源在此不使用。</translation>
         </message>
         <message numerus="yes">
             <source>{0} tools: {1}</source>

@@ -37,7 +37,6 @@ from app.services.hub import RepositoryAnswer
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.services import Services
 from app.services.settings import Settings
-from app.services.tools.servers import ToolServer
 from app.services.updates import UpdateStage
 from app.theme import ThemeController
 from app.views.batch import BatchPage
@@ -82,6 +81,7 @@ from engine.telemetry.lanes import JOB, QUEUED, READING, SWEEPS, WRITING, WRITTE
 from engine.telemetry.messages import Telemetry, TelemetryCounters, TelemetrySpans
 from engine.telemetry.recorder import Recorder
 from engine.telemetry.records import pack
+from engine.tools.servers import ToolServer
 from engine.tuning.fit import offers
 from engine.tuning.messages import TuningFinished
 from tests.app import model_parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pytestqt.qtbot import QtBot
 from app.engine_words import FORMS, said
 from app.languages import Languages
 from app.widgets.wrapped_label import WrappedLabel
+from engine.tools import rounds
 
 ENGINE = Path(__file__).resolve().parents[2] / "engine"
 BUSY = "The graphics card limits the speed: it is busy 66% of the time, reading at 21.6 GB/s."
@@ -32,10 +34,8 @@ def german(qapp: QApplication) -> Iterator[None]:
 
 
 def _engine_texts() -> str:
-    services = ENGINE.parent / "app" / "services"
-    others = [*(services / "tools").glob("*.py"), services / "answer_queue.py"]  # which tell models, too
     texts = []
-    for path in [*ENGINE.rglob("*.py"), *others]:
+    for path in [*ENGINE.rglob("*.py"), ENGINE.parent / "app" / "services" / "tools.py"]:  # which tells models, too
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.JoinedStr):
                 texts.append("".join(v.value if isinstance(v, ast.Constant) else "{}" for v in node.values))  # type: ignore[misc]
@@ -49,6 +49,28 @@ def test_the_engine_still_says_every_form() -> None:
     pieces = {form: [piece.strip(" .") for piece in re.split(r"\{\d\}", form)] for form in FORMS}
     gone = [form for form, some in pieces.items() if any(piece.casefold() not in engine for piece in some)]
     assert gone == []
+
+
+def _why_tools_fail() -> Iterator[str]:
+    """What tools and their servers can say, with names in the places of what is put in."""
+    for path in (ENGINE / "tools").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id.endswith("Error"):
+                said = node.args[0] if node.args else None
+                begins = "notes " if node.func.id == "TroubleError" else ""
+                if isinstance(said, ast.JoinedStr):
+                    parts = (part.value if isinstance(part, ast.Constant) else "7" for part in said.values)
+                    yield begins + "".join(map(str, parts))
+                elif isinstance(said, ast.Constant) and isinstance(said.value, str):
+                    yield begins + said.value
+    yield from (rounds.DENIED, rounds.NO_SUCH_TOOL, rounds.STOPPED)
+    use = rounds.ToolUse("1", "clock")
+    once = rounds.Step(calls=(use,))
+    yield rounds._lost_way((once,) * rounds.MOST_ALIKE)
+    yield rounds._lost_way(
+        tuple(rounds.Step(calls=(replace(use, name=f"t{n}"),)) for n in range(rounds.MOST_ROUNDS + 1))
+    )
+    yield rounds._lost_way((rounds.Step(calls=tuple(replace(use, name=f"t{n}") for n in range(99))),))
 
 
 def test_in_english_it_stays_as_it_is(qapp: QApplication) -> None:
@@ -65,6 +87,11 @@ class TestInGerman:
         both = said(f"Plan: int4\n{BUSY} The CPU limits the speed. What else there is.")
         assert both.startswith("Plan: int4\nDie Grafikkarte")
         assert both.endswith(" Die CPU begrenzt das Tempo. What else there is.")
+
+    def test_whatever_a_tool_says_of_itself(self) -> None:
+        told = list(_why_tools_fail())
+        assert len(told) > 35
+        assert [words for words in told if said(words) == words] == []
 
     def test_a_part_of_a_sentence_that_is_known(self) -> None:
         words = said("RAM that is twice as fast would help most: 95.7 tokens/s, about 1.3 times as fast.")

@@ -15,7 +15,7 @@ from app.services import settings as module
 from app.services.api_server import ApiServer
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from app.theme import ThemeController
 from app.views.settings import SettingsPage
 from engine import cli
@@ -135,7 +135,7 @@ def test_a_setting_is_one_entry(
             cli.main([verb, "--help"])
         assert "--toy {round,square}" in capsys.readouterr().out
     server = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
-    tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
     page = SettingsPage(settings, theme, server, Endpoints(settings), tools)
     qtbot.addWidget(page)
     page.show()

@@ -27,7 +27,7 @@ from app.services.data_folder import planned_change
 from app.services.endpoints import Endpoints
 from app.services.planning import PlanAnswer, PlanQuestion
 from app.services.settings import Settings
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from app.theme import DARK, ThemeController
 from app.views.settings import SettingsPage
 from app.views.settings.about import LicencesDialog, version
@@ -38,6 +38,7 @@ from engine.checkpoint.hub import token as tokens
 from engine.checkpoint.hub.repository import HUGGINGFACE, endpoint_of
 from engine.common.config import EngineConfig
 from engine.common.paths import data_dir, models_dir
+from engine.tools.servers import with_values
 from tests.app import tuning_results as made
 from tests.app.scripted_engine import ScriptedEngine
 from tests.app.wheel import turn_wheel, value_of
@@ -63,7 +64,7 @@ def page(qtbot: QtBot, settings: Settings, theme: ThemeController, server: ApiSe
 
 
 def _tools(settings: Settings) -> Tools:
-    return Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    return Tools(settings, lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
 
 
 def _button(parent: QWidget, text: str) -> QPushButton:
@@ -406,7 +407,8 @@ def test_servers_with_tools_are_added_changed_and_removed(page: SettingsPage, se
     dialog.variables.setPlainText("KEY=a=b\n")
     dialog.keep.click()
     (kept,) = card._tools.servers
-    assert (kept.command, kept.args, kept.env) == ("npx", ("-y", "a server"), (("KEY", "a=b"),))
+    assert (kept.command, kept.args, kept.env) == ("npx", ("-y", "a server"), (("KEY", None),))
+    assert with_values(kept).env == (("KEY", "a=b"),)
     assert not dialog.isVisible()
     card.edit(None)
     dialog = card.dialog
@@ -421,9 +423,16 @@ def test_servers_with_tools_are_added_changed_and_removed(page: SettingsPage, se
     dialog = card.dialog
     assert dialog is not None
     assert (dialog.command.text(), dialog.pasted.isVisibleTo(dialog)) == ("npx -y 'a server'", False)
+    # The value is not shown, and goes to no other command.
+    assert dialog.variables.toPlainText() == "KEY=••••••••"
+    dialog.command.setText("npx another")
+    dialog.keep.click()
+    assert "again" in dialog.trouble.text()
+    dialog.command.setText("npx -y 'a server'")
     dialog.name.setText("notes")
     dialog.keep.click()
     assert [each.name for each in card._tools.servers] == ["notes", "web"]
+    assert with_values(card._tools.servers[0]).env == (("KEY", "a=b"),)
     for button in card.rows.findChildren(QPushButton):
         if button.accessibleName() == "Remove web":
             button.click()

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ import psutil
 import pytest
 from pytestqt.qtbot import QtBot
 
+from app.services import tools as service
 from app.services.chat_store.records import Attachment
 from app.services.settings import Settings
-from app.services.tools import service
-from app.services.tools.built_in import ToolError, calculate, read_file
-from app.services.tools.host import MOST_RESULT
-from app.services.tools.servers import ServerError, ToolServer, servers_of
-from app.services.tools.service import OfferedTool, Outcome, Tools
+from app.services.tools import Tools
+from engine.common.paths import config_dir
+from engine.common.settings import settings_path
+from engine.tools import servers
+from engine.tools.built_in import MOST_RESULT, ToolError, calculate, read_file
+from engine.tools.rounds import MOST_OFFERED, OfferedTool, Outcome
+from engine.tools.servers import ServerError, ToolServer, servers_of, with_values
 
 ROOT = str(Path(__file__).resolve().parents[2])
 
@@ -32,7 +36,7 @@ def server(kind: str) -> ToolServer:
 
 @pytest.fixture
 def tools(qtbot: QtBot) -> Iterator[Tools]:
-    tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda prompt, rows: f"{prompt}: {len(rows)}")
+    tools = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
     yield tools
     # Other tests of this process may have left it a child that is to stay, so only the host's family is asked after.
     family = []
@@ -61,7 +65,11 @@ def call(tools: Tools, qtbot: QtBot, name: str, given: Any = None, attached: tup
 
 
 def test_a_server_over_pipes_lists_its_tools_and_runs_them(tools: Tools, qtbot: QtBot) -> None:
-    assert listed(tools, qtbot, server("good")) == Outcome("It answers: 4 tools.")
+    tried: list[Outcome] = []
+    tools.look(server("good"), tried.append)
+    qtbot.waitUntil(lambda: bool(tried), timeout=60_000)
+    assert tried == [Outcome("It answers: 4 tools.")]
+    tools.put(server("good"))  # with the tools that it listed when it was tried
     names = [each.tool.name for each in tools.offered()]
     # One that is named like a built-in tool takes another name, and the order is always the same.
     assert names[:5] == ["calculator", "clock", "read_file", "run_batch", "search_documents"]
@@ -72,7 +80,7 @@ def test_a_server_over_pipes_lists_its_tools_and_runs_them(tools: Tools, qtbot: 
     assert call(tools, qtbot, "add", {"a": "two"}).failed
     # The next session knows them without starting the server.
     tools._settings.save()
-    later = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    later = Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
     assert [each.tool.name for each in later.offered()] == names
     assert not later.is_running
 
@@ -96,6 +104,99 @@ def test_a_server_over_http_runs_its_tools(tools: Tools, qtbot: QtBot) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+KEY = "key-4f1b9d"
+
+
+@pytest.fixture
+def vault(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A keyring for one test."""
+    held: dict[str, str] = {}
+    monkeypatch.setattr(servers, "_this_run", {})
+    monkeypatch.setattr(servers, "ask_keyring", lambda name: held.get(name, ""))
+    monkeypatch.setattr(servers, "tell_keyring", held.__setitem__)
+    monkeypatch.setattr(servers, "forget_in_keyring", lambda name: held.pop(name, None))
+    return held
+
+
+def keyed() -> ToolServer:
+    plain = server("keyed")
+    return replace(plain, env=(*plain.env, ("API_KEY", KEY)))
+
+
+def opened_again(monkeypatch: pytest.MonkeyPatch) -> Tools:
+    """What the next start of the window knows."""
+    monkeypatch.setattr(servers, "_this_run", {})
+    return Tools(Settings(), lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
+
+
+def test_keys_of_servers_are_in_the_keyring_and_in_no_file(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert not listed(tools, qtbot, keyed()).failed
+    assert call(tools, qtbot, "go") == Outcome(KEY)
+    tools._settings.save()
+    (kept,) = vault.values()
+    assert KEY in kept
+    home = config_dir().parent
+    assert not [path for path in home.rglob("*") if path.is_file() and KEY.encode() in path.read_bytes()]
+    assert KEY not in caplog.text + repr(tools.servers)
+    later = opened_again(monkeypatch)
+    try:
+        assert call(later, qtbot, "go") == Outcome(KEY)
+        # Another command does not get it, nor does a server that was removed and added again.
+        moved = replace(later.servers[0], args=(*later.servers[0].args, "elsewhere"))
+        assert "needs its" in listed(later, qtbot, moved).text
+        later.remove("keyed")
+        qtbot.waitUntil(lambda: vault == {})
+    finally:
+        later.close()
+
+
+def test_keys_that_an_older_version_wrote_into_the_settings_move_out(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = {"name": "web", "url": "https://example.org/mcp", "headers": {"Authorization": f"Bearer {KEY}"}, "on": True}
+    tools._settings.set("tool_servers", [old])
+    tools._settings.save()
+    later = opened_again(monkeypatch)
+    try:
+        qtbot.waitUntil(lambda: bool(vault))
+        qtbot.waitUntil(lambda: KEY not in json.dumps(later._settings.get("tool_servers", list[Any]())))
+        later._settings.save()
+        assert KEY not in settings_path().read_text()
+        assert with_values(later.servers[0]).headers == (("Authorization", f"Bearer {KEY}"),)
+    finally:
+        later.close()
+
+
+def test_without_a_keyring_keys_are_for_this_run_and_the_next_asks(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(servers, "tell_keyring", lambda _name, _secret: None)
+    assert not listed(tools, qtbot, keyed()).failed
+    assert tools.for_this_run == {"keyed"}
+    assert call(tools, qtbot, "go") == Outcome(KEY)
+    tools._settings.save()
+    later = opened_again(monkeypatch)
+    try:
+        told = call(later, qtbot, "go")
+        assert told == Outcome(
+            "keyed needs its PYTHONPATH again, which was kept for one run only: edit the server.", True
+        )
+    finally:
+        later.close()
+
+
+def test_a_value_may_be_read_from_the_environment(
+    tools: Tools, qtbot: QtBot, vault: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = replace(server("keyed"), env=(("PYTHONPATH", ROOT), ("API_KEY", "Bearer ${MY_KEY}")))
+    assert listed(tools, qtbot, plain).text == "keyed needs MY_KEY in the environment, where it is not set: set it."
+    monkeypatch.setenv("MY_KEY", KEY)
+    assert not listed(tools, qtbot, plain).failed
+    assert call(tools, qtbot, "go") == Outcome(f"Bearer {KEY}")
 
 
 @pytest.mark.parametrize(
@@ -156,7 +257,7 @@ def test_long_results_and_lists_are_cut(tools: Tools, qtbot: QtBot) -> None:
     assert (len(outcome.text) < MOST_RESULT + 100, "200,000 characters" in outcome.text) == (True, True)
     tools.remove("long")
     listed(tools, qtbot, server("many"))
-    assert len(tools.offered()) == service.MOST_OFFERED
+    assert len(tools.offered()) == MOST_OFFERED
 
 
 def test_odd_characters_in_descriptions_and_results_are_text(tools: Tools, qtbot: QtBot) -> None:
@@ -178,19 +279,22 @@ def test_a_call_can_be_stopped(tools: Tools, qtbot: QtBot) -> None:
 
 def test_what_may_run_unasked(tools: Tools) -> None:
     offered = {each.tool.name: each for each in tools.offered()}
-    assert [name for name, each in offered.items() if tools.may_run(each, ())] == [
+    assert [name for name, each in offered.items() if each.may_run(())] == [
         "calculator",
         "clock",
         "search_documents",
     ]
     own = OfferedTool(offered["clock"].tool, "clock", "evil")
-    assert not tools.may_run(own, ())
-    assert tools.may_run(own, ("evil/clock",))
+    assert not own.may_run(tools.always_allowed)
+    assert own.may_run(("evil/clock",))
     tools.allow_always("evil/clock")
-    assert tools.may_run(own, ())
+    assert own.may_run(tools.always_allowed)
     tools.put(ToolServer("evil", "x"))
+    tools.put(ToolServer("evil", "y"))  # another program is not allowed what that one was
+    assert not own.may_run(tools.always_allowed)
+    tools.allow_always("evil/clock")
     tools.remove("evil")
-    assert not tools.may_run(own, ())
+    assert not own.may_run(tools.always_allowed)
 
 
 def test_arguments_that_are_no_object_are_refused(tools: Tools, qtbot: QtBot) -> None:

@@ -16,7 +16,7 @@ from app.services.answer_queue import AnswerQueue, ToolOffer, prompt_of
 from app.services.chat_store import ChatStore, Conversation, Message, MessageState
 from app.services.engine_client import EngineClient, EngineState
 from app.services.settings import Settings
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from engine.common.config import EngineConfig, SamplingParams
 from tests.app.test_tools import server
 
@@ -33,7 +33,7 @@ QUESTIONS = (
 @pytest.mark.timeout(1800)
 def test_a_small_model_calls_three_tools_and_finishes(qtbot: QtBot) -> None:
     client, store, settings = EngineClient(), ChatStore(), Settings()
-    tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
     queue = AnswerQueue(client, store)
     try:
         client.start()

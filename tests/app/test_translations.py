@@ -33,7 +33,7 @@ from app.services.api_server import ApiServer
 from app.services.endpoints import Endpoints
 from app.services.loading_pace import LoadingPace
 from app.services.settings import Settings
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from app.theme import ThemeController
 from app.views.chat.model_picker import loading_words
 from app.views.settings import SettingsPage
@@ -223,7 +223,7 @@ def test_a_translation_is_shown(
     assert maker.write(tmp_path / "switchyard_de.ts", "de", TEXTS, made) == 0
     assert speak(system="de_CH", folder=tmp_path).language == "de"
     server = ApiServer(ScriptedEngine(), settings)  # type: ignore[arg-type]
-    tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _prompt, _rows: "")
+    tools = Tools(settings, lambda: pytest.fail("no documents here"), lambda _job, _rows: None)
     page = SettingsPage(settings, theme, server, Endpoints(settings), tools)
     qtbot.addWidget(page)
     texts = {button.text() for button in page.findChildren(QPushButton)}

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from engine import cli
 from engine.batch_files.job_watcher import JobEnding, JobWatcher
-from engine.batch_files.prepared_job import prepare
+from engine.batch_files.prepared_job import PreparedJob, prepare
 from engine.batch_files.rows import Answer
 from engine.common.config import BatchJob, EngineConfig, SamplingParams
 from engine.common.falls import FALLS
 from engine.common.model_info import ModelInfo
+from engine.devices.device import Device
 from engine.devices.memory_budget import MemoryCategory
 from engine.devices.opening import open_devices
 from engine.runtime.batch import job_plan
@@ -196,3 +198,58 @@ def test_a_job_goes_on_by_itself_where_cards_fill_up(
     assert ending.note.count("Other programs use") == 1
     assert engine.info is not None
     assert engine.info.device == ("cpu" if len(full) == 2 else "emulated:slow-link#0")
+
+
+def _vanishes(card: Device) -> None:
+    card.close()
+
+
+def _fills_up(card: Device) -> None:
+    card.memory.limit(card.memory.use().by_category[MemoryCategory.WEIGHTS])
+
+
+@pytest.mark.parametrize(
+    ("fault", "device", "said"),
+    [
+        (_vanishes, "emulated:slow-link,emulated:pcie3-x8-8gb", "emulated:pcie3-x8-8gb#0 stopped responding"),
+        (_fills_up, "emulated:slow-linkx2", "Other programs use"),
+    ],
+    ids=["of another size vanishes", "fills up"],
+)
+def test_the_command_line_says_in_one_sentence_what_became_of_a_card(
+    fault: Callable[[Device], None],
+    device: str,
+    said: str,
+    expected: Reference,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(job_plan, "policy_for", lambda *args, **plan: replace(policy_for(*args, **plan), rows=2))
+    rows, answered, run_batch = tmp_path / "rows.csv", [0], Engine.run_batch
+    rows.write_text("text\n" + "".join(f"row {row} of a table of cards\n" for row in range(6)))
+
+    def run_with_fault(engine: Engine, prepared: PreparedJob, watcher: JobWatcher) -> JobEnding:
+        on_answer = watcher.on_answer
+
+        def answers(answer: Answer, question: str) -> None:
+            on_answer(answer, question)
+            answered[0] += 1
+            if answered[0] == 1:
+                assert engine._loaded is not None
+                assert engine._loaded.devices is not None
+                fault(engine._loaded.devices.devices[1])
+
+        return run_batch(engine, prepared, replace(watcher, on_answer=answers))
+
+    monkeypatch.setattr(Engine, "run_batch", run_with_fault)
+
+    output = tmp_path / "out.csv"
+    options = ("--vram", "8MiB", "--threads", "1", "--sharing", "experts", "--max-tokens", "9", "--json")
+    where = ("--model", str(expected.folder), "--device", device)
+    assert cli.main(["batch", str(rows), "-o", str(output), *where, *options]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["finished"], told["done"], told["failed"]) == (True, 6, 0)
+    assert said in told["note"]
+    assert told["note"].count("stopped responding") + told["note"].count("Other programs use") == 1
+    assert len(output.read_text().splitlines()) == 7

@@ -18,11 +18,12 @@ from engine.common.config import SamplingParams
 from engine.runtime.decode.generation import GenerationResult
 from engine.verbs import chat as chat_verb
 from tests.engine.tiny_families import tiny_checkpoint
+from tests.made_pictures import png_of
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 FIELDS = {
     *("text", "reasoning", "prompt_tokens", "generated_tokens", "ttft_s", "tokens_per_s", "device", "finish_reason"),
-    *("model", "precision", "threads", "device_note", "template_note", "gave_way"),
+    *("calls", "model", "precision", "threads", "device_note", "template_note", "gave_way"),
 }
 
 
@@ -101,6 +102,38 @@ def test_ctrl_c_while_answering_is_quiet(tiny: Path) -> None:
     assert (process.returncode, errors) == (130, b"")
 
 
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.heic", b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "is in the HEIC format"),
+        ("a.png", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is in the SVG format"),
+        ("a.png", png_of(20_000, 20_000), "has 20,000 × 20,000 pixels"),
+        ("a.png", png_of(30, 20)[:-20], "is cut off"),
+        ("a.jpg", b"hello", "is no picture that is read here"),
+        ("a.png", None, "cannot be read"),
+    ],
+)
+def test_what_is_no_picture_is_one_sentence_before_a_model_is_opened(
+    name: str, data: bytes | None, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if data is not None:
+        (tmp_path / name).write_bytes(data)
+    assert cli.main(["chat", "--prompt", "What is it?", "--picture", str(tmp_path / name)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"switchyard: The picture {tmp_path / name} {says}")
+
+
+def test_a_model_that_reads_text_only_says_so(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a.png").write_bytes(png_of(30, 20))
+    assert chat(tiny, "--prompt", "What is it?", "--picture", str(tmp_path / "a.png")) == 2
+    assert "tiny-mixtral reads text only: it was made for text." in capsys.readouterr().err
+
+
+def test_a_model_that_was_made_for_no_tools_says_so(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert chat(tiny, "--prompt", "How late is it?", "--tools") == 2
+    assert "no place for tools" in capsys.readouterr().err
+
+
 # --- conversing -----------------------------------------------------------------------------------
 
 
@@ -111,9 +144,7 @@ class Echo:
         self.asked: list[list[str]] = []
         self.interrupt = False
 
-    def generate(
-        self, messages: Any, sampling: Any, *, on_progress: Any, on_text: Any, on_reasoning: Any, cancelled: Any
-    ) -> Any:
+    def generate(self, messages: Any, sampling: Any, *, on_text: Any, cancelled: Any, **_more: Any) -> Any:
         self.asked.append([message.content for message in messages])
         on_text("ech", 1)
         if self.interrupt:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from engine.common.chat import Tool, ToolCall, ToolChoice
-from engine.common.errors import EngineError
+from engine.common.chat import ChatMessage, Tool, ToolCall, ToolChoice
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, never_cancelled
+from engine.families.replies.calls import NEST
 from engine.families.replies.reader import Spoken, form_of, reply_reader
 from engine.runtime.decode.constrained import ConstrainedAnswer, ConstrainedAnswers
 from engine.runtime.decode.constrained_calls import CallGrammars, ConstrainedCalls
 from engine.runtime.decode.detokenizer import IncrementalDetokenizer
+from engine.runtime.engine import Engine
 from tests.engine.tiny_tokenizer import EOS, save_tiny_tokenizer
 
 FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
@@ -43,6 +48,9 @@ FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     ),
     "deepseek-fenced": ("deepseek_v3", "tools <｜tool▁calls▁begin｜> ```json", ()),
     "minimax": ("minimax_m2", "tools <minimax:tool_call>", ()),
+    "minimax-m3": ("minimax_m3_vl", "tools", (NEST,)),
+    "minimax-m3-text": ("minimax_m3_vl", "tools", ()),
+    "jamba": ("jamba", "tools <tool_calls>[", ()),
     "lfm": ("lfm2_moe", "tools <|tool_call_start|>", ("<|tool_call_start|>", "<|tool_call_end|>")),
     "llama4": ("llama4_text", "tools <|python_start|>", ("<|python_start|>", "<|python_end|>")),
     "kimi": ("kimi_k2", "tools <|tool_calls_section_begin|>", ()),
@@ -53,7 +61,7 @@ FORMS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
-ENDS = ("\n</parameter>\n", "</parameter>", "</arg_value>", '<|"|>')
+ENDS = ("\n</parameter>\n", "</parameter>", "</arg_value>", '<|"|>', NEST)
 
 
 class Model:
@@ -126,6 +134,7 @@ _PLAIN = st.sampled_from(
         {"enum": ["fast", 3, None]},
         {"type": ["string", "null"]},
         {"const": 7},
+        {"const": "as it is"},
     ]
 )
 
@@ -185,6 +194,8 @@ OPENS = {
     "lfm": "Now <|tool_call_start|>",
     "gemma": "<|tool_call>",
     "minimax": "<minimax:tool_call>",
+    "minimax-m3": f"{NEST}<tool_call>",
+    "jamba": "<tool_calls>",
 }
 
 
@@ -205,6 +216,44 @@ def test_a_call_that_the_model_opens_satisfies_its_schema(
     calls = [part for part in reader.feed(text) + reader.end() if isinstance(part, ToolCall)]
     assert calls, text
     jsonschema.validate(json.loads(calls[0].arguments), schemas[calls[0].name])
+
+
+CODER = os.environ.get("SWITCHYARD_CODER", "")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not Path(CODER).is_file(), reason="SWITCHYARD_CODER names no GGUF file")
+@pytest.mark.timeout(4 * 3600)
+def test_all_calls_of_a_small_real_model_satisfy_a_hundred_random_schemas() -> None:
+    """Made for Qwen2.5-Coder-1.5B-Instruct."""
+    engine, calls, without = Engine(), 0, 0
+    engine.load(EngineConfig(CODER, device="cpu"), on_progress=lambda _done, _total: None, cancelled=never_cancelled)
+
+    @settings(max_examples=100, derandomize=True, deadline=None, phases=[Phase.generate], database=None)
+    @given(schemas=_TOOLS, seed=st.integers(0, 2**31))
+    def asked(schemas: dict[str, Any], seed: int) -> None:
+        nonlocal calls, without
+        tools = tuple(Tool(tool, "", json.dumps(schema)) for tool, schema in schemas.items())
+        words = f"Call the tool {tools[0].name}, with arguments that you make up."
+        result = engine.generate(
+            [ChatMessage("user", words)],
+            SamplingParams(temperature=0.7, seed=seed, max_tokens=300),
+            on_progress=lambda _done, _total: None,
+            on_text=lambda _text, _tokens: None,
+            cancelled=never_cancelled,
+            tools=tools,
+        )
+        for call in result.calls:
+            jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+        calls += len(result.calls)
+        without += not result.calls
+
+    try:
+        asked()
+    finally:
+        engine.unload()
+    sys.stdout.write(f"{calls} calls, none in {without} of 100 answers\n")
+    assert without < 40
 
 
 _WEATHER = Tool(

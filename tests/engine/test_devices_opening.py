@@ -22,6 +22,7 @@ no_card = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has
         ("emulated:slow-linkx1", ["emulated:slow-link#0"]),
         ("emulated:slow-linkx2", ["emulated:slow-link#0", "emulated:slow-link#1"]),
         ("emulated:pcie3-x8-8gbx2", ["emulated:pcie3-x8-8gb#0", "emulated:pcie3-x8-8gb#1"]),
+        ("emulated:slow-link,emulated:pcie3-x8-8gb", ["emulated:slow-link#0", "emulated:pcie3-x8-8gb#0"]),
     ],
 )
 def test_devices_by_name(spec: str, names: list[str]) -> None:
@@ -57,6 +58,8 @@ def test_every_profile_opens_with_its_memory_or_less(name: str) -> None:
         ("emulated:slow-linkx0", "0 devices: use 1 to 8"),
         ("emulated:slow-linkx9", "9 devices"),
         ("emulated:slow-linkx99999", "99999 devices"),
+        ("emulated:slow-link,emulated:slow-link", "a card twice: several alike are NAMEx2"),
+        ("emulated:slow-link,emulated:link8-4gb", "clock of their own stand beside no others"),
     ],
 )
 def test_names_that_nothing_has(spec: str, says: str) -> None:

@@ -34,7 +34,7 @@ from engine.runtime.decode.generation import drained
 from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.tuning.fit import FitRow, fit_card, machine_of
+from engine.tuning.fit import FitRow, fit_card
 from engine.tuning.machine_state import MachineLook, look_at_machine
 from tests.engine.on_devices import memory_use, slots
 from tests.engine.test_stored_precision import type_of
@@ -151,7 +151,7 @@ def _compare(row: FitRow, config: EngineConfig, limits: Limits, look: MachineLoo
         _compare_kv(row, loaded, config, said)
         # What is predicted is the speed of what runs: with the precision and the slots that loading chose.
         running = running_config(info, config, slots(loaded) if loaded.caches else None)
-        machine = machine_of(look, shape, info.precision)
+        machine = look.machine(shape.measured_as(info.precision), shape.expert_bytes(info.precision))
         again = predict_decode(machine, shape, running, prompt_tokens=128, tokens=128, limits=limits)
         assert row.speed.low <= again.tokens_per_s <= row.speed.high, said
     finally:

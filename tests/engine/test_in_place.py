@@ -12,6 +12,7 @@ import torch
 
 from engine.checkpoint.gguf.file import read_gguf
 from engine.formats.ggml import BLOCK_TYPES, GGML, BlockType
+from engine.kernels.native import library
 from engine.kernels.native.library import Isa, NativeKernels
 from engine.kernels.native.linear import BlockEmbedding, LatentHeads, QuantisedLinear, TurnedLinear
 from engine.kernels.native.rows import route_rows
@@ -203,6 +204,13 @@ def test_a_file_gives_the_numbers_of_its_weights(
     assert (one_by_one - found[: len(one_by_one)]).norm() < 0.03 * wanted.norm()
     assert len(PROMPT[0]) > 8
     assert not list((tmp_path / "home").rglob("*.gguf"))
+
+
+def test_a_file_without_the_kernels_that_read_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "library_path", lambda: tmp_path / "not-built.so")
+    folder = tiny_checkpoint("llama", tmp_path / "checkpoint", tie_word_embeddings=True, **_SIZES)
+    with loaded(write_model(folder, tmp_path / "model.gguf", "llama", quantised="Q8_0"), "auto") as ours:
+        assert "several times slower" in ours.info.device_note
 
 
 def _reference(file: Path, ids: torch.Tensor, routes: Routes) -> torch.Tensor:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.common.errors import EngineError, ErrorCode
+from engine.common.errors import EngineError, ErrorCode, RequestCancelled
 from engine.devices import link as link_module
 from engine.devices.device import Device
 from engine.devices.emulated import open_emulated
@@ -29,9 +29,9 @@ from engine.measure.link import Copies, PinnedLimit
 from engine.measure.measuring import QUICK, THOROUGH, MeasurementSet, cold_bytes, measure_machine
 from engine.measure.run import (
     Measurement,
-    MeasurementCancelledError,
-    MeasurementProgress,
     NotMeasuredError,
+    OnProgress,
+    Row,
     Run,
     drift_of,
     thread_counts,
@@ -95,7 +95,7 @@ def measure(
     throttling: object = None,
     others: Callable[[], int | None] = lambda: None,
     cancelled: Callable[[], bool] = lambda: False,
-    on_progress: Callable[[MeasurementProgress], None] = lambda progress: None,
+    on_progress: OnProgress = lambda _name, _done, _found: None,
 ) -> Measurements:
     return measure_machine(
         MeasurementSet("test", 4 * MIB, measurements),
@@ -147,7 +147,7 @@ def test_an_emulated_devices_link_is_found_again(
 
 
 def test_everything_is_measured_on_the_cpu_and_a_device(machine: Probe, slow_link: Device, tmp_path: Path) -> None:
-    told: list[MeasurementProgress] = []
+    told: list[tuple[float, Row | None]] = []
     found = measure(
         machine,
         tmp_path / "models",
@@ -159,7 +159,7 @@ def test_everything_is_measured_on_the_cpu_and_a_device(machine: Probe, slow_lin
         DiskReads(4 * MIB, (1, 3), (MIB, 2 * MIB), 3, 60.0),
         PinnedLimit(2**30, 1.0),
         device=slow_link,
-        on_progress=told.append,
+        on_progress=lambda _name, done, row: told.append((done, row)),
     )
     assert list(found.skipped) == ["pinned memory"]
     assert [(row.depth, row.nbytes) for row in found.disk] == [(1, 2 * MIB), (3, 2 * MIB), (1, MIB), (3, MIB)]
@@ -169,10 +169,10 @@ def test_everything_is_measured_on_the_cpu_and_a_device(machine: Probe, slow_lin
     assert {row.device for row in found.arithmetic} == {"cpu", "emulated:slow-link"}
     assert slow_link.memory.use().used == 0
     assert not (tmp_path / "models").exists()
-    done = [progress.done for progress in told]
+    done = [each for each, _ in told]
     assert done == sorted(done)
     assert done[-1] == 1.0
-    assert sum(progress.found is not None for progress in told) == sum(
+    assert sum(row is not None for _, row in told) == sum(
         map(len, (found.ram, found.experts, found.disk, found.arithmetic))
     )
     origins = machine_profile(machine, found).origins
@@ -230,7 +230,7 @@ def test_cancelling_leaves_nothing(
     machine: Probe, slow_link: Device, tmp_path: Path, switchyard_home: Path, after: int
 ) -> None:
     asked = itertools.count()
-    with pytest.raises(MeasurementCancelledError):
+    with pytest.raises(RequestCancelled):
         measure(
             machine,
             tmp_path / "models",

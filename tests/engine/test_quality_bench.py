@@ -101,6 +101,7 @@ def test_it_goes_on_where_it_was_stopped_and_reads_no_more_than_it_should(tmp_pa
     assert read == windows
     assert [len(score.surprise), len(score.divergence), len(score.agrees)] == [7, 3, 3]
     assert torch.equal(score.surprise, reference.compare(random_contestant(2, 11)).surprise)
+    assert reference.later.tolist() == [False, True, False]
 
 
 def test_a_contestant_with_other_ids_is_refused(tmp_path: Path) -> None:
@@ -117,8 +118,9 @@ def test_the_bench_compares_every_precision_with_bf16(tmp_path: Path, capsys: py
     found = {row["name"]: row for row in document["rows"]}
     assert found["tokens"]["value"] == 89
     assert found["perplexity of int8"]["peer_value"] == found["perplexity of bf16"]["value"]
-    exact, coarse = (found[f"divergence of {precision} from bf16"]["value"] for precision in ("int8", "int4"))
-    assert 0 < exact < coarse
+    for tokens in ("", ", but for first tokens"):
+        exact, coarse = (found[f"divergence of {each} from bf16{tokens}"]["value"] for each in ("int8", "int4"))
+        assert 0 < exact < coarse
     assert document["peers_not_run"] == []
 
 

@@ -26,7 +26,7 @@ from engine.experts.activations import Activations
 from engine.experts.dispatch import BANK_LAYER
 from engine.experts.dispatcher import HybridExperts
 from engine.experts.latency import LatencyModel
-from engine.experts.record_source import PartOfRecords
+from engine.experts.record_source import PartOfRecords, RecordSource
 from engine.experts.shared import Part, SharedExperts, Ways, parts_of
 from engine.experts.vram_cache import VramCache
 from engine.hardware.profiles import read_profile
@@ -52,6 +52,7 @@ from engine.runtime.schedule.request import BatchRequest
 from tests.engine.hybrid_layers import EVEN, EXPERTS, KINDS, LAYERS, routing
 from tests.engine.loaded_tiny import NO_END, random_prompt
 from tests.engine.on_devices import PROMPT, answer, chatting, opened, reference, share_misses
+from tests.engine.test_disk_backed import least_budget
 from tests.engine.test_expert_kernels import layer_of
 from tests.engine.tiny_families import tiny_checkpoint
 
@@ -109,7 +110,7 @@ class Shared:
                 HybridExperts(
                     cache,
                     index,
-                    PartOfRecords(bank, make(bank), own),
+                    PartOfRecords(RecordSource(bank, make(bank)), own),
                     make,
                     latency,
                     activations,
@@ -310,6 +311,20 @@ def test_batches_on_several_cards_give_the_same_answers(
         assert loaded.devices is not None
         used = [device.memory.use() for device in loaded.devices.devices]
         assert all(use.by_category[MemoryCategory.EXPERTS] for use in used)
+
+
+@pytest.mark.parametrize("schedule", [CGOPIPE, KLOTSKI, CPU_EXPERTS], ids=str)
+def test_experts_on_disk_are_shared_too(schedule: Schedule, checkpoints: Path) -> None:
+    folder = tiny_checkpoint("mixtral", checkpoints / "batches of mixtral", num_hidden_layers=3)
+    with opened(folder, 0) as loaded:
+        wanted = _batched(loaded, HYBRID)
+    least = least_budget(folder, "fp32")
+    with opened(folder, 2, sharing="experts", cache_slots=3, ram_bytes=least) as loaded:
+        assert loaded.disk_backed is not None
+        assert _batched(loaded, schedule) == wanted
+        assert FALLS.note == ""
+        with chatting(loaded) as session:
+            assert list(answer(session, _rows()[2].ids, 5).token_ids) == list(wanted[2])
 
 
 def _most_held(monkeypatch: pytest.MonkeyPatch, loaded: LoadedModel, category: MemoryCategory) -> list[int]:

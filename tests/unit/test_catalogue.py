@@ -136,5 +136,7 @@ def test_a_maintainer_sees_what_changed(
 def test_what_is_marked_to_see_is_fetched_with_what_sees() -> None:
     entries = read_catalogue(SHIPPED).entries
     marked = {entry.name for entry in entries if "pictures" in entry.abilities}
-    assert marked == {entry.name for entry in entries if all(SEES.search(file.reference) for file in entry.files)}
+    towers_within = {"Mistral Small 4 119B A6B"}  # in safetensors, of a type in `SIGHTS`
+    by_name = {entry.name for entry in entries if all(SEES.search(file.reference) for file in entry.files)}
+    assert marked == by_name | towers_within
     assert marked

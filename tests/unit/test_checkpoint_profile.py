@@ -86,14 +86,14 @@ def test_kv_of_latent_attention_and_of_linear_layers() -> None:
 def test_sources_of_an_expert(tmp_path: Path) -> None:
     tensors = {**expert_tensors("x"), "stack": ("BF16", [2, 8, 4])}
     entries = read_header(write_safetensors(tmp_path / "m.safetensors", header_of(tensors)))
-    each = PartSources("t", 2, {"w1": [entries["x.experts.0.w1.weight"], entries["x.experts.1.w1.weight"]]})
-    assert each.is_per_expert
+    each = PartSources("t", 2, None, {"w1": [entries["x.experts.0.w1.weight"], entries["x.experts.1.w1.weight"]]})
+    assert each.is_apart
     assert not each.is_fused
     assert each.of_expert(1) == {"w1": entries["x.experts.1.w1.weight"]}
-    stack = PartSources("t", 2, {"stack": [entries["stack"]]})
+    stack = PartSources("t", 2, None, {"stack": [entries["stack"]]})
     assert stack.is_fused
     row = stack.of_expert(1)["stack"]
-    assert (row.shape, row.offset - entries["stack"].offset, row.nbytes, stack.nbytes) == ((1, 8, 4), 64, 64, 128)
+    assert (row.shape, row.offset - entries["stack"].offset, row.nbytes) == ((1, 8, 4), 64, 64)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ Run = Callable[..., tuple[int, Any]]
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # as all other tests have it
-    monkeypatch.setattr("engine.hardware.probe.probe", lambda: MACHINE)
+    monkeypatch.setattr("engine.tuning.machine_state.probe_machine", lambda: MACHINE)
     with HubServer() as server:
         monkeypatch.setenv("HF_ENDPOINT", server.endpoint)
         yield server
@@ -87,7 +87,7 @@ def test_offline_is_a_users_matter(run: Run, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_recommend_asks_no_network(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr("engine.hardware.probe.probe", lambda: MACHINE)
+    monkeypatch.setattr("engine.tuning.machine_state.probe_machine", lambda: MACHINE)
     content = json.loads((catalogue_dir() / "catalogue.json").read_text(encoding="utf-8"))
     newer = {**content, "date": "2030-01-01", "models": content["models"][-4:]}
     file = tmp_path / "newer.json"

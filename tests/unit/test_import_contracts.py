@@ -21,6 +21,7 @@ APP_MAY_USE = (
     "engine.batch_files",
     "engine.remote",
     "engine.telemetry",
+    "engine.tools",
     "engine.tuning",
     "engine.serving.front_messages",
     "engine.serving.link_folder",

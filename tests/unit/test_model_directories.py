@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +28,7 @@ from engine.checkpoint.model_directories import (
     origin_of,
 )
 from engine.checkpoint.names import check_new_name, folder_name, name_of
+from engine.checkpoint.safetensors_numpy import write_safetensors
 from engine.common.errors import ErrorCode
 from engine.common.paths import config_dir, models_dir
 from tests.refusals import refused
@@ -520,6 +522,30 @@ def test_an_unchanged_model_is_read_once(readings: list[Path], monkeypatch: pyte
     os.utime(config, ns=(1, 1))
     assert look_around().entries[0].experts == 8
     assert readings == [folder] * 2
+
+
+def test_what_a_model_can_do_is_kept_until_more_is_known_of_models(
+    readings: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of files that people put there, whatever the catalogue says of models."""
+    folder = write_tiny_checkpoint(models_dir() / "tiny")
+    config = CONFIG | {"model_type": "qwen3_vl_moe", "text_config": CONFIG, "vision_config": {"depth": 1}}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_safetensors(folder / "model.safetensors", {"model.visual.a.weight": np.zeros((3, 4), np.uint16)})
+    template = "{% if tools %}{{ tools }}{% endif %}<think></think>"
+    (folder / "chat_template.jinja").write_text(template)
+    encoder = write_tiny_checkpoint(models_dir() / "encoder")
+    monkeypatch.setattr(library, "embedding_of", lambda path: object() if path == encoder else None)
+    able = {entry.name: (entry.sees, entry.calls_tools, entry.thinks, entry.embeds) for entry in look_around().entries}
+    assert able == {"tiny": (True, True, True, False), "encoder": (False, False, False, True)}
+    for version, is_read in ((library._VERSION, False), ([6, "another"], True)):
+        monkeypatch.setattr(library, "_descriptions", library._Descriptions())
+        monkeypatch.setattr(library, "_VERSION", version)
+        readings.clear()
+        found = {
+            entry.name: (entry.sees, entry.calls_tools, entry.thinks, entry.embeds) for entry in look_around().entries
+        }
+        assert (found, bool(readings)) == (able, is_read)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 1}', '{"version": 1, "models": {"x": {"state": 1}}}'])

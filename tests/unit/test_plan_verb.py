@@ -137,10 +137,24 @@ def test_capitals_do_not_matter_to_known_names(capsys: pytest.CaptureFixture[str
         assert json.loads(capsys.readouterr().out)["model"] == "olmoe-1b-7b"
 
 
+def test_emulated_cards_of_different_sizes_are_planned_with(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("engine.tuning.machine_state.probe_machine", lambda: MACHINE)
+    where = ["--workload", "64x8", "--json", "--precision", "int4"]
+    device = "emulated:link25-8gb,emulated:link12-6gb"
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--device", device, *where]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["card"]["total"] == 14 * 2**30
+    assert "2 cards" in found["sharing_words"]
+    assert main(["plan", "--model", "qwen3-30b-a3b", "--device", "emulated:nothing", *where]) == 2
+    assert "no hardware profile called 'nothing'" in capsys.readouterr().err
+
+
 def test_what_was_timed_here_is_the_figure_of_the_plan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("engine.hardware.probe.probe", lambda: MACHINE)
+    monkeypatch.setattr("engine.tuning.machine_state.probe_machine", lambda: MACHINE)
     monkeypatch.setattr("engine.tuning.contestants.compute_threads", lambda: 4)
     model = str(tiny_model())
 

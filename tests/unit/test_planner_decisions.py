@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from engine.checkpoint.model_shape import model_names, read_model
 from engine.hardware.machine import machine_names, read_machine
 from engine.planner.costs import Costs, distinct_experts
-from engine.planner.fiddler import break_even_rows, hit_rate_bounds
 from engine.planner.klotski import BlockTimes, fewest_batches
 from engine.planner.memory import card_memory, expert_slots, indexes, share_on_disk
 from engine.planner.papers.duoserve import peak_memory, predictor_weights
+from engine.planner.papers.fiddler import hit_rate_bounds
 from engine.planner.plan import HierarchicalRoofline, Level, operational_intensity, roofline_of
 from engine.planner.policy_search import PerformanceModel, search_policy
 from engine.planner.simulator.batch_costs import OffloadPolicy
@@ -95,7 +95,7 @@ def test_no_static_placement_leaves_the_bounds(popularity: list[float], seed: in
 @pytest.mark.parametrize("precision", ["bf16", "int4"])
 def test_algorithm_1_changes_its_mind_once(machine: str, precision: str) -> None:
     costs = Costs(read_machine(machine), read_model("mixtral-8x7b"), precision)
-    rows = break_even_rows(costs)
+    rows = costs.break_even_rows()
     if rows:
         assert costs.prefers_cpu(rows)
     assert not costs.prefers_cpu(rows + 1)

@@ -28,6 +28,7 @@ from engine.planner.placement import (
 from engine.planner.plan import make_plan
 from engine.planner.plan_parts import Limits
 from engine.planner.plan_search import Question, run_shared, ways_to_share
+from engine.planner.step_time import StepTime
 from engine.planner.workload import CHAT, Workload
 from tests.unit.test_hardware_measured import PROBE, RTX
 
@@ -68,6 +69,24 @@ def test_cards_that_share_experts_read_them_at_once() -> None:
     assert 0.7 < two.gpu_experts(2, 2, grouped=True) / one.gpu_experts(2, 2, grouped=True) < 0.85
     assert two.h2d_of_experts(1e9) == pytest.approx(one.h2d_of_experts(1e9) / 2, rel=0.01)
     assert two.h2d(1e9) == one.h2d(1e9)
+
+
+def test_heads_of_a_chat_are_worth_sharing_at_long_contexts_alone() -> None:
+    """Why each card has heads of keys and values in batches, and the first one has all of them in chats."""
+    model = read_model("qwen3-30b-a3b")
+    costs = engine_costs(two_cards(), model, "int4", cards=Cards.EXPERTS)
+    link, attention = costs.machine.link, model.attention
+    queries = 2.0 * attention.heads * attention.head_dim / 2
+    crossing = link.between_cards(queries + attention.kv_elements) + link.between_cards(queries)
+    more = crossing + costs.dispatch.card_s / 2
+
+    def gain(context: int) -> float:
+        step = StepTime(costs, context=context).seconds(0.3)
+        return model.layers * (costs.card_attention(1, context) / 2 - more) / step
+
+    assert gain(2048) == pytest.approx(-0.13, abs=0.02)
+    assert -0.05 < gain(2**15) < 0.05
+    assert gain(2**17) == pytest.approx(0.17, abs=0.03)
 
 
 def test_links_of_cards_are_no_faster_than_ram() -> None:
@@ -181,15 +200,21 @@ def test_shares_follow_the_room_that_each_card_has() -> None:
     assert big.devices[1].dense == 0
 
 
-def test_where_experts_cannot_be_shared_layers_are_and_it_is_said() -> None:
+def test_where_one_card_has_no_room_for_all_else_layers_are_shared_and_it_is_said() -> None:
     config = EngineConfig("tiny", sharing="experts")
-    in_ram = math.floor(1.2 * GIB)
-    placed = resolve(config, budgets(2**25, 2**25, ram=in_ram), sizes(experts=512))
+    placed = resolve(config, budgets(7 * 2**20, 2**25), sizes())
     assert placed.shares == ()
     assert placed.of_layer
     assert placed.notes[0].code is NoteCode.SHARED_BY_LAYERS
     assert resolve(EngineConfig("tiny"), budgets(2**25, 2**25), sizes()).shares == ()
     assert resolve(config, budgets(2**25), sizes()).shares == ()
+
+
+def test_experts_that_ram_has_no_room_for_are_shared_from_disk() -> None:
+    config, in_ram = EngineConfig("tiny", sharing="experts"), math.floor(1.2 * GIB)
+    placed = resolve(config, budgets(2**25, 2**25, ram=in_ram), sizes(experts=512))
+    assert len(placed.shares) == 2
+    assert placed.on_disk > 0
 
 
 def test_all_cards_of_this_machine_are_planned_with() -> None:

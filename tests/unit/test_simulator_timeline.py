@@ -41,7 +41,7 @@ def test_a_resource_does_one_thing_at_a_time_and_waits_for_what_it_needs(
             # Nothing idles: whoever may begin does.
             assert later.start == max(earlier.end, later.ready)
     assert timeline.end == max((span.end for span in timeline.spans), default=0.0)
-    assert sum(timeline.busy_s.values()) == pytest.approx(sum(seconds for _, seconds, _ in work))
+    assert sum(timeline.busy_s(lane) for lane in LANES) == pytest.approx(sum(seconds for _, seconds, _ in work))
 
 
 @given(work=_WORK, factor=st.floats(0.1, 1.0))

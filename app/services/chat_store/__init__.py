@@ -10,12 +10,11 @@ from app.services.chat_store.records import (
     MessageState,
     SearchHit,
     Source,
-    Step,
-    ToolUse,
     new_id,
 )
 from app.services.chat_store.store import ChatStore
 from app.services.chat_store.tree import MessageTree
+from engine.tools.rounds import Step, ToolUse
 
 __all__ = [
     "AnswerStats",

@@ -21,7 +21,6 @@ from app.services.chat_store.records import (
     Message,
     MessageState,
     Source,
-    Step,
     attachment_from_dict,
     attachment_to_dict,
     clean_text,
@@ -37,6 +36,7 @@ from app.services.chat_store.schema import transaction
 from engine.batch_files.documents import Part
 from engine.common.chat import Picture
 from engine.common.config import SamplingParams
+from engine.tools.rounds import Step
 
 PURGE_AFTER_S = 3600.0
 """How long a deleted chat can be restored; the next start after that purges it."""

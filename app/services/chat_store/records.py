@@ -18,6 +18,7 @@ from engine.common.chat import Picture
 from engine.common.config import SamplingParams
 from engine.common.errors import EngineError
 from engine.protocol import Role
+from engine.tools.rounds import CallState, Step, ToolUse
 
 ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 
@@ -103,40 +104,6 @@ class Source:
     last: int = 0
     text: str = ""
     is_best: bool = False
-
-
-CallState = Literal["asked", "running", "done", "failed", "denied"]
-"""Of a call: waiting to be allowed, and what became of it then.  Stored on disk: never rename one."""
-
-
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """A call of a tool in an answer.
-
-    Attributes:
-        id: by which the model's server knows it; `name` as the model called it.
-        arguments: a JSON object, as text.
-        result: what the tool returned, or in one sentence why it did not.
-        server: where the tool is from, for people to read; empty for those built in.
-        seconds: that it took.
-    """
-
-    id: str
-    name: str
-    arguments: str = "{}"
-    result: str = ""
-    state: CallState = "asked"
-    server: str = ""
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What a model wrote before it went on with the results of tools: a text, what it thought, and its calls."""
-
-    text: str = ""
-    reasoning: str = ""
-    calls: tuple[ToolUse, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

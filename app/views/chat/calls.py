@@ -25,6 +25,8 @@ MOST_LINES = 12
 MOST_SHOWN = 20_000
 """Characters of a result that are shown; the model and an export have more of it."""
 _LONGEST_LINE = 90
+_SHORT_RESULT = 60
+"""Characters of a result that stands on the folded line."""
 _LONGEST_ASKED = 600
 
 
@@ -163,7 +165,7 @@ class CallRow(QWidget):
         if self._inside is not None:
             self._inside.setVisible(is_open)
             _fill(self._arguments, pretty(self.use.arguments))
-            _fill(self._result, self.use.result)
+            _fill(self._result, self.use.result if self.use.state == "done" else said(self.use.result))
 
     def _box(self, name: str, column: QVBoxLayout) -> QPlainTextEdit:
         label = QLabel(name, self)
@@ -200,7 +202,7 @@ def state_words(use: ToolUse, *, is_open: bool) -> str:
 
 
 def one_line(use: ToolUse) -> str:
-    """A call's arguments, or why it failed, in short."""
+    """A call's arguments and a short result, or why it failed."""
     if use.state == "failed":
         return " ".join(said(use.result).split())[:_LONGEST_LINE]
     try:
@@ -210,7 +212,9 @@ def one_line(use: ToolUse) -> str:
     if not isinstance(given, dict):
         return use.arguments[:_LONGEST_LINE]
     told = {key: each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for key, each in given.items()}
-    return " ".join(", ".join(f"{key}: {each}" for key, each in told.items()).split())[:_LONGEST_LINE]
+    words = " ".join(", ".join(f"{key}: {each}" for key, each in told.items()).split())[:_LONGEST_LINE]
+    is_short = use.state == "done" and len(use.result) <= _SHORT_RESULT and "\n" not in use.result.strip()
+    return f"{words} → {use.result.strip()}".strip() if is_short and use.result.strip() else words
 
 
 def pretty(arguments: str) -> str:

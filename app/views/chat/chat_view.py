@@ -72,7 +72,7 @@ from engine.common.settings import STARTER
 from engine.remote.endpoint import RemoteModel, called
 
 if TYPE_CHECKING:
-    from app.services.tools.service import Tools
+    from app.services.tools import Tools
     from app.views.chat.chat_transfer import ChatTransfer
     from app.views.chat.side_by_side import SideBySide
 

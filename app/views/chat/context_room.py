@@ -256,6 +256,8 @@ class ContextRoom(QObject):
                 self._take(used + self.counter.estimate("", more) + unsent, is_about=bool(more or unsent))
                 return
         if last is not None and last.state is MessageState.STREAMING:
+            if last.steps:
+                self._take(self._estimate([*presenter.said(), draft]) + self._pictures(), is_about=True)
             return
         if not is_here:
             self._take(self._estimate([*presenter.said(), draft]), is_about=True)
@@ -410,8 +412,7 @@ class ContextRoom(QObject):
             return None
         if later[-1].state is MessageState.STREAMING:
             later = later[:-2]
-        texts = [message.content for message in later]
-        sizes = [self._estimate([text]) for text in texts]
+        sizes = [self._estimate([self._presenter.sent_text(message)]) for message in later]
         draft = self._estimate([self._text])
         system = self._estimate([self._presenter.conversation.system_prompt])
         room = max(0, min(round(limit * KEPT_SHARE), limit - draft) - summary - system)

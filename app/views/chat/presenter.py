@@ -14,7 +14,7 @@ from app.engine_words import said
 from app.models.conversation import ConversationModel
 from app.models.conversation_defaults import title_from
 from app.models.conversation_list import ConversationListModel
-from app.services.answer_queue import AnswerQueue, Stage, ToolOffer, instructions_with, prompt_of
+from app.services.answer_queue import AnswerQueue, Stage, ToolOffer, instructions_with, prompt_of, sent_text
 from app.services.chat_store import Attachment, ChatStore, Conversation, Message, MessageState, MessageTree, new_id
 from app.services.chat_store.records import new_conversation
 from app.services.chat_store.tree import without_deleted
@@ -29,7 +29,7 @@ from engine.common.errors import ErrorCode
 from engine.remote.endpoint import RemoteModel, is_remote
 
 if TYPE_CHECKING:
-    from app.services.tools.service import Tools
+    from app.services.tools import Tools
 
 Permission = Literal["once", "chat", "always", "deny"]
 
@@ -422,8 +422,20 @@ class ChatPresenter(QObject):
     def said(self, message_id: str | None = None) -> list[str]:
         """What is sent of the path to a message, of the visible one (None), or of none (""): first the instructions."""
         at, _, later = self.model.tree.folded(message_id) if message_id != "" else (None, [], [])
-        instructions = instructions_with(self._conversation.system_prompt, at.fold if at is not None else None)
-        return [text for text in (instructions, *(message.content for message in later)) if text.strip()]
+        return self._said(
+            instructions_with(self._conversation.system_prompt, at.fold if at is not None else None), later
+        )
+
+    def _said(self, instructions: str, lineage: Sequence[Message]) -> list[str]:
+        """All texts that are sent, descriptions of tools among them."""
+        offered = [each.tool for each in self._tools().offered()] if self._conversation.tools else []
+        tools = "\n".join(f"{each.name} {each.description} {each.parameters}" for each in offered)
+        texts = (instructions, tools, *map(self.sent_text, lineage))
+        return [text for text in texts if text.strip()]
+
+    def sent_text(self, message: Message) -> str:
+        """What is sent of a message in this chat, its calls of tools included."""
+        return sent_text(message, calls=bool(self._conversation.tools))
 
     def continue_answer(self, message_id: str) -> None:
         """Ask the model to continue an incomplete answer."""
@@ -645,7 +657,7 @@ class ChatPresenter(QObject):
     ) -> None:
         """Asks once it has been found out what the model is given to read of them."""
         sees = self._sees(remote)
-        asked = asked_of(lineage, self.document_room([instructions, *(each.content for each in lineage)]))
+        asked = asked_of(lineage, self.document_room(self._said(instructions, lineage)))
 
         def ask(given: Given) -> None:
             if not self.queue.is_held(answer.id):

@@ -29,7 +29,7 @@ from app.services.data_folder import (
 )
 from app.services.endpoints import Endpoints
 from app.services.settings import Settings
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from app.services.updates import Updates
 from app.theme import ThemeController
 from app.views.settings.about import AboutCard

@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from PySide6.QtCore import QCoreApplication, Qt
 from PySide6.QtWidgets import (
@@ -21,20 +22,23 @@ from PySide6.QtWidgets import (
 )
 
 from app.engine_words import said
-from app.services.tools.built_in import BUILT_IN
-from app.services.tools.servers import ServerError, ToolServer, server_of, servers_of
-from app.services.tools.service import Outcome, Tools
+from app.services.tools import Tools
 from app.theme import scaled, set_look
 from app.views.settings.card import SettingsCard
 from app.widgets.card import muted_label, set_message, warning_label
 from app.widgets.flow_layout import Flow
 from app.widgets.text_box import TextBox
 from app.widgets.wrapped_label import WrappedLabel
+from engine.tools.built_in import BUILT_IN
+from engine.tools.rounds import Outcome
+from engine.tools.servers import ServerError, ToolServer, server_of, servers_of
 
 translate = QCoreApplication.translate
 
 WIDTH_PX = 560
 _MOST_NAMES = 12
+_KEPT = "••••••••"
+"""Stands for a value that is kept."""
 
 
 class ToolsCard(SettingsCard):
@@ -140,10 +144,12 @@ class ToolsCard(SettingsCard):
     def _told(self, server: ToolServer) -> str:
         if problem := self._tools.problems.get(server.name):
             return said(problem)
+        if server.name in self._tools.for_this_run:
+            return self.tr("Its variables or headers are known for this run only: this system has no keyring.")
         if server.tools is None:
             return self.tr("Its tools are asked for when a chat needs them.")
         if not server.tools:
-            return self.tr("It has no tools.")
+            return self.tr("It offers no tools; its prompts and resources are not used here.")
         names = [tool.name for tool in server.tools]
         shown = ", ".join(names[:_MOST_NAMES]) + (", …" if len(names) > _MOST_NAMES else "")
         return self.tr("{0} tools: {1}", "", len(names)).format(len(names), shown)
@@ -168,6 +174,12 @@ class ToolServerDialog(QDialog):
         self.command = self._line(self.tr("Command"), "npx -y some-server")
         self.address = self._line(self.tr("or address"), "https://example.org/mcp")
         self.variables = self._box(self.tr("Variables or headers"), self.tr("NAME=value, one on each line"))
+        self.variables.setToolTip(
+            self.tr(
+                "Values are kept in the system's keyring, or for this run only where there is none. ${NAME} in a value "
+                "is read from the environment."
+            )
+        )
         self.pasted = self._box(
             self.tr("or JSON"), '{"mcpServers": {"files": {"command": "npx", "args": ["-y", "…"]}}}'
         )
@@ -205,8 +217,9 @@ class ToolServerDialog(QDialog):
             self.name.setText(server.name)
             self.command.setText(server.place if server.command else "")
             self.address.setText(server.url)
-            pairs = server.headers if server.url else server.env
-            self.variables.setPlainText("\n".join(f"{key}={value}" for key, value in pairs))
+            self.variables.setPlainText(
+                "\n".join(f"{key}={_KEPT if value is None else value}" for key, value in server.pairs)
+            )
 
     def _line(self, name: str, example: str) -> QLineEdit:
         line = QLineEdit(self)
@@ -241,8 +254,18 @@ class ToolServerDialog(QDialog):
         pairs = {key.strip(): value.strip() for key, value in (line.split("=", 1) for line in lines)}
         address = self.address.text().strip()
         raw = {"command": command, "args": args, "url": address, "headers" if address else "env": pairs}
-        is_on = self._old.is_on if self._old is not None else True
-        return (server_of(self.name.text(), {**raw, "on": is_on}),)
+        if self._old is None:
+            return (server_of(self.name.text(), raw),)
+        known = {key for key, value in self._old.pairs if value is None}
+        kept: dict[str, Any] = {**raw, "on": self._old.is_on, "vault": self._old.vault}
+        unchanged = {key: None for key, value in pairs.items() if value == _KEPT and key in known}
+        kept["headers" if address else "env"] = pairs | unchanged
+        server = server_of(self.name.text(), kept, is_kept=True)
+        if unchanged and server.place != self._old.place:
+            raise ServerError(
+                self.tr("Enter the variables or headers again: they are kept for the old command or address alone.")
+            )
+        return (server,)
 
     def _entered(self) -> tuple[ToolServer, ...]:
         try:
@@ -270,7 +293,7 @@ class ToolServerDialog(QDialog):
             return
         self.test.setEnabled(False)
         self._tell(self.tr("Starting…"))
-        self._told: list[str] = []
+        self._told: list[tuple[bool, str]] = []
         self._tested += found
         self._left = len(found)
         for server in found:
@@ -279,15 +302,17 @@ class ToolServerDialog(QDialog):
     def _end_tests(self) -> None:
         """What was only tried does not go on."""
         for server in self._tested:
-            if all(each.entry != server.entry for each in self._tools.servers):
+            if not any(each.name == server.name and each.is_same_place(server) for each in self._tools.servers):
                 self._tools.stop(server.name)
 
     def _on_tested(self, server: ToolServer, outcome: Outcome) -> None:
-        self._told.append(said(outcome.text) if outcome.failed else f"{server.name}: {outcome.text}")
+        words = said(outcome.text) if outcome.failed else f"{server.name}: {outcome.text}"
+        self._told.append((outcome.failed, words))
         self._left -= 1
         if not self._left:
             self.test.setEnabled(True)
-            self._tell("\n".join(self._told))
+            self._tell("\n".join(words for failed, words in self._told if not failed))
+            set_message(self.trouble, "\n".join(words for failed, words in self._told if failed))
 
     def _tell(self, words: str) -> None:
         self.said.setText(words)

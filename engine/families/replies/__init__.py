@@ -136,7 +136,8 @@ COHERE = ReplyForm(
     calls=(CallForm("<|START_ACTION|>", json_calls, ("<|END_ACTION|>",)),),
     left_out=("<|START_TEXT|>", "<|END_TEXT|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
 )
-MINIMAX_M1 = ReplyForm(calls=(CallForm("<tool_calls>", json_calls, ("</tool_calls>",)),))
+_IN_TAGS = CallForm("<tool_calls>", json_calls, ("</tool_calls>",))
+MINIMAX_M1 = ReplyForm(calls=(_IN_TAGS,))
 MINIMAX_M3 = ReplyForm(
     thoughts=(("<mm:think>", "</mm:think>"), *MINIMAX.thoughts),
     calls=(CallForm(f"{NEST}<tool_call>", nested_calls, (f"{NEST}</tool_call>",), (NEST,)), *MINIMAX.calls),
@@ -167,6 +168,15 @@ KIMI = ReplyForm(
     ),
 )
 COMMON = ReplyForm(
-    thoughts=(("<think>", "</think>"), ("[THINK]", "[/THINK]")), calls=(*_TOOL_CALL, *LFM.calls, *MISTRAL.calls)
+    thoughts=(("<think>", "</think>"), ("[THINK]", "[/THINK]")),
+    calls=(
+        *_TOOL_CALL,
+        *LFM.calls,
+        *MISTRAL.calls,
+        _IN_TAGS,
+        CallForm("<TOOLCALL>", json_calls, ("</TOOLCALL>",)),
+        CallForm("<longcat_tool_call>", json_calls, ("</longcat_tool_call>",)),
+    ),
 )
-"""For families without a form of their own: what fine-tuned models of any family write."""
+"""For families without a form of their own: what fine-tuned models of any family write, and Hunyuan, Jamba,
+Nemotron and LongCat."""

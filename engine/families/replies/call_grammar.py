@@ -15,8 +15,10 @@ from typing import Any
 from engine.common.chat import Tool
 from engine.common.foreign import json_text
 from engine.families.replies import DEEPSEEK, GEMMA, KIMI, LFM, LLAMA, MISTRAL, ReplyForm
-from engine.families.replies.calls import DSML, GLM_TAGS, MINIMAX_TAGS, QWEN_TAGS, Tagged, Tools, allowed_kinds
+from engine.families.replies.calls import DSML, GLM_TAGS, MINIMAX_TAGS, NEST, QWEN_TAGS, Tagged, Tools, allowed_kinds
 
+_SAYS_NOTHING = {"type", "title", "description", "default", "examples"}
+"""What in a schema does not limit a value of its type."""
 _MOST_SPACES = 12
 """Models indent their calls, or not; without a limit one that pads would never end."""
 
@@ -113,6 +115,17 @@ def _moved(schema: Any, place: str) -> Any:
     if isinstance(reference, str) and reference.startswith("#"):
         moved["$ref"] = place + reference[1:]
     return moved
+
+
+def closing(opens: str) -> str:
+    """The tag that closes another."""
+    return opens.replace("<", "</", 1)
+
+
+def _choices(schema: Mapping[str, Any]) -> list[str]:
+    """The values that a schema names, as they are written without quotes."""
+    named = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    return [each if isinstance(each, str) else json.dumps(each) for each in named] if isinstance(named, list) else []
 
 
 def _text(said: str) -> str:
@@ -220,9 +233,16 @@ class _Writer:
             return "", f"SP? {self._calls(listed=True)}"
         if opens == "<|START_ACTION|>":
             return "", f"{self._calls('tool_name', 'parameters', listed=True)} {mark('<|END_ACTION|>')}"
-        if opens == "<tool_calls>":
+        if opens in ("<tool_calls>", "<TOOLCALL>", "<longcat_tool_call>"):
             one = self._calls()
-            return "\n", f"SP? {one} {self._more(f'SP {one}')} SP? {mark('</tool_calls>')}"
+            if f"{opens}[" in template:
+                return "", f"{self._calls(listed=True)} {mark(closing(opens))}"
+            return "\n", f"SP? {one} {self._more(f'SP {one}')} SP? {mark(closing(opens))}"
+        if opens.startswith(NEST):
+            begins = _text('<invoke name="')
+            names = either(f"{_text(tool.name + MINIMAX_TAGS.named)} {self._nested_pairs(tool)}" for tool in self.tools)
+            one = self._named(f'{mark(NEST)} {begins} ({names}) {mark(NEST)} "</invoke>"')
+            return "\n", f'SP? {one} {self._more(f"SP? {one}")} SP? {mark(NEST)} "</tool_call>"'
         tagged = {QWEN_TAGS.opens: QWEN_TAGS, MINIMAX_TAGS.opens: MINIMAX_TAGS, DSML.opens: DSML}.get(opens)
         if tagged is not None:
             return "", self._tagged(tagged)
@@ -235,8 +255,34 @@ class _Writer:
         around = {"<minimax:tool_call>": MINIMAX_TAGS, "<｜DSML｜function_calls>": DSML, "<｜DSML｜tool_calls>": DSML}
         if (inner := around.get(opens)) is not None:
             one = f"{mark(inner.opens)} {self._tagged(inner)}"
-            return "\n", f"SP? {one} {self._more(f'SP? {one}')} SP? {mark(opens.replace('<', '</', 1))}"
+            return "\n", f"SP? {one} {self._more(f'SP? {one}')} SP? {mark(closing(opens))}"
         return "", ""
+
+    def _nested_pairs(self, tool: Tool) -> str:
+        must, may = self._keys(tool)
+        pairs = [self._nested(tool, key, schema) for key, schema in must.items()]
+        return " ".join((*pairs, *(f"({self._nested(tool, key, schema)})?" for key, schema in may.items())))
+
+    def _nested(self, tool: Tool, key: str, schema: Any) -> str:
+        """A value in MiniMax-M3's tags: objects and lists are such tags again, where nothing else limits them."""
+        nest, closes, root = self.mark(NEST), _text(f"</{key}>"), json.loads(tool.parameters)
+        kinds, said = allowed_kinds(schema, root), schema if isinstance(schema, Mapping) else {}
+        properties, items = said.get("properties"), said.get("items")
+        is_plain = set(said) <= _SAYS_NOTHING | {"properties", "required", "additionalProperties"}
+        if "string" in kinds or not kinds:
+            if choices := _choices(said):
+                value = f"({' | '.join(map(_text, choices))}) {nest}"
+            else:
+                value = f"{self._free()} {nest}" if nest.startswith("<[") else self._free(NEST)
+        elif kinds == {"object"} and is_plain and isinstance(properties, Mapping) and set(properties) - {"item"}:
+            needed = said.get("required") or ()
+            inner = {name: self._nested(tool, name, each) for name, each in properties.items()}
+            value = f"{' '.join(each if name in needed else f'({each})?' for name, each in inner.items())} {nest}"
+        elif kinds == {"array"} and set(said) <= {*_SAYS_NOTHING, "items"} and isinstance(items, Mapping):
+            value = f"({self._nested(tool, 'item', items)})* {nest}"
+        else:
+            value = f"{self._value(tool, schema)} {nest}"
+        return f"{nest} {_text(f'<{key}>')} {value} {closes}"
 
     def _pairs(self, tool: Tool, equals: str, opens: str, closes: str, *, gemma: bool = False) -> str:
         """Keys without quotes, each with its value: what must be there first."""
@@ -256,8 +302,8 @@ class _Writer:
     def _quoted(self, tool: Tool, schema: Any) -> str:
         if allowed_kinds(schema, json.loads(tool.parameters)) != {"string"}:
             return self._value(tool, schema)
-        quote, choices = self.mark('<|"|>'), schema.get("enum")
-        if isinstance(choices, list):
+        quote = self.mark('<|"|>')
+        if choices := _choices(schema):
             return f"{quote} ({' | '.join(map(_text, choices))}) {quote}"
         if quote.startswith("<["):
             return f"{quote} {self._free()} {quote}"
@@ -277,15 +323,14 @@ class _Writer:
     def _pair(self, form: Tagged, tool: Tool, key: str, schema: Any) -> str:
         kinds = allowed_kinds(schema, json.loads(tool.parameters))
         is_text = "string" in kinds or not kinds
-        choices = schema.get("enum") if isinstance(schema, Mapping) else None
+        choices = _choices(schema) if isinstance(schema, Mapping) else []
         closes = form.key_closes[0 if len(form.key_closes) == 1 or form is not DSML else 1 if is_text else 2]
         line = _text("\n") if form.is_apart else ""
         opened = f"{self.mark(form.key_opens)} {_text(key)} {self.mark(closes)}"
         opened += f" SP? {self.mark(form.value_opens)}" if form.value_opens else ""
         end = self.mark(form.value_closes)
-        if is_text and isinstance(choices, list):
-            written = (each if isinstance(each, str) else json.dumps(each) for each in choices)
-            value = f"({' | '.join(map(_text, written))}) {line} {end}"
+        if is_text and choices:
+            value = f"({' | '.join(map(_text, choices))}) {line} {end}"
         elif is_text and end.startswith("<["):
             value = f"{self._free()} {end}"
         elif is_text:

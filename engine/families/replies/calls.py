@@ -148,6 +148,8 @@ class Tools:
         kind, meant = _LAX_WORDS.get(text.strip().lower(), ("", None))
         if kind in kinds and "string" not in kinds:  # some models write these words as Python does
             return meant
+        if kinds & {"array", "object"} and "string" not in kinds and not text.strip():
+            return [] if "array" in kinds else {}  # which is how MiniMax-M3 writes what is empty
         try:
             if kinds & {"array", "object", "number", "integer"}:
                 value = whole(_value, text)

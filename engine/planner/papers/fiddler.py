@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,6 @@ import numpy as np
 from engine.checkpoint.model_shape import read_model
 from engine.hardware.machine import read_machine
 from engine.planner.costs import Costs, Efficiency
-from engine.planner.fiddler import hit_rate_bounds
 from engine.planner.memory import card_memory, expert_slots
 from engine.planner.papers import DERIVED, THROUGHPUT, PublishedCell
 from engine.planner.simulator.outcome import Outcome
@@ -43,6 +42,27 @@ def published_popularity() -> list[float]:
     values[:low] = 0.6 - (0.6 - 0.22) * ((low - ranks[:low]) / low) ** 3
     values[high:] = 0.8 + (1.0 - 0.8) * ((ranks[high:] - high) / (255 - high)) ** 3
     return [float(value) for value in values]
+
+
+@dataclass(frozen=True, slots=True)
+class HitRateBounds:
+    """Hit rates of static placements of equal size: the most popular experts, the least popular, random ones."""
+
+    best: float
+    worst: float
+    random: float
+
+
+def hit_rate_bounds(popularity: Sequence[float], slots: int) -> HitRateBounds:
+    """Bounds of a static placement of `slots` experts (appendix C)."""
+    ranked = sorted(popularity)
+    total = sum(ranked)
+    slots = min(slots, len(ranked))
+    return HitRateBounds(
+        best=sum(ranked[len(ranked) - slots :]) / total,
+        worst=sum(ranked[:slots]) / total,
+        random=slots / len(ranked),
+    )
 
 
 def rows(efficiency: Efficiency) -> Iterator[PublishedCell]:

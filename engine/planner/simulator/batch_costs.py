@@ -92,7 +92,7 @@ class PassCosts:
             count,
             before_s=projections,
             attention_s=costs.cpu_attention(self.sequences, self.context, expanded=self.expanded_attention),
-            card_attention_s=max(0.0, self._attention() - projections) / heads + costs.together(self.rows, heads),
+            card_attention_s=self._attention() / heads + costs.together(self.rows, heads),
             experts_s=costs.gpu_experts(visits, used),
             expert_s=self._one_of(costs.gpu_experts(visits * count / wanted)),
             host_experts_s=costs.cpu_experts(on_host, used * away),
@@ -111,11 +111,11 @@ class PassCosts:
         )
 
     def _attention(self) -> float:
-        """Projections, attention and router of one micro-batch on the card."""
+        """Of one micro-batch on the card."""
         if self.prefill:
             # Causal: on average a row attends to half of the prompt.
-            return self.costs.gpu_layer(self.rows, self.context / 2, prompts=self.sequences)
-        return self.costs.gpu_layer(self.rows, self.context)
+            return self.costs.card_attention(self.rows, self.context / 2, prompts=self.sequences)
+        return self.costs.card_attention(self.rows, self.context)
 
     def _one_of(self, seconds: float) -> float:
         """Of one expert after another, where each card computes its own."""

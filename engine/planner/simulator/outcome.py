@@ -56,4 +56,4 @@ class Outcome:
 
 def utilisation(timeline: Timeline) -> dict[str, float]:
     """Share of the simulated time that each lane was busy."""
-    return {lane: timeline.busy_s[lane] / timeline.end for lane in LANES if lane != "phase" and timeline.end > 0}
+    return {lane: timeline.busy_s(lane) / timeline.end for lane in LANES if lane != "phase" and timeline.end > 0}

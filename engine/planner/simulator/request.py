@@ -8,16 +8,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.common.footprint import LAYERS_AT_ONCE
-from engine.planner.costs import Costs
+from engine.planner.costs import Cards, Costs
 from engine.planner.simulator.strategy import Miss, Prefetch, Residency, SimulatedResidents, Strategy
 from engine.planner.simulator.timeline import Timeline
 from engine.planner.step_time import StepTime, costs_of_step, ways_of_step
 
 _NEWEST = 0.1
 """Weight of the newest step in an average."""
+_NEARLY_ALL = 0.9
+"""Share of a layer's experts from which a prompt is taken to need those of the next one, as the engine takes it."""
 
 Load = Sequence[tuple[int, int]]
 """(expert, rows) of one layer in one pass, most rows first."""
+There = list[tuple[float, int, int]]
+"""(arrival, expert, rows) of experts that are on a card, or on their way."""
 
 
 class RequestSimulation:
@@ -26,6 +30,7 @@ class RequestSimulation:
     Args:
         residents: experts on the card; updated during the simulation.
         disk_share: share of the expert bytes that is on disk and has to be read first.
+        ahead: experts of a prompt's next layer that may come before it begins, on each card.
     """
 
     def __init__(
@@ -37,11 +42,17 @@ class RequestSimulation:
         *,
         disk_share: float,
         seed: int,
+        ahead: int = 0,
     ) -> None:
         self._timeline, self._costs, self._strategy, self._residents = timeline, costs, strategy, residents
         self._disk_share = disk_share
         self._of_prompts = costs
-        self._transfer_s = costs.transfer_expert(pinned=strategy.pinned)
+        self._ahead = ahead if strategy.grouped and not disk_share else 0
+        shares_experts = costs.cards is Cards.EXPERTS and costs.model.experts >= costs.expert_cards
+        self._cards = costs.expert_cards if shares_experts else 1
+        # Each over a link of its own, as far as RAM can be read by all at once.
+        copied_s = costs.h2d_of_experts(costs.expert_bytes, pinned=strategy.pinned)
+        self._transfer_s = self._cards * copied_s
         self._random = np.random.default_rng(seed)
         self._underway: dict[int, dict[int, float]] = {}
         self._slower = 1.0
@@ -93,7 +104,7 @@ class RequestSimulation:
                 continue
             seconds = costs.gpu_layer(rows, seen, prompts=prompts)
             attended = self._timeline.run("gpu", seconds, "attention", at, layer=layer, step=step)
-            at = self._experts(layer, load, attended, step, prefill, coming, len(loads))
+            at = self._experts(layer, load, rows, attended, step, prefill, coming, len(loads))
             self._end_of_layer = [self._end_of_layer[1], at]
         self.moe_s = at - begun
         if not prefill and self.uses > uses:
@@ -181,8 +192,20 @@ class RequestSimulation:
         there = self._from_disk(1, after, layer, step)
         nbytes = self._costs.expert_bytes
         return self._timeline.run(
-            "h2d", self._transfer_s, name, there, layer=layer, expert=expert, step=step, nbytes=nbytes
+            "h2d",
+            self._transfer_s,
+            name,
+            there,
+            layer=layer,
+            expert=expert,
+            step=step,
+            nbytes=nbytes,
+            card=self._card(expert),
         )
+
+    def _card(self, expert: int) -> int:
+        """That has this expert, or brings it."""
+        return expert * self._cards // self._costs.model.experts
 
     # Before the router has run
 
@@ -192,12 +215,15 @@ class RequestSimulation:
         if kind is Prefetch.LAYER:
             experts = self._costs.model.experts
             there = self._from_disk(experts, at, layer, step)
-            nbytes = experts * self._costs.expert_bytes
+            nbytes = experts * self._costs.expert_bytes / self._cards
             seconds = self._costs.h2d(nbytes, pinned=self._strategy.pinned)
-            arrival = self._timeline.run(
-                "h2d", seconds, "weights", there, layer=layer, step=step, count=experts, nbytes=nbytes
-            )
-            self._underway[layer] = dict.fromkeys(range(experts), arrival)
+            arrivals = [
+                self._timeline.run(
+                    "h2d", seconds, "weights", there, layer=layer, step=step, count=experts, nbytes=nbytes, card=card
+                )
+                for card in range(self._cards)
+            ]
+            self._underway[layer] = {expert: arrivals[self._card(expert)] for expert in range(experts)}
         elif kind is Prefetch.IDEAL:
             wanted = [expert for expert, _ in coming]
             self._underway[layer] = {expert: self._copy(layer, expert, at, step, "prefetch") for expert in wanted}
@@ -215,14 +241,14 @@ class RequestSimulation:
     # A layer's experts
 
     def _experts(
-        self, layer: int, load: Load, ready: float, step: int, prefill: bool, coming: Load, layers: int
+        self, layer: int, load: Load, tokens: int, ready: float, step: int, prefill: bool, coming: Load, layers: int
     ) -> float:
         costs = self._costs
         underway = self._underway.pop(layer, {})
         if costs.dispatch.layer_s and self._is_shared(layer):
             ready = self._timeline.run("small_copy", costs.dispatch.layer_s, "routing", ready, layer=layer, step=step)
-        there: list[tuple[float, int, int]] = []
-        misses: list[tuple[int, int]] = []
+        there: list[There] = [[] for _ in range(self._cards)]
+        misses: list[list[tuple[int, int]]] = [[] for _ in range(self._cards)]
         ids = [expert for expert, _ in load]
         for expert, rows in load:
             arrival = self._residents.arrival(layer, expert)
@@ -233,66 +259,103 @@ class RequestSimulation:
             elif expert in underway:
                 arrival = underway[expert]
             if arrival is None:
-                misses.append((expert, rows))
+                misses[self._card(expert)].append((expert, rows))
             else:
-                there.append((arrival, expert, rows))
+                there[self._card(expert)].append((arrival, expert, rows))
         self.uses += len(load)
         self._residents.touch(layer, ids)
-        alone = not prefill and self._is_shared(layer) and self._cpu_is_sooner(there, misses)
-        if alone:
-            there, misses = [], list(load)
-        self._slower = costs.side_by_side if there and misses else 1.0
         predicts = self._strategy.prefetch is Prefetch.PREDICTED
-        done = ready
-        if self._strategy.grouped:
-            there = self._group(there, layer, ready, step)
-            done = max(done, self._timeline.free_at("gpu"))
-        for index, (arrival, expert, rows) in enumerate(sorted(there)):
-            done = max(done, self._compute(layer, expert, rows, max(ready, arrival), step))
-            if predicts and not prefill and index == 0:
-                self._predict((layer + 1) % layers, coming, done, step)
-                predicts = False
-        divided = ([], misses) if alone else self._divide(misses, ready, prefill)
-        done = max(done, self._serve(layer, *divided, frozenset(ids), ready, step, prefill))
+        done, promised, handed, in_use = ready, 0.0, ready, frozenset(ids)
+        computed: list[tuple[int, list[tuple[int, int]], float]] = []
+        # Others before the first, which computes while their sums travel.
+        ends = [ready] * self._cards
+        for card in [*range(1, self._cards), 0]:
+            if not (there[card] or misses[card]):
+                continue
+            begin = handed
+            if card:
+                carried = costs.between_cards(tokens)
+                begin = self._timeline.run("small_copy", carried, "hidden", handed, layer=layer, step=step, card=card)
+            ended = begin
+            alone = not prefill and self._is_shared(layer) and self._cpu_is_sooner(there[card], misses[card])
+            if alone:
+                misses[card] += [(expert, rows) for _, expert, rows in there[card]]
+                there[card] = []
+            self._slower = costs.side_by_side if there[card] and misses[card] else 1.0
+            if self._strategy.grouped:
+                there[card] = self._group(there[card], layer, card, begin, step)
+                ended = max(ended, self._timeline.free_at("gpu", card))
+            for index, (arrival, expert, rows) in enumerate(sorted(there[card])):
+                ended = max(ended, self._compute(layer, expert, rows, max(begin, arrival), step))
+                if predicts and not prefill and index == 0:
+                    self._predict((layer + 1) % layers, coming, ended, step)
+                    predicts = False
+            fetched, here = ([], misses[card]) if alone else self._divide(misses[card], card, begin, promised, prefill)
+            promised += costs.host_share(sum(rows for _, rows in here), len(here))
+            # The host lets one expert be fetched, and hands over to one card, after the other.
+            handed += len(fetched) * costs.dispatch.fetch_s
+            if self._cards == 1:  # the disk reads the CPU's experts first
+                ended = max(ended, self._on_host(layer, here, card, handed, step))
+            handed += costs.dispatch.card_s / self._cards
+            ends[card] = max(ended, self._fetch(layer, fetched, in_use, begin, step, prefill))
+            computed.append((card, here, begin))
+        for card, here, begin in computed:
+            if self._cards > 1:  # once all have been given what they can do
+                begin = handed
+                ends[card] = max(ends[card], self._on_host(layer, here, card, begin, step))
+            self._post_fetch(layer, here, in_use, card, begin, step, prefill)
+        for card, ended in enumerate(ends):
+            if card and ended > ready:
+                passing = costs.between_cards(2.0 * tokens)  # sums are in 32 bits
+                ended = self._timeline.run("small_copy", passing, "sums", ended, layer=layer, step=step)
+            done = max(done, ended)
         if predicts:
             first = coming[: self._costs.model.experts_per_token if not prefill else 1]
             if prefill:
                 self._underway[(layer + 1) % layers] = {e: self._copy(layer, e, done, step) for e, _ in first}
             else:
                 self._predict((layer + 1) % layers, coming, done, step)
+        elif prefill and self._ahead and layer + 1 < layers and len(load) >= _NEARLY_ALL * costs.model.experts:
+            self._bring_ahead(layer + 1, ready, step)
         return done
 
-    def _group(
-        self, there: list[tuple[float, int, int]], layer: int, ready: float, step: int
-    ) -> list[tuple[float, int, int]]:
+    def _bring_ahead(self, layer: int, after: float, step: int) -> None:
+        """A prompt's next layer: as many of its experts as have room come once those of this one are on their way."""
+        if self._strategy.miss is Miss.CPU:
+            return
+        left = [self._ahead] * self._cards
+        self._underway[layer] = {}
+        for expert in range(self._costs.model.experts):
+            card = self._card(expert)
+            if left[card] and self._residents.arrival(layer, expert) is None:
+                left[card] -= 1
+                self._underway[layer][expert] = self._copy(layer, expert, after, step, "prefetch")
+
+    def _group(self, there: There, layer: int, card: int, ready: float, step: int) -> There:
         """Computes all experts that have arrived in one call; returns the others."""
         present = [entry for entry in there if entry[0] <= ready]
         if present:
-            rows = sum(count for _, _, count in present)
+            rows, costs = sum(count for _, _, count in present), self._costs
             shared = self._is_shared(layer)
-            seconds = self._slower * self._costs.gpu_experts(rows, len(present), grouped=True, shared=shared)
-            seconds += self._costs.dispatch.card_s if shared else 0.0
-            self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step, count=len(present))
+            seconds = self._slower * costs.one_card_experts(rows, len(present), grouped=True, shared=shared)
+            seconds += costs.dispatch.card_s / self._cards if shared else 0.0
+            count = len(present)
+            self._timeline.run("gpu", seconds, "experts", ready, layer=layer, step=step, count=count, card=card)
         return [entry for entry in there if entry[0] > ready]
 
     def _compute(self, layer: int, expert: int, rows: int, after: float, step: int) -> float:
-        return self._timeline.run(
-            "gpu", self._costs.gpu_experts(rows), "expert", after, layer=layer, expert=expert, step=step
-        )
+        seconds, card = self._costs.gpu_experts(rows), self._card(expert)
+        return self._timeline.run("gpu", seconds, "expert", after, layer=layer, expert=expert, step=step, card=card)
 
-    def _serve(
+    def _fetch(
         self,
         layer: int,
         fetched: list[tuple[int, int]],
-        computed: list[tuple[int, int]],
         in_use: Container[int],
         ready: float,
         step: int,
         prefill: bool,
     ) -> float:
-        done = ready
-        if computed:
-            done = self._on_host(layer, computed, ready, step)
         previous = ready
         last = ready
         for expert, rows in fetched:
@@ -301,46 +364,60 @@ class RequestSimulation:
             previous, last = last, self._compute(layer, expert, rows, copied, step)
             if not prefill:
                 self._keep(layer, expert, copied, in_use, ready)
+        return last
+
+    def _post_fetch(
+        self,
+        layer: int,
+        computed: list[tuple[int, int]],
+        in_use: Container[int],
+        card: int,
+        ready: float,
+        step: int,
+        prefill: bool,
+    ) -> None:
         for expert, _ in computed:
             if prefill or not self._residents.can_admit(layer, in_use, ready):
                 break
             if self._residents.arrival(layer, expert) is not None:
                 continue
-            if self._strategy.waits_for_arrival or self._timeline.free_at("h2d") <= ready:
+            if self._strategy.waits_for_arrival or self._timeline.free_at("h2d", card) <= ready:
                 self._keep(layer, expert, self._copy(layer, expert, ready, step, "post-fetch"), in_use, ready)
-        return max(done, last)
 
     def _keep(self, layer: int, expert: int, arrival: float, in_use: Container[int], now: float) -> None:
         if self._residents.can_admit(layer, in_use, now):
             self._residents.admit(layer, expert, arrival, in_use, now)
 
-    def _on_host(self, layer: int, computed: list[tuple[int, int]], ready: float, step: int) -> float:
+    def _on_host(self, layer: int, computed: list[tuple[int, int]], card: int, ready: float, step: int) -> float:
         run, costs = self._timeline.run, self._costs
-        rows = sum(count for _, count in computed)
-        at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step)
+        if not computed:
+            return ready
+        rows, at = sum(count for _, count in computed), ready
+        if 2.0 * rows * costs.model.hidden > costs.model.experts_per_token * costs.dispatch.bundled_bytes:
+            at = run("d2h", costs.activations(rows), "activations", ready, layer=layer, step=step, card=card)
         seconds = costs.dispatch.host_s + self._slower * costs.host_share(rows, len(computed))
         at = self._host_experts(computed, seconds, at, layer, step, reads_from=at)
-        return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step)
+        return run("small_copy", costs.activations(rows), "results", at, layer=layer, step=step, card=card)
 
     def _is_shared(self, layer: int) -> bool:
         """Whether some of the layer's experts may be missing; else the engine skips looking them up."""
         return self._residents.capacity[layer] < self._costs.model.experts
 
-    def _cpu_is_sooner(self, there: list[tuple[float, int, int]], misses: list[tuple[int, int]]) -> bool:
+    def _cpu_is_sooner(self, there: There, misses: list[tuple[int, int]]) -> bool:
         """Whether the engine, by times of single experts, leaves the card idle although it holds some of them."""
         costs, strategy = self._costs, self._strategy
         chooses = strategy.grouped and strategy.miss is Miss.MIXED and not costs.dispatch.by_flags
         if not (there and chooses) or self._disk_share:
             return False
         here, held = sum(rows for _, rows in misses), sum(rows for _, _, rows in there)
-        held_s = costs.gpu_experts(held, len(there), grouped=True) + len(there) * costs.dispatch.seen_card_expert_s
+        held_s = costs.one_card_experts(held, len(there), grouped=True) + len(there) * costs.dispatch.seen_card_expert_s
         both_s = max(costs.host_share(here, len(misses)), held_s) + costs.dispatch.card_s
         return costs.host_share(here + held, len(misses) + len(there)) < both_s
 
     def _divide(
-        self, misses: list[tuple[int, int]], ready: float, prefill: bool
+        self, misses: list[tuple[int, int]], card: int, ready: float, promised: float, prefill: bool
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """(fetched, computed on the CPU)."""
+        """(fetched, computed on the CPU), the CPU being promised to other cards for some seconds."""
         strategy, costs = self._strategy, self._costs
         if strategy.miss is Miss.FETCH or (prefill and strategy.prefill_fetches):
             return misses, []
@@ -349,18 +426,18 @@ class RequestSimulation:
         if strategy.miss is Miss.CHEAPER:
             computed = [miss for miss in misses if costs.prefers_cpu(miss[1], pinned=strategy.pinned)]
             return [miss for miss in misses if miss not in computed], computed
-        return self._split(misses, ready)
+        return self._split(misses, card, ready, promised)
 
     def _split(
-        self, misses: list[tuple[int, int]], ready: float
+        self, misses: list[tuple[int, int]], card: int, ready: float, promised: float
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Mixed: the link takes experts with many rows, the CPU those with few, so that both finish together.
 
         The disk reads the CPU's experts first, then the link's.
         """
         costs, count = self._costs, len(misses)
-        link = max(self._timeline.free_at("h2d") - ready, 0.0)
-        busy = self._timeline.free_at("gpu") - ready
+        link = max(self._timeline.free_at("h2d", card) - ready, 0.0)
+        busy = self._timeline.free_at("gpu", card) - ready
         copy = self._transfer_s
         read = costs.disk(costs.expert_bytes) * self._disk_share
         disk = max(self._timeline.free_at("disk") - ready, 0.0) if read else 0.0
@@ -370,16 +447,17 @@ class RequestSimulation:
                 return 0.0
             seconds = costs.host_share(rows, experts)
             read_s = disk + experts * read + seconds / experts if read else 0.0
-            return max(seconds, read_s) + 2 * costs.activations(rows)
+            return promised + max(seconds, read_s) + 2 * costs.activations(rows)
 
         rest = sum(rows for _, rows in misses)
         best = (on_host(rest, count), 0)
         arrived = disk + count * read + copy if read else 0.0
         for fetched, (_, rows) in enumerate(misses, start=1):
             rest -= rows
-            card = max(link + fetched * copy, arrived, busy) + costs.gpu_experts(rows)
-            best = min(best, (max(on_host(rest, count - fetched), card), fetched))
-            if card > best[0]:
+            there = max(link + fetched * copy, arrived, busy) + costs.gpu_experts(rows)
+            here = fetched * costs.dispatch.fetch_s + on_host(rest, count - fetched)
+            best = min(best, (max(here, there), fetched))
+            if there > best[0]:
                 break
         return misses[: best[1]], misses[best[1] :]
 

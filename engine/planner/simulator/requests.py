@@ -114,11 +114,14 @@ def run_requests(strategy: Strategy, setting: Setting, *, record: bool = False) 
         SimulatedResidents(strategy.residency, shares, slots, ways),
         disk_share=disk,
         seed=setting.statistics.seed,
+        ahead=int(rule.staging // rule.record // max(1, costs.expert_cards)) if rule.record else 0,
     )
     rows = together * workload.beams
     prompt = together * workload.prompt_tokens
     prefill = _prefill_loads(setting, shares, prompt)
     decode = _decode_loads(setting, shares, rows)
+    if (strategy.grouped or strategy.host_only) and layers == model.moe_layers > 1 and workload.beams == 1:
+        prefill[-1] = decode[0][-1]  # of a prompt's last layer the engine computes the last row alone
     first = simulation.run_pass(
         prefill, decode[0][0], rows=prompt, context=workload.prompt_tokens, after=0.0, step=-1, prompts=together
     )

@@ -27,6 +27,7 @@ class Span:
         layer, expert, step: indices; -1 where not applicable.
         count: experts computed or read together; rows of a phase.
         nbytes: size of a copy or a read.
+        card: whose lane it is, where several have one each.
     """
 
     lane: str
@@ -39,6 +40,7 @@ class Span:
     ready: float
     count: int = 1
     nbytes: int = 0
+    card: int = 0
 
 
 class Timeline:
@@ -46,10 +48,10 @@ class Timeline:
 
     def __init__(self, *, record: bool = True) -> None:
         self.spans: list[Span] = []
-        self.busy_s: dict[str, float] = dict.fromkeys(LANES, 0.0)
         self.end = 0.0
         self._record = record
-        self._free: dict[str, float] = {}
+        self._free: dict[tuple[str, int], float] = {}
+        self._busy: dict[tuple[str, int], float] = {}
 
     def run(
         self,
@@ -63,19 +65,24 @@ class Timeline:
         step: int = -1,
         count: int = 1,
         nbytes: float = 0.0,
+        card: int = 0,
     ) -> float:
-        """Issues work that waits for `after`; returns when it ends."""
+        """Issues work that waits for `after`; returns when it ends.
+
+        Args:
+            card: whose lane it is, where several have one each.
+        """
         if seconds <= 0:
             return after
-        resource = _RESOURCE.get(lane, lane)
+        resource = _RESOURCE.get(lane, lane), card
         start = max(self._free.get(resource, 0.0), after)
         end = start + seconds
         self._free[resource] = end
-        self.busy_s[lane] += seconds
+        self._busy[lane, card] = self._busy.get((lane, card), 0.0) + seconds
         if end > self.end:
             self.end = end
         if self._record:
-            self.spans.append(Span(lane, start, end, name, layer, expert, step, after, count, round(nbytes)))
+            self.spans.append(Span(lane, start, end, name, layer, expert, step, after, count, round(nbytes), card))
         return end
 
     def mark(self, name: str, start: float, end: float, *, step: int = -1, count: int = 1) -> None:
@@ -83,6 +90,10 @@ class Timeline:
         if self._record and end > start:
             self.spans.append(Span("phase", start, end, name, -1, -1, step, start, count))
 
-    def free_at(self, lane: str) -> float:
+    def free_at(self, lane: str, card: int = 0) -> float:
         """When the work issued to this lane's resource so far ends."""
-        return self._free.get(_RESOURCE.get(lane, lane), 0.0)
+        return self._free.get((_RESOURCE.get(lane, lane), card), 0.0)
+
+    def busy_s(self, lane: str) -> float:
+        """Seconds of work in a lane so far: of the busiest card."""
+        return max((took for (name, _), took in self._busy.items() if name == lane), default=0.0)

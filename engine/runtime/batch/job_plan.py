@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from functools import partial
 
 from engine.batch_files.prepared_job import PreparedJob
 from engine.batch_files.rows import Answer, RowRequest
 from engine.checkpoint.find_shape import find_shape
 from engine.checkpoint.model_shape import ModelShape
 from engine.common.config import BatchJob, Sharing
-from engine.common.costs import Cost, CostModel
+from engine.common.costs import Cost, CostModel, Source
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.experts.dispatch import BANK_LAYER
@@ -33,21 +33,22 @@ from engine.planner.batch_prediction import (
     MEASURED_OFF,
     JobPrediction,
     JobRows,
+    first_rows,
     predict_on_cpu,
     predicted_on_card,
 )
-from engine.planner.costs import Costs, engine_costs
+from engine.planner.costs import Cards, Costs, Observed, engine_costs
 from engine.planner.plan_parts import BatchPlan, Limits
 from engine.runtime.batch.policy import BatchPolicy, can_pack, policy_for
 from engine.runtime.decode.prompt import chat_prompt
 from engine.runtime.loaded_model import LoadedModel
 
-_LINK_IS_OFF = 1.5
-"""What was observed of a link counts from so many times what is known of it: single copies scatter."""
+_IS_OFF = 1.5
+"""What was observed counts from so many times what is known: single times scatter."""
+_OF_SWEEPS = 0.3
+"""Weight of one observation of a sweep's parts, which are few and long."""
 _SINKS = 4
 """First tokens that a sliding window keeps visible (Xiao et al. 2024, section 3.2)."""
-_READ_ROWS = 48
-"""Rows whose prompts are tokenised for the estimate: enough for a mean, and quick."""
 _TIMED = 0.25
 """Expected relative error of a prediction once answers were timed."""
 _MOST_FACTOR = 8.0
@@ -230,12 +231,13 @@ def plan_rows(
     if card is None:
         return JobPlan(policy_for(loaded), rows, None)
     memory = min(each.memory.total for each in cards)
-    if machine.gpu is not None:
-        machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)))
-        machine = replace(machine, link=_as_observed(machine.link, loaded))
+    if machine.gpu is None:
+        return JobPlan(policy_for(loaded), rows, None)
+    machine = replace(machine, gpu=replace(machine.gpu, count=len(cards)), link=_as_observed(machine.link, loaded))
     sharing: Sharing = "experts" if is_shared else "auto"
     limits = Limits(vram_bytes=memory, threads=loaded.info.threads, precision=precision, sharing=sharing)
-    best = best_batch(machine, shape, limits, precision, rows, given, evenness=evenness_of(loaded))
+    known = engine_costs(machine, shape, precision, limits.threads, cards=Cards.EXPERTS if is_shared else Cards.LAYERS)
+    best = best_batch(machine, shape, limits, precision, rows, given, observed=observed_of(loaded, known))
     if best is None:
         return JobPlan(policy_for(loaded), rows, None)
     plan, lane = best
@@ -251,7 +253,9 @@ def _machine_of(loaded: LoadedModel, shape: ModelShape, found: Probe) -> tuple[H
     measured = load_measurements(found, name)
     machine = machine_profile(found, measured, precision=shape.measured_as(loaded.info.precision))
     if machine.gpu is None and name.startswith(EMULATED):  # not measured: values of its profile
-        machine = with_emulated(machine, name, min(each.memory.total for each in cards))
+        meter = cards[0].meter
+        host = "?host=fixed" if meter is not None and meter.clock.is_fixed else ""
+        machine = with_emulated(machine, name + host, min(each.memory.total for each in cards))
     return machine, measured is not None
 
 
@@ -267,9 +271,33 @@ def observed(loaded: LoadedModel) -> LatencyModel | None:
     return max(_latencies(loaded), key=lambda each: each.transfer_s, default=None)
 
 
-def evenness_of(loaded: LoadedModel) -> float:
-    """See `Costs`: as the run has found it where most experts are wanted."""
-    return max((each.costs.predict(Cost.DISTINCT) for each in _latencies(loaded)), default=0.0) or 1.0
+def observed_of(loaded: LoadedModel, known: Costs) -> Observed:
+    """What earlier jobs have found to be clearly otherwise than predicted; from now on they compare with `known`."""
+    found = [each.costs for each in _latencies(loaded)]
+    if not found:
+        return Observed()
+    each_token, launch_s = max(known.kv_read_bytes(1, 1), 1.0), known.efficiency.operator_s
+    call_s = known.machine.calls.native_s
+    for kind, seconds in (
+        (Cost.CARD_LAYER, partial(known.gpu_layer, context=0, cached=False)),
+        (Cost.CARD_ATTENTION, lambda nbytes: known.card_attention(1, nbytes / each_token) + launch_s),
+        (Cost.CPU_ATTENTION, lambda nbytes: known.cpu_attention(1, nbytes / each_token) + call_s),
+    ):
+        if not found[0].knows(kind):
+            found[0].know(kind, seconds, Source.DATA_SHEET, weight=_OF_SWEEPS)
+
+    def factor(kind: Cost) -> float:
+        seen = max(each.factor(kind) for each in found)
+        return seen if max(seen, 1 / seen) > _IS_OFF else 1.0
+
+    return Observed(
+        max(each.predict(Cost.DISTINCT) for each in found) or 1.0,
+        factor(Cost.CARD_LAYER),
+        factor(Cost.CARD_ATTENTION),
+        factor(Cost.CARD_EXPERT),
+        factor(Cost.CPU_ATTENTION),
+        factor(Cost.CPU_PROMPT_EXPERT),
+    )
 
 
 def _latencies(loaded: LoadedModel) -> list[LatencyModel]:
@@ -288,9 +316,12 @@ def _as_observed(link: LinkProfile, loaded: LoadedModel) -> LinkProfile:
     measured_s = found.link_latency_s + found.record_nbytes / found.link_bytes_per_s
     bytes_per_s = found.link_bytes_per_s * measured_s / found.transfer_s
     factor = bytes_per_s / link.h2d
-    if 1 / _LINK_IS_OFF < factor < _LINK_IS_OFF:
+    if 1 / _IS_OFF < factor < _IS_OFF:
         return link
-    return replace(link, h2d=bytes_per_s, d2h=factor * link.d2h, h2d_pageable=factor * link.h2d_pageable)
+    latency_s = link.latency_s * found.transfer_s / measured_s
+    return replace(
+        link, h2d=bytes_per_s, d2h=factor * link.d2h, h2d_pageable=factor * link.h2d_pageable, latency_s=latency_s
+    )
 
 
 def _from_disk(costs: Costs, loaded: LoadedModel) -> Costs:
@@ -304,9 +335,9 @@ def job_rows(
     asked_rows: Iterable[tuple[float, RowRequest | Answer]], loaded: LoadedModel, generated_tokens: float | None = None
 ) -> JobRows:
     """Estimates all rows from the first ones; their number from the share of the input they take."""
-    lengths, limits, count, reached = list[int](), list[float](), 0, 0.0
-    for share, asked in islice(asked_rows, _READ_ROWS):
-        count, reached = count + 1, share
+    lengths, limits = list[int](), list[float]()
+    first, total = first_rows(asked_rows)
+    for asked in first:
         if isinstance(asked, Answer) or not asked.messages:
             continue
         try:
@@ -314,7 +345,6 @@ def job_rows(
         except EngineError:  # the row itself will report it
             continue
         limits.append(min(asked.sampling.max_tokens, max(1, loaded.context_tokens - lengths[-1])))
-    total = count if count < _READ_ROWS else max(count, round(count / reached) if reached > 0 else count)
     return JobRows(
         max(1, total),
         max(1.0, statistics.fmean(lengths)) if lengths else 1.0,

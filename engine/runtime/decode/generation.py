@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
-from engine.common.chat import FinishReason
+from engine.common.chat import FinishReason, ToolCall
 from engine.common.errors import EngineError
 
 if TYPE_CHECKING:
@@ -107,6 +107,7 @@ class GenerationResult:
         pictures: in the prompt; `pictures_kept` of them had been read before, the others took `pictures_s` seconds.
         stopped_by: the stop string that ended it, unless it was searched for with beams; empty if none did.
         reasoning: what the model thought before it, if that was told apart; see `SplitAnswer`.
+        calls: of tools, which it ended in.
         row: of the request; see `BatchRequest`.
         error: why there is none, or no more of it; `None` if it was answered.
     """
@@ -126,6 +127,7 @@ class GenerationResult:
     pictures_s: float = 0.0
     stopped_by: str = ""
     reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
     from_ram: int = 0
     from_disk: int = 0
     row: int = 0

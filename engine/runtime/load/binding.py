@@ -229,12 +229,13 @@ def _records_in_ram(
     if held is None:
         assert over_disk is not None
         layer = over_disk.disk.table.index_of[site.name]
-        seen = over_disk.slots(layer)
-        kernel = timed(_kernel(site.module, seen, parts.kernels), seen, device, on_card=False)
-        return seen, kernel, over_disk.source(layer, kernel)
-    kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
-    whole = len(own) == site.num_experts
-    return held, kernel, RecordSource(held, kernel) if whole else PartOfRecords(held, kernel, own)
+        held = over_disk.slots(layer)
+        kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
+        source = over_disk.source(layer, kernel)
+    else:
+        kernel = timed(_kernel(site.module, held, parts.kernels), held, device, on_card=False)
+        source = RecordSource(held, kernel)
+    return held, kernel, source if len(own) == site.num_experts else PartOfRecords(source, own)
 
 
 def open_caches(

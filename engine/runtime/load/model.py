@@ -238,7 +238,8 @@ def _hand_over(
         kv_bytes = narrow_token_bytes(model, kv_bytes, kv_type)
     wanted = plan.context_tokens
     context = devices.context_room(wanted, FEWEST_KV_TOKENS, plan.activations)
-    lacks_kernels = plan.uses_cpu and parts.kernels is None and format_of(plan.precision).native is not None
+    computes_in_blocks = plan.precision == STORED or format_of(plan.precision).native is not None
+    lacks_kernels = plan.uses_cpu and parts.kernels is None and computes_in_blocks
     faults = [
         note,
         *map(placement_note, placement.notes),

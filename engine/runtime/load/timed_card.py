@@ -24,7 +24,7 @@ from engine.formats.layouts import RecordLayout
 from engine.kernels.interface import ExpertKernel, LayerRecords
 from engine.runtime.decoder_layers import decoder_layers, layer_names
 
-_LAUNCHES = 4
+LAUNCHES = 4
 """Of a layer's operators: norms, projections, attention and the router, as captured graphs run them."""
 
 
@@ -75,14 +75,14 @@ def charge_model(
     whole = sum(part.nbytes for layout in layouts for part in layout.unquantised.parts)
     share = sum(layout.nbytes for layout in layouts) / whole if whole else 1.0
     layers, behind = _weights(model, dense_sizes)
-    forward = _Forward(meter, layers, behind, share)
+    forward = _Forward(devices[0], meter, layers, behind, share)
     model.register_forward_pre_hook(forward.begin, with_kwargs=True)
     model.register_forward_hook(forward.end, always_call=True)
     for site in sites:
         site.module.register_forward_pre_hook(forward.leave)
         site.module.register_forward_hook(forward.enter, always_call=True)
     if tokens is not None:
-        dense_s = sum(meter.kernel_s(nbytes * share, nbytes, _LAUNCHES) for nbytes in [*layers, behind])
+        dense_s = sum(meter.kernel_s(nbytes * share, nbytes, LAUNCHES) for nbytes in [*layers, behind])
         tokens.take_time(TimedTokens(meter, dense_s, tokens.layouts, model.config.get_text_config().hidden_size))
         return
     for layer in decoder_layers(model)[:1]:  # a step past the library's model would not be seen
@@ -162,12 +162,14 @@ class _Forward:
     """One forward after another, in pieces between calls of experts.
 
     Args:
+        home: the first card, that all but experts is charged to, wherever a layer is: one works at a time.
         layers, behind: bytes in 16 bits.
         share: part of these that is read: linear layers are quantised as experts are.
     """
 
-    def __init__(self, meter: Meter, layers: list[int], behind: int, share: float) -> None:
-        self._meter, self._layers, self._behind, self._share = meter, layers, behind, share
+    def __init__(self, home: Device, meter: Meter, layers: list[int], behind: int, share: float) -> None:
+        self._home, self._meter = home, meter
+        self._layers, self._behind, self._share = layers, behind, share
         self._card: ExitStack | None = None
         self._host: AbstractContextManager[None] | None = None
         self._tokens = self._piece = 0
@@ -180,14 +182,23 @@ class _Forward:
         self._card.enter_context(self._meter.on_card())
         self._count()
 
-    def leave(self, _module: Any, _args: Any) -> None:
+    def leave(self, module: Any, _args: Any) -> None:
         """Experts are called: what is before them has been launched."""
         if self._card is not None:
             self._host = self._meter.on_host()
             self._host.__enter__()
+            if (device := self._elsewhere(module)) is not None:
+                device.compute_stream.wait(self._home.compute_stream.record())
 
-    def enter(self, _module: Any, _args: Any, _output: Any) -> None:
-        """They are computed, or queued."""
+    def _elsewhere(self, module: Any) -> Device | None:
+        """The card that computes its experts, if that is another than the first."""
+        device = getattr(module.__dict__.get(BANK_LAYER, (None, None))[1], "device", None)
+        return device if isinstance(device, Device) and device is not self._home else None
+
+    def enter(self, module: Any, _args: Any, _output: Any) -> None:
+        """They are computed, or queued: on a card that the next layer waits for."""
+        if (device := self._elsewhere(module)) is not None:
+            self._home.compute_stream.wait(device.compute_stream.record())
         if self._host is not None:
             self._host.__exit__(None, None, None)
             self._host = None
@@ -210,4 +221,4 @@ class _Forward:
 
     def _kernels(self, nbytes: int, tokens: int) -> None:
         # As many operations for a token as there would be bytes in 16 bits.
-        self._meter.kernel(nbytes * self._share, nbytes * tokens, _LAUNCHES)
+        self._meter.kernel(nbytes * self._share, nbytes * tokens, LAUNCHES)

@@ -100,7 +100,7 @@ def _recommend(args: argparse.Namespace) -> int:
     from engine.tuning.fit import ASSUMED_LINE_BYTES_PER_S, recommend
 
     catalogue = use_catalogue(args.catalogue) if args.catalogue else read_catalogue()
-    look, limits = this_machine(asked_limits(args))
+    look, limits = this_machine(asked_limits(args), args.device)
     measured = line_speed()
     line = measured or ASSUMED_LINE_BYTES_PER_S
     found = recommend(catalogue, look, limits)

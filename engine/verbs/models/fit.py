@@ -148,7 +148,7 @@ def _fit_of_hub(args: argparse.Namespace) -> int:
 
     named = parse_reference(args.model).what
     found = (find_candidate(args.model),) if named else candidates(read_repository(args.model))
-    card = _card_of(found, asked_limits(args))
+    card = _card_of(found, asked_limits(args), args.device)
     emit(_card_document(card), as_json=args.json, human=lambda: _card_text(card))
     return 0 if card.recommended is not None else 2
 
@@ -175,12 +175,12 @@ def candidate_for_here(reference: str) -> Candidate:
     return usual if card.recommended is None else card.rows[card.recommended].candidate
 
 
-def _card_of(found: Sequence[Candidate], limits: Limits) -> FitCard:
+def _card_of(found: Sequence[Candidate], limits: Limits, device: str = "auto") -> FitCard:
     from engine.tuning.fit import fit_card
 
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         shaped = list(pool.map(_shaped, found))
-    return fit_card(shaped, *this_machine(limits))
+    return fit_card(shaped, *this_machine(limits, device))
 
 
 def _shaped(candidate: Candidate) -> tuple[Candidate, ModelShape | None]:

@@ -187,6 +187,12 @@ def _row(entry: LibraryEntry) -> str:
     return f"{entry.name:<32} {' '.join(columns)}".rstrip()
 
 
+def _able(entry: LibraryEntry) -> str:
+    if entry.embeds:
+        return "embed texts"
+    return ", ".join(["chat", *["call tools"] * entry.calls_tools, *["think first"] * entry.thinks])
+
+
 def details(entry: LibraryEntry) -> str:
     experts = f"{entry.experts} per layer, {entry.experts_per_token} per token" if entry.experts else "none (dense)"
     rows = [
@@ -197,6 +203,7 @@ def details(entry: LibraryEntry) -> str:
         ("stored as", entry.precision_words or "unknown"),
         ("context", f"{entry.context_tokens} tokens" if entry.context_tokens else "unknown"),
         ("reads", f"text and pictures ({_picture_cost(entry.path)})" if entry.sees else "text"),
+        ("can", _able(entry)),
         ("on disk", about(entry.bytes_on_disk)),
         ("folder", str(entry.path)),
         ("from", entry.source or (entry.origin if entry.is_in_place else "unknown")),

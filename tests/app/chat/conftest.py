@@ -17,8 +17,9 @@ from app.services.model_speeds import ModelSpeeds
 from app.services.model_start import ModelStart
 from app.services.settings import Settings
 from app.services.token_counter import TokenCounter
-from app.services.tools.service import Tools
+from app.services.tools import Tools
 from app.views.chat.chat_view import ChatView
+from engine.common.config import BatchJob
 from tests.app.scripted_engine import ScriptedEngine
 
 
@@ -35,13 +36,21 @@ def store(qtbot: QtBot) -> Iterator[ChatStore]:
 
 
 @pytest.fixture
-def open_page(qtbot: QtBot, engine: ScriptedEngine, store: ChatStore) -> Callable[[], ChatView]:
+def queued() -> list[tuple[BatchJob, int]]:
+    """Batch jobs that tools started, with the numbers of their rows."""
+    return []
+
+
+@pytest.fixture
+def open_page(
+    qtbot: QtBot, engine: ScriptedEngine, store: ChatStore, queued: list[tuple[BatchJob, int]]
+) -> Callable[[], ChatView]:
     def build() -> ChatView:
         settings, library = Settings(), Library()
         speeds = ModelSpeeds(settings)
         answers, counter = AnswerQueue(engine, store), TokenCounter()  # type: ignore[arg-type]
         documents, prompts, presets = Documents(store), SavedPrompts(), SavedPresets()
-        tools = Tools(settings, lambda: documents, lambda _prompt, rows: f"{len(rows)} rows")
+        tools = Tools(settings, lambda: documents, lambda job, rows: queued.append((job, rows)))
         page = ChatView(
             engine,  # type: ignore[arg-type]
             store,

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PySide6.QtCore import QMimeData, QObject, QPointF, QSize, Qt, QUrl
 from PySide6.QtGui import QColor, QDragEnterEvent, QDropEvent, QGuiApplication, QImage, QImageReader
@@ -31,10 +32,10 @@ from engine.checkpoint.library import LibraryEntry
 from engine.common.chat import Picture
 from engine.common.errors import ErrorCode
 from engine.common.paths import python_module
-from engine.common.pictures import MOST_PICTURES
+from engine.common.pictures import MOST_PICTURES, picture_of, read_picture
 from engine.remote.endpoint import Found, endpoint_at, save_endpoint, saved_endpoints
 from tests.app.scripted_engine import STARTER, ScriptedEngine, seer
-from tests.made_pictures import coloured, file_of
+from tests.made_pictures import MADE, coloured, file_of, png_of
 
 HERE = endpoint_at("http://127.0.0.1:8080/v1", "Here", model="m", found=Found("llama.cpp", "", ("m", "blind"), (0, 0)))
 
@@ -300,6 +301,28 @@ def test_a_photo_of_a_camera_takes_little_memory(qtbot: QtBot, tmp_path: Path) -
     finally:
         QImageReader.setAllocationLimit(usual)
     assert size_of(found) == QSize(MOST_SIDE_PX, 1280)
+
+
+def test_whatever_a_camera_or_a_program_writes_is_read_as_the_engine_reads_it(qtbot: QtBot, tmp_path: Path) -> None:
+    """Moving ones, CMYK, 16 bits, palettes, turned by EXIF."""
+    files = [tmp_path / f"{number}.{name.split(',')[0].lower()}" for number, name in enumerate(MADE)]
+    for file, make in zip(files, MADE.values(), strict=True):
+        file.write_bytes(make())
+    found = prepared(qtbot, *files)
+    assert found.problems == ()
+    for (name, make), ours in zip(MADE.items(), found.pictures, strict=True):
+        wanted = read_picture(picture_of(make(), name), name)
+        got = read_picture(ours, name)
+        assert got.size == wanted.size, name
+        apart = np.abs(np.asarray(got, np.int16) - np.asarray(wanted, np.int16)).mean()
+        assert apart < (40 if "CMYK" in name else 10), (name, apart)
+
+
+@pytest.mark.parametrize("size", [(20_000, 20_000), (60_000, 1_000)])
+def test_bombs_are_not_unpacked(qtbot: QtBot, tmp_path: Path, size: tuple[int, int]) -> None:
+    file = tmp_path / "bomb.png"
+    file.write_bytes(png_of(*size))
+    assert prepared(qtbot, file).problems == ("bomb.png has too many pixels: make it smaller first.",)
 
 
 def test_a_message_may_be_a_picture_alone(page: ChatView, engine: ScriptedEngine, qtbot: QtBot) -> None:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 from PySide6.QtWidgets import QPushButton
 from pytestqt.qtbot import QtBot
 
-from app.services import answer_queue
 from app.services.chat_store import ChatStore, MessageState
 from app.services.chat_store.records import Attachment
-from app.services.tools.servers import ToolServer
-from app.services.tools.service import OfferedTool, Outcome, Tools
+from app.services.tools import Tools
 from app.views.chat.answer_message import AnswerMessage
 from app.views.chat.chat_view import ChatView
+from engine.batch_files.fingerprint import counted_rows
+from engine.batch_files.opening import InputForm, open_source
 from engine.common.chat import Tool
+from engine.common.config import BatchJob
 from engine.remote.endpoint import endpoint_at, save_endpoint
+from engine.tools import rounds
+from engine.tools.rounds import OfferedTool, Outcome
+from engine.tools.servers import ToolServer
 from tests.app.scripted_engine import ScriptedEngine
 
 WEB = ToolServer("web", "npx", tools=(Tool("search", "Searches.", '{"type": "object"}'),))
@@ -172,8 +177,8 @@ def test_the_same_call_three_times_is_noticed(page: ChatView, engine: ScriptedEn
 def test_rounds_and_calls_at_once_are_limited(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(answer_queue, "MOST_ROUNDS", 3)
-    monkeypatch.setattr(answer_queue, "MOST_CALLS", 2)
+    monkeypatch.setattr(rounds, "MOST_ROUNDS", 3)
+    monkeypatch.setattr(rounds, "MOST_CALLS", 2)
     begin(page, engine, qtbot)
     for number in range(4):
         engine.call(("calculator", json.dumps({"expression": str(number)})))
@@ -226,3 +231,78 @@ def test_without_tools_earlier_calls_are_only_their_texts(page: ChatView, engine
     said = engine.requests[2].command.messages
     assert [(turn.role, turn.content) for turn in said[:2]][1] == ("assistant", "I compute.\n\nIt is 42.")
     assert len(said) == 3
+
+
+def test_a_batch_that_a_model_starts_has_its_rows_in_a_file(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, queued: list[tuple[BatchJob, int]]
+) -> None:
+    begin(page, engine, qtbot)
+    rows = [f'Row {number}, "quoted"\nand on' for number in range(1000)]
+    engine.call(("run_batch", json.dumps({"prompt": "Translate: {text}", "rows": rows})), ("run_batch", "{}"))
+    message_id = page.presenter.answering_id or ""
+    (waiting, refused) = page.presenter.queue.waiting_calls(message_id)  # it is asked for
+    page.presenter.decide(message_id, waiting, "once")
+    page.presenter.decide(message_id, refused, "once")
+    assert queued == []  # nothing was written on this thread
+    qtbot.waitUntil(lambda: len(engine.requests) == 2)
+    ((job, amount),) = queued
+    assert (amount, job.template) == (1000, "Translate: {{text}}")
+    assert counted_rows(open_source(Path(job.input), InputForm())) == 1000
+    assert [row.fields["text"] for row in open_source(Path(job.input), InputForm()).rows()] == rows
+    told, why = (turn.content for turn in engine.requests[1].command.messages[-2:])
+    assert job.output in told
+    assert why == "A batch has a prompt and 1 to 1,000 rows."
+    engine.finish()
+
+
+def test_documents_that_a_model_searches(page: ChatView, engine: ScriptedEngine, qtbot: QtBot, tmp_path: Path) -> None:
+    book = tmp_path / "book.md"
+    parts = [f"# Part {number}\n\n" + f"Of weather and wind {number}. " * 60 for number in range(40)]
+    book.write_text("\n\n".join([*parts, "The vault opens with heliotrope."]))
+    page.presenter.document_room = lambda _texts: 500
+    page.attaching.give([book])
+    qtbot.waitUntil(lambda: all(one.is_read for one in page.presenter.attachments), timeout=20_000)
+    begin(page, engine, qtbot, "What is in it?")
+    engine.call(("search_documents", '{"question": "What opens the vault?"}'))
+    qtbot.waitUntil(lambda: len(engine.requests) == 2, timeout=20_000)
+    found = engine.requests[1].command.messages[-1]
+    assert (found.role, "heliotrope" in found.content, "book.md" in found.content) == ("tool", True, True)
+    engine.write("Heliotrope.")
+    engine.finish()
+    # In another chat nothing is attached.
+    page.presenter.new_chat()
+    page.presenter.set_tools(True)
+    page.presenter.send("And here?")
+    qtbot.waitUntil(lambda: len(engine.requests) == 3)
+    engine.call(("search_documents", '{"question": "What opens the vault?"}'))
+    qtbot.waitUntil(lambda: len(engine.requests) == 4)
+    assert engine.requests[3].command.messages[-1].content == "No documents are attached to this chat."
+    engine.finish()
+
+
+def used(page: ChatView) -> int:
+    use = page.composer.meter.use
+    return use.used if use is not None else 0
+
+
+def test_calls_and_results_and_the_tools_themselves_take_room(
+    page: ChatView, engine: ScriptedEngine, qtbot: QtBot, ran: list[tuple[str, str]]
+) -> None:
+    qtbot.waitUntil(lambda: page.composer.meter.use is not None)
+    page.presenter._tools().put(WEB)
+    page.presenter._tools().allow_always("web/search")
+    page.composer.tools_button.click()
+    qtbot.waitUntil(lambda: used(page) > 300)  # what the tools are is told to the model
+    page.presenter.send("How much is it?")
+    qtbot.waitUntil(lambda: len(engine.requests) == 1)
+    engine.call(("search", json.dumps({"for": "word" * 1000})))  # the result holds its arguments once more
+    qtbot.waitUntil(lambda: len(engine.requests) == 2)
+    assert used(page) > 2300
+    engine.write("That much.")
+    engine.finish(prompt_tokens=2800)
+    assert used(page) > 2800  # as it was counted
+    page.composer.box.setPlainText("And the other?")
+    qtbot.waitUntil(lambda: used(page) > 2300)
+    assert sum(map(len, page.presenter.said())) > 8000
+    page.composer.tools_button.click()  # earlier calls are not sent then
+    assert sum(map(len, page.presenter.said())) < 100

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.common.costs import Cost, CostModel
 from engine.common.errors import EngineError, ErrorCode
 from engine.common.falls import passed_over
-from engine.devices.clocked import Meter
 from engine.devices.device import Device, Direction, Event, upload
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
 from engine.kernels.native.library import NativeKernels
 from engine.kernels.native.paged_attention import PAGE_TOKENS, AttentionTerms, KvShape, PagedLayer, Pieces
 from engine.runtime.batch.pipeline.layer_run import AttentionCall
-from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows
+from engine.runtime.batch.pipeline.paged import PagedAttention, PlacedRows, work_of
 from engine.runtime.kv.parts import parts_of_pages
 from engine.telemetry import lanes
 
@@ -169,10 +169,12 @@ class DeviceAttention:
 
     Args:
         kernels: native kernels that compute for an emulated device.
+        costs: that is told how long it took.
     """
 
-    def __init__(self, device: Device, kernels: NativeKernels | None) -> None:
-        self._device = device
+    def __init__(self, device: Device, kernels: NativeKernels | None, costs: CostModel) -> None:
+        self._device, self._costs = device, costs
+        self._computed: list[tuple[float, Event]] = []
         self._paged = PagedAttention(device.torch_device, kernels)
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="batch cache")
         self._writing = ThreadPoolExecutor(1, thread_name_prefix="batch cache back")
@@ -264,15 +266,18 @@ class DeviceAttention:
         back = there.page[seen.back], there.slot[seen.back]
         page, slot = upload(torch.stack(back), place).unbind()
         found, packed = list[torch.Tensor](), list[torch.Tensor]()
+        nbytes, flops = work_of(pages, terms, there)
 
         def work() -> None:
             found.append(self._paged.attend(pages, terms, there, queries, keys, values))
             if device.meter is not None:
-                self._count(pages, terms, there, device.meter)
+                device.meter.kernel(nbytes, flops)
             if len(seen.back):
                 packed.extend(part[page, :, slot] for part in parts_of_pages(pages))
 
         end = compute.submit(work, (lanes.ATTENTION, index, -1, 1))
+        if self._costs.knows(Cost.CARD_ATTENTION):
+            self._computed.append((nbytes, end))
         self._used[ahead.place] = end
         if not device.compute_follows_caller or not found:
             end.wait()
@@ -280,14 +285,6 @@ class DeviceAttention:
             device.d2h_stream.wait(end)
             self._submit(self._writing, lambda: self._store(ahead, end, packed, index))
         return found[0][None]
-
-    @staticmethod
-    def _count(pages: PagedLayer, terms: AttentionTerms, rows: PlacedRows, meter: Meter) -> None:
-        """What a kernel reads and computes of these rows."""
-        seen = rows.end.clamp(max=terms.window + terms.kept) if terms.window else rows.end
-        shape, tokens = pages.shape, torch.tensor(rows.tokens)
-        flops = 2.0 * float((seen * tokens).sum()) * shape.heads * (shape.key_dim + shape.value_dim)
-        meter.kernel(float(seen.sum()) * shape.page_bytes(pages.kv_type) / PAGE_TOKENS, flops)
 
     def _store(self, ahead: CacheAhead, end: Event, packed: list[torch.Tensor], index: int) -> Event:
         """Brings new keys and values to their pages in RAM."""
@@ -307,7 +304,7 @@ class DeviceAttention:
         for future in self._under_way:
             with passed_over("Attention under way was given up"):
                 future.result().wait()
-        self._under_way, self._used = [], [None] * _PLACES
+        self._under_way, self._used, self._computed = [], [None] * _PLACES, []
         self._seen.clear()
 
     def finish(self) -> None:
@@ -320,6 +317,10 @@ class DeviceAttention:
             future.result().wait()
         self._under_way = []
         self._seen.clear()
+        for nbytes, end in self._computed:
+            if end.done() and end.failure is None:
+                self._costs.observe(Cost.CARD_ATTENTION, nbytes, end.ended_s - end.started_s)
+        self._computed = []
 
     def forget(self) -> None:
         """Frees the device's pages, and what is in them."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
 import torch
 
+from engine.common import clock
+from engine.common.costs import Cost
 from engine.common.errors import EngineError
 from engine.common.falls import FALLS
 from engine.devices.device import Device
@@ -22,11 +25,15 @@ from engine.runtime.batch.pipeline.device_attention import DeviceAttention, Stay
 from engine.runtime.batch.pipeline.host_attention import AttendedAhead, HostAttention
 from engine.runtime.batch.pipeline.layer_experts import LayerExperts
 from engine.runtime.batch.pipeline.layer_run import AttentionCall, ExpertsCall, LayerRun, ask
+from engine.runtime.batch.pipeline.paged import PlacedRows, work_of
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.pipeline.shared_attention import Cache, SharedAttention, SharedCache
 from engine.runtime.batch.pipeline.shared_experts import SharedLayerExperts
+from engine.runtime.load.timed_card import LAUNCHES
 from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
+
+T = TypeVar("T")
 
 KEPT_PAGES = "Keeping keys and values on the card"
 """What gives way where there is no room for them."""
@@ -75,12 +82,14 @@ class DevicePipeline:
         """If set, times the parts of sweeps instead of running their schedules."""
         # A separate pool: the model's own is busy with the next micro-batch's layers meanwhile.
         self._kernels = load_kernels(torch.get_num_threads()) if loaded.kernels is not None else None
-        self._attention = HostAttention(self.device, self._attend)
         self._device_attention: DeviceAttention | SharedAttention
         if isinstance(self.experts, SharedLayerExperts):
-            self._device_attention = SharedAttention(self._held, self.experts.give_back_of)
+            self._costs = self.experts.costs[0]
+            self._device_attention = SharedAttention(self._held, self.experts.give_back_of, self.experts.costs)
         else:
-            self._device_attention = DeviceAttention(self.device, self._held.kernels)
+            self._costs = self.experts.costs
+            self._device_attention = DeviceAttention(self.device, self._held.kernels, self._costs)
+        self._attention = HostAttention(self.device, self._attend, self._attention_work, self._costs)
 
     @property
     def keeps_pages(self) -> bool:
@@ -139,6 +148,7 @@ class DevicePipeline:
                     next(order)
                 if index == len(self._layers) - 1:
                     self._device_attention.finish()
+                    self._observe_layer(layers[0], batches[0].hidden.shape[1])
                 self._attention.forget_ended()
                 self.experts.leave(index)
                 yield
@@ -155,8 +165,29 @@ class DevicePipeline:
             dense = [each for each in self._layers[index].parameters() if each.numel()]
             nbytes, weights = sum(each.nbytes for each in dense), sum(each.numel() for each in dense)
             flops = 2.0 * weights * batch.hidden.shape[1]
-            self.device.compute_stream.submit(lambda: meter.kernel(nbytes, flops))
+            self.device.compute_stream.submit(lambda: meter.kernel(nbytes, flops, LAUNCHES))
         return LayerRun(lambda: self._layers.run(index, batch.hidden, batch.recording))
+
+    def _observe_layer(self, layer: _Layer, rows: int) -> None:
+        """One layer of each sweep says what all but attention and experts takes."""
+        took_s = 0.0
+        for begun, ended in layer.marks:
+            if isinstance(begun, float):
+                took_s += ended - begun
+            elif begun.done() and ended.done():
+                took_s += ended.ended_s - begun.ended_s
+        if layer.marks:
+            self._costs.observe(Cost.CARD_LAYER, rows, took_s)
+
+    def marked(self, layer: _Layer, number: int, step: Callable[[], T]) -> T:
+        """A step of one that is looked at."""
+        if layer.index or number or not self._costs.knows(Cost.CARD_LAYER):
+            return step()
+        mark = self.device.compute_stream.record if self.device.compute_follows_caller else clock.now
+        begun = mark()
+        found = step()
+        layer.marks.append((begun, mark()))
+        return found
 
     def attend(self, call: AttentionCall, pieces: Pieces, number: int, index: int, *, behind: bool) -> AttendedAhead:
         """See `LayerWork.attend_in_ram`."""
@@ -202,6 +233,9 @@ class DevicePipeline:
     ) -> torch.Tensor:
         return self._states.attend_rows(self._kernels, module, pieces, queries, keys, values)
 
+    def _attention_work(self, module: Any, pieces: Pieces) -> tuple[float, float]:
+        return work_of(self._states.layer_of(module)[0], self._states.terms_of(module), PlacedRows(pieces))
+
     @contextlib.contextmanager
     def _interrupting(self) -> Iterator[None]:
         """Layers stop where they need attention and where they need experts."""
@@ -228,11 +262,13 @@ class _Layer:
 
     Attributes:
         runs: micro-batches that are inside the layer.
+        marks: before and after each step of the first of them, where it is looked at.
     """
 
     def __init__(self, pipeline: DevicePipeline, index: int, batches: Sequence[Batch]) -> None:
-        self._pipeline, self._index, self._batches = pipeline, index, batches
+        self._pipeline, self.index, self._batches = pipeline, index, batches
         self.runs: dict[int, LayerRun] = {}
+        self.marks: list[tuple[Any, Any]] = []
         self._attended: dict[int, AttendedAhead] = {}
         self._caches: dict[int, Cache] = {}
 
@@ -241,34 +277,35 @@ class _Layer:
         return len(self._batches)
 
     def begin(self, number: int) -> None:
-        self.runs[number] = self._pipeline.begin(self._index, self._batches[number])
+        begin = partial(self._pipeline.begin, self.index, self._batches[number])
+        self.runs[number] = self._pipeline.marked(self, number, begin)
 
     def attend_in_ram(self, number: int, *, behind_weights: bool = False) -> None:
         call = self.runs[number].call
         if isinstance(call, AttentionCall):
             pieces = self._batches[number].pieces
-            self._attended[number] = self._pipeline.attend(call, pieces, number, self._index, behind=behind_weights)
+            self._attended[number] = self._pipeline.attend(call, pieces, number, self.index, behind=behind_weights)
 
     def take_attended(self, number: int) -> None:
         if number in self._attended:
-            self.runs[number].answer(self.attended(number))
+            self._answer(number, self.attended(number))
 
     def fetch_cache(self, number: int) -> None:
-        self._caches[number] = self._pipeline.fetch_cache(self._index, self._batches[number].pieces)
+        self._caches[number] = self._pipeline.fetch_cache(self.index, self._batches[number].pieces)
 
     def attend_on_device(self, number: int) -> None:
         run, cache = self.runs[number], self._caches.pop(number)
         if isinstance(run.call, AttentionCall):
-            run.answer(self.attended_there(run.call, cache))
+            self._answer(number, self.attended_there(run.call, cache))
 
     def bring_page(self, page: int, pages: int) -> None:
-        self._pipeline.experts.bring_page(self._index, page, pages)
+        self._pipeline.experts.bring_page(self.index, page, pages)
 
     def bring_layer(self) -> None:
-        self._pipeline.experts.bring_layer(self._index)
+        self._pipeline.experts.bring_layer(self.index)
 
     def bring_hot(self, *, of_next: bool = False) -> None:
-        self._pipeline.experts.bring_hot(self._index, of_next=of_next)
+        self._pipeline.experts.bring_hot(self.index, of_next=of_next)
 
     def bring_wanted(self) -> None:
         self._pipeline.experts.bring_wanted(list(self._expert_calls(self.runs).values()))
@@ -286,15 +323,18 @@ class _Layer:
             run.answer(self.computed_in_ram(run.call))
 
     def finish(self, number: int) -> None:
-        RECORDER.layer = self._index
+        RECORDER.layer = self.index
         run = self.runs[number]
         while run.call is not None:
             if isinstance(run.call, ExpertsCall):
-                run.answer(self._pipeline.experts.compute(run.call))
+                self._answer(number, self._pipeline.experts.compute(run.call))
             else:
                 self.attend_in_ram(number)
                 self.take_attended(number)
         self._batches[number].hidden = self.runs.pop(number).result
+
+    def _answer(self, number: int, given: torch.Tensor) -> None:
+        self._pipeline.marked(self, number, partial(self.runs[number].answer, given))
 
     def abandon(self) -> None:
         """Ends all micro-batches inside the layer where they are."""
@@ -305,13 +345,13 @@ class _Layer:
     # Single parts, for `PartsTimer`
 
     def load(self) -> bool:
-        return self._pipeline.experts.load(self._index)
+        return self._pipeline.experts.load(self.index)
 
     def attended(self, number: int) -> torch.Tensor:
         return self._attended.pop(number).take()
 
     def attended_there(self, call: AttentionCall, cache: Cache) -> torch.Tensor:
-        return self._pipeline.attend_there(self._index, call, cache)
+        return self._pipeline.attend_there(self.index, call, cache)
 
     def cache_there(self, number: int) -> Cache:
         self.fetch_cache(number)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from time import perf_counter
 from typing import Any
 
 import torch
 
 from engine.common import clock
+from engine.common.costs import Cost, CostModel
 from engine.common.falls import passed_over
 from engine.devices.device import Device, Direction, Event, Stream
 from engine.devices.memory_budget import MemoryCategory
@@ -95,10 +97,14 @@ class HostAttention:
 
     Args:
         attend: computes attention; only called by that thread.
+        work: bytes and flops of that.
+        costs: that is told how long it took.
     """
 
-    def __init__(self, device: Device, attend: Attend) -> None:
-        self._device, self._attend = device, attend
+    def __init__(
+        self, device: Device, attend: Attend, work: Callable[[Any, Pieces], tuple[float, float]], costs: CostModel
+    ) -> None:
+        self._device, self._attend, self._work, self._costs = device, attend, work, costs
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="batch attention")
         self._places: dict[int, _TransferBuffers] = {}
         self._under_way: list[Future[Event]] = []
@@ -131,20 +137,40 @@ class HostAttention:
         sent = device.small_copy_stream.copy(states, packed, label, direction=Direction.D2H)
         widths = [part.shape[1] * part.shape[2] for part in parts]
 
-        def work() -> Event:
-            sent.wait()
-            begun_ns = clock.now_ns()
+        def attend() -> float:
+            begun_s = perf_counter()
             queries, keys, values = (
                 _computable(piece.view(part.shape))
                 for piece, part in zip(torch.split(states, widths, 1), parts, strict=True)
             )
             with torch.inference_mode():
                 outgoing.copy_(self._attend(call.module, pieces, queries, keys, values))
-            if RECORDER.on:
-                RECORDER.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, clock.now_ns(), layer)
+            took_s, (nbytes, flops) = perf_counter() - begun_s, self._work(call.module, pieces)
+            if device.meter is not None:
+                took_s = device.meter.processor_s(nbytes, flops, took_s)
+            if self._costs.knows(Cost.CPU_ATTENTION):
+                self._costs.observe(Cost.CPU_ATTENTION, nbytes, took_s)
+            return took_s
+
+        def come_back() -> Event:
             return back.copy(landed, outgoing, (lanes.RESULTS, layer, -1, 1), direction=Direction.H2D)
 
-        future = self._thread.submit(work)
+        def work() -> Event:
+            sent.wait()
+            begun_ns = clock.now_ns()
+            attend()
+            if RECORDER.on:
+                RECORDER.span(lanes.CPU_ATTENTION, lanes.ATTENTION, begun_ns, clock.now_ns(), layer)
+            return come_back()
+
+        if device.meter is None:
+            future = self._thread.submit(work)
+        else:  # it is charged to the thread's own queue, and computed at once
+            future = Future()
+            with device.meter.clock.stopped():
+                took_s = attend()
+            back.wait(device.meter.beside(sent, took_s))
+            future.set_result(come_back())
         self._under_way.append(future)
         return AttendedAhead(device, future, landed)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.common.costs import Cost
+from engine.common.costs import Cost, CostModel
 from engine.common.falls import FALLS
 from engine.devices.device import CopyRecord, Direction, Event
 from engine.devices.memory_budget import DeviceMemoryError
@@ -25,6 +25,8 @@ from engine.runtime.load.devices import DeviceExperts
 from engine.telemetry import lanes
 
 _NEARLY_ALL = 0.95
+_TIMED_EXPERTS = 4
+"""Of a layer: asking a card about more would cost time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,17 @@ class LayerExperts:
         self._latency, self._record_nbytes = modules[0].latency, layout.nbytes
         self._not_told = device.copy_log.listen(self._copied)
         self._routing: tuple[Sequence[ExpertsCall], Routing] | None = None
+        self._computed: list[tuple[int, Event]] = []
         self._uses = BatchCorrelation(len(modules), self.most)
         self._ends: dict[int, Event] = {}
         """End of the last computation issued for each layer in flight."""
         self._residents = Residents(modules, self._uses.hot)
         self._awaits_residents = resident is not None
+
+    @property
+    def costs(self) -> CostModel:
+        """What the run finds of this card."""
+        return self._latency.costs
 
     @property
     def transfer_s(self) -> float:
@@ -191,7 +199,9 @@ class LayerExperts:
         for expert, arrived in half.copied.items():
             if expert in routing.visits:
                 compute.wait(arrived)
-                compute.submit(sums.on_device(kernel, {expert: expert}), (lanes.EXPERTS, None, expert, 1))
+                done = compute.submit(sums.on_device(kernel, {expert: expert}), (lanes.EXPERTS, None, expert, 1))
+                if len(self._computed) < _TIMED_EXPERTS:
+                    self._computed.append((routing.tokens(expert), done))
         half.last_use = self._ends[number] = end = compute.submit(sums.finish())
         if not self.device.compute_follows_caller:
             end.wait()
@@ -215,6 +225,9 @@ class LayerExperts:
     def leave(self, index: int) -> None:
         """Ends a layer: its residents may be replaced."""
         self._routing = None
+        for tokens, done in (each for each in self._computed if each[1].done() and each[1].failure is None):
+            self._latency.observe_gpu([tokens], done.ended_s - done.started_s)
+        self._computed = [each for each in self._computed if not each[1].done()]
         number = self._first_of[index]
         if number is not None:
             self._residents.release(number, self._ends.pop(number, None))
@@ -227,7 +240,7 @@ class LayerExperts:
 
     def forget(self) -> None:
         """Drops all state after a failure or an abandoned sweep, once the streams have recovered."""
-        self._routing = None
+        self._routing, self._computed = None, []
         self._ends = {}
         self._residents.release_all()
         self._buffers.forget()

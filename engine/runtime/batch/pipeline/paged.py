@@ -223,6 +223,14 @@ class PlacedRows:
         return Pieces([Piece(pages[self.of_row[place]], int(self.position[place]), 1) for place in places])
 
 
+def work_of(layer: PagedLayer, terms: AttentionTerms, rows: PlacedRows) -> tuple[float, float]:
+    """(bytes that a kernel reads, flops) of these rows' attention."""
+    seen = rows.end.clamp(max=terms.window + terms.kept) if terms.window else rows.end
+    shape = layer.shape
+    flops = 2.0 * float((seen * torch.tensor(rows.tokens)).sum()) * shape.heads * (shape.key_dim + shape.value_dim)
+    return float(seen.sum()) * shape.page_bytes(layer.kv_type) / PAGE_TOKENS, flops
+
+
 def _attended(
     queries: torch.Tensor,
     keys: torch.Tensor,

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from engine.common.costs import CostModel
 from engine.devices.device import Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.shared import Ways
@@ -41,10 +42,13 @@ class SharedAttention:
 
     Args:
         held: the cards, and the ways between them.
+        costs: of each card, that are told how long it took.
     """
 
-    def __init__(self, held: DeviceExperts, give_back: GiveBack) -> None:
-        self._cards = [DeviceAttention(device, held.kernels) for device in held.devices]
+    def __init__(self, held: DeviceExperts, give_back: GiveBack, costs: Sequence[CostModel]) -> None:
+        self._cards = [
+            DeviceAttention(device, held.kernels, each) for device, each in zip(held.devices, costs, strict=True)
+        ]
         self._devices, self._ways, self._give_back = held.devices, held.ways, give_back
         self._parts: dict[int, tuple[PagedLayer, list[PagedLayer]]] = {}
         self._terms: dict[tuple[int, int], tuple[AttentionTerms, AttentionTerms]] = {}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from engine.common.costs import CostModel
 from engine.devices.device import Event
 from engine.devices.memory_budget import DeviceMemoryError
 from engine.experts.dispatch import BANK_LAYER, compute_experts
@@ -55,6 +56,11 @@ class SharedLayerExperts:
                 raise LookupError("its experts are not shared by all cards")
             opened.pop_all()
         self.most = sum(card.experts.most for card in self._cards)
+
+    @property
+    def costs(self) -> list[CostModel]:
+        """See `LayerExperts.costs`: of each card."""
+        return [card.experts.costs for card in self._cards]
 
     @property
     def transfer_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Tools of our own: pure functions of their arguments, and of what a chat has attached."""
+"""Tools of our own: functions of their arguments, and of the folders that a chat has attached."""
 
 from __future__ import annotations
 
@@ -9,20 +9,17 @@ import json
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from app.services.tools.host import MOST_RESULT, shortened
 from engine.common.chat import Tool
 from engine.common.config import BatchJob
 from engine.common.foreign import reason
 from engine.common.paths import data_dir
 
-if TYPE_CHECKING:
-    from app.services.batch_jobs import BatchJobs
-
+MOST_RESULT = 60_000
+"""Characters of a result that a model is given."""
 MOST_EXPRESSION = 500
 MOST_POWER_BITS = 100_000
 MOST_ROWS = 1000
@@ -31,6 +28,13 @@ MOST_ROWS = 1000
 
 class ToolError(Exception):
     """Why a tool has no result, as a sentence."""
+
+
+def shortened(text: str) -> str:
+    """A result as a model is given it."""
+    if len(text) <= MOST_RESULT:
+        return text
+    return f"{text[:MOST_RESULT]}\n[cut off here: {len(text):,} characters in all]"
 
 
 def _schema(properties: dict[str, Any], *required: str) -> str:
@@ -71,20 +75,7 @@ UNASKED = frozenset((CALCULATOR.name, CLOCK.name, SEARCH.name))
 """Those that change nothing and read no more than what a chat sends anyway."""
 
 
-@dataclass(frozen=True, slots=True)
-class Attached:
-    """What a chat has attached.
-
-    Attributes:
-        folders: paths of folders.
-        search: the passages that fit a question, as text; called off the window's thread.
-    """
-
-    folders: tuple[str, ...] = ()
-    search: Callable[[str], str] | None = None
-
-
-def run_built_in(name: str, arguments: dict[str, Any], attached: Attached) -> str:
+def run_built_in(name: str, arguments: dict[str, Any], folders: tuple[str, ...]) -> str:
     """What a tool returns.  Takes a moment: not for the window's thread.
 
     Raises:
@@ -95,26 +86,25 @@ def run_built_in(name: str, arguments: dict[str, Any], attached: Attached) -> st
     if name == CLOCK.name:
         return time.strftime("%A, %Y-%m-%d %H:%M:%S %Z (UTC%z)")
     if name == READ_FILE.name:
-        return read_file(str(arguments.get("path", "")), attached.folders)
+        return read_file(str(arguments.get("path", "")), folders)
     if name == SEARCH.name:
-        if attached.search is None:
-            raise ToolError("No documents are attached to this chat.")
-        return shortened(attached.search(str(arguments.get("question", "")))) or "Nothing was found."
+        raise ToolError("No documents are attached to this chat.")
     raise ToolError(f"There is no tool named {name[:60]!r}.")
 
 
-def start_batch(jobs: BatchJobs, prompt: str, rows: Sequence[str]) -> str:
-    """Starts a job that answers a prompt for each row; a sentence about it.
+def begin_batch(arguments: dict[str, Any]) -> tuple[BatchJob, int, str]:
+    """Writes the rows of a batch; returns the job to queue, how many rows it has, and a sentence about it.
 
     Raises:
         ToolError: there is nothing to answer, or no place for it.
     """
-    if not prompt.strip() or not 0 < len(rows) <= MOST_ROWS:
+    prompt, rows = str(arguments.get("prompt", "")), arguments.get("rows")
+    if not prompt.strip() or not isinstance(rows, list) or not 0 < len(rows) <= MOST_ROWS:
         raise ToolError(f"A batch has a prompt and 1 to {MOST_ROWS:,} rows.")
     folder = data_dir() / "batches-of-chats"
     name = time.strftime("%Y-%m-%d-%H%M%S")
     text = io.StringIO()
-    csv.writer(text).writerows([["text"], *([row] for row in rows)])
+    csv.writer(text).writerows([["text"], *([str(row)] for row in rows)])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         taken = len(list(folder.glob(f"{name}*")))
@@ -125,8 +115,8 @@ def start_batch(jobs: BatchJobs, prompt: str, rows: Sequence[str]) -> str:
     template = prompt.replace("{{text}}", "{text}")
     template = template.replace("{text}", "{{text}}") if "{text}" in template else f"{template}\n\n{{{{text}}}}"
     result = rows_file.with_name(f"{rows_file.stem}-answers.csv")
-    jobs.add(BatchJob(str(rows_file), str(result), template=template), len(rows))
-    return f"The job with {len(rows):,} rows has begun; the page Batch shows it, and its answers come into {result}."
+    told = f"The job with {len(rows):,} rows has begun; the page Batch shows it, and its answers come into {result}."
+    return BatchJob(str(rows_file), str(result), template=template), len(rows), told
 
 
 def read_file(path: str, folders: tuple[str, ...]) -> str:

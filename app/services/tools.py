@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from PySide6.QtCore import QCoreApplication, QObject, QProcess, QProcessEnvironment, QTimer, Signal
@@ -13,60 +14,33 @@ from PySide6.QtCore import QCoreApplication, QObject, QProcess, QProcessEnvironm
 from app.services.background import TaskQueue
 from app.services.chat_store.records import Attachment
 from app.services.settings import Settings
-from app.services.tools.built_in import (
-    BUILT_IN,
-    RUN_BATCH,
-    SEARCH,
-    UNASKED,
-    Attached,
-    ToolError,
-    run_built_in,
-)
-from app.services.tools.host import START_S
-from app.services.tools.servers import ToolServer, kept_servers, plain_name
 from engine.common.chat import Tool
+from engine.common.config import BatchJob
 from engine.common.paths import confined_module
+from engine.tools.built_in import RUN_BATCH, SEARCH, begin_batch, run_built_in
+from engine.tools.host import CALL_S, LIST_S, START_S
+from engine.tools.rounds import STOPPED, OfferedTool, Outcome, offered_tools
+from engine.tools.servers import (
+    ALLOWED,
+    SERVERS,
+    ToolServer,
+    forget_values,
+    kept_servers,
+    put_aside,
+    store_values,
+    switch_of,
+    with_values,
+)
 
 if TYPE_CHECKING:
     from app.services.documents import Documents
 
 translate = QCoreApplication.translate
 
-SERVERS, ALLOWED = "tool_servers", "allowed_tools"
-"""Keys of the settings."""
-CALL_S, LIST_S = 120.0, 30.0
-"""That a call, or a list of tools, may take."""
 _GRACE_MS = 10_000
 """Then the process that talks to the servers does not even see that the time is over."""
-MOST_OFFERED = 128
 IDLE_MS = 600_000
 """After which servers that nobody calls end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What became of a call: its result, or in one sentence why there is none."""
-
-    text: str
-    failed: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OfferedTool:
-    """A tool under the name that models see.
-
-    Attributes:
-        server: empty for one that is built in; `name` is what the server calls it.
-    """
-
-    tool: Tool
-    name: str
-    server: str = ""
-
-    @property
-    def key(self) -> str:
-        """By which a permission is kept."""
-        return f"{self.server}/{self.name}"
 
 
 Done = Callable[[Outcome], object]
@@ -76,14 +50,14 @@ Done = Callable[[Outcome], object]
 class _Asked:
     done: Callable[[dict[str, Any]], object]
     clock: QTimer
-    line: dict[str, Any] = field(default_factory=dict)
+    is_sent: bool = False
 
 
 class Tools(QObject):
     """One for the window.  The process with the servers starts when one of them is needed.
 
     Args:
-        start_batch: starts a job that answers a prompt for each row; returns a sentence about it, or raises ToolError.
+        add_job: queues a batch job of so many rows.
 
     Signals:
         changed: servers, their tools or the switches are others.
@@ -95,20 +69,28 @@ class Tools(QObject):
         self,
         settings: Settings,
         documents: Callable[[], Documents],
-        start_batch: Callable[[str, Sequence[str]], str],
+        add_job: Callable[[BatchJob, int], object],
         parent: QObject | None = None,
     ) -> None:
         super().__init__(parent)
-        self._settings, self._documents, self._start_batch = settings, documents, start_batch
-        self._servers = kept_servers(settings.get(SERVERS, list[Any]()))
+        self._settings, self._documents, self._add_job = settings, documents, add_job
+        found = kept_servers(settings.get(SERVERS, list[Any]()))
+        self._servers = tuple(map(put_aside, found))
         self._process: QProcess | None = None
         self._asked: dict[int, _Asked] = {}
         self._numbers = itertools.count(1)
-        self._own = TaskQueue(self)
+        self._own, self._keys = TaskQueue(self), TaskQueue(self)
         self._idle = QTimer(self, singleShot=True, interval=IDLE_MS)
         self._idle.timeout.connect(self.stop_servers)
+        self._looked_at: dict[str, ToolServer] = {}
+        """With the tools that they listed."""
         self.problems: dict[str, str] = {}
         """By the names of servers, why their tools are not known."""
+        self.for_this_run: set[str] = set()
+        """Servers whose variables or headers are not kept: this system has no keyring."""
+        for before, now in zip(found, self._servers, strict=True):
+            if before != now:  # of a version that wrote their values into the settings
+                self._store(now, lambda: self._keep(self._servers))
 
     # --- servers and switches ---
 
@@ -121,8 +103,17 @@ class Tools(QObject):
         """Adds a server, or changes one."""
         others = [each for each in self._servers if each.name not in (server.name, instead_of)]
         known = next((each for each in self._servers if each.name in (server.name, instead_of)), None)
-        if known is not None and server.tools is None and known.is_same_place(server):
-            server = replace(server, tools=known.tools)
+        bare = put_aside(server)
+        brings_values, server = bare != server, bare
+        for each in (known, self._looked_at.get(server.name)):
+            if each is not None and server.tools is None and each.is_same_place(server):
+                server = replace(server, tools=each.tools)
+        if known is not None and known.vault and (known.vault != server.vault or not server.pairs):
+            self._keys.add(lambda: forget_values(known))
+        if brings_values or (known is not None and server.pairs and not known.is_same_place(server)):
+            self._store(server, self.changed.emit)
+        if known is not None and known.place != server.place:
+            self._disallow(known.name)  # which was allowed of another program
         for name in {server.name, instead_of} - {""}:
             self.problems.pop(name, None)
             self.stop(name)
@@ -132,17 +123,22 @@ class Tools(QObject):
         """Forgets a server, and what was allowed of it."""
         self.stop(name)
         self.problems.pop(name, None)
-        allowed = [key for key in self.always_allowed if not key.startswith(f"{name}/")]
-        self._settings.set(ALLOWED, allowed)
+        for each in self._servers:
+            if each.name == name and each.vault:
+                self._keys.add(partial(forget_values, each))
+        self._disallow(name)
         self._keep([each for each in self._servers if each.name != name])
+
+    def _disallow(self, name: str) -> None:
+        self._settings.set(ALLOWED, [key for key in self.always_allowed if not key.startswith(f"{name}/")])
 
     def is_on(self, built_in: str) -> bool:
         """Whether chats with tools offer a built-in one."""
-        return self._settings.get(f"tool_{built_in}", True)
+        return self._settings.get(switch_of(built_in), True)
 
     def set_on(self, built_in: str, is_on: bool) -> None:
         """Offers a built-in tool, or not."""
-        self._settings.set(f"tool_{built_in}", is_on)
+        self._settings.set(switch_of(built_in), is_on)
         self.changed.emit()
 
     @property
@@ -160,10 +156,13 @@ class Tools(QObject):
         self._settings.set(ALLOWED, [])
         self.changed.emit()
 
-    def may_run(self, offered: OfferedTool, in_chat: Sequence[str]) -> bool:
-        """Whether a tool runs without asking."""
-        unasked = not offered.server and offered.name in UNASKED
-        return unasked or offered.key in self.always_allowed or offered.key in in_chat
+    def _store(self, server: ToolServer, done: Callable[[], object]) -> None:
+        def stored(is_kept: bool) -> None:
+            (self.for_this_run.discard if is_kept else self.for_this_run.add)(server.name)
+            done()
+
+        if server.vault:
+            self._keys.add(lambda: store_values(server), stored)
 
     def _keep(self, servers: Sequence[ToolServer]) -> None:
         self._servers = tuple(sorted(servers, key=lambda each: each.name.casefold()))
@@ -173,18 +172,8 @@ class Tools(QObject):
     # --- offers ---
 
     def offered(self) -> tuple[OfferedTool, ...]:
-        """All that chats may offer, as far as it is known, always in the same order: the prompt begins with them."""
-        found = [OfferedTool(each, each.name) for each in BUILT_IN if self.is_on(each.name)]
-        taken = {each.name for each in BUILT_IN}
-        for server in self._servers:
-            for tool in (server.tools or ()) if server.is_on else ():
-                name = plain_name(tool.name)
-                if name in taken:
-                    name = plain_name(f"{server.name}_{tool.name}")
-                if name not in taken and len(found) < MOST_OFFERED:
-                    taken.add(name)
-                    found.append(OfferedTool(replace(tool, name=name), tool.name, server.name))
-        return tuple(found)
+        """All that chats may offer, as far as it is known."""
+        return offered_tools(self._servers, self.is_on)
 
     def when_known(self, done: Callable[[], object]) -> None:
         """Calls `done` once the tools of all servers that are on are known, or known not to be."""
@@ -214,13 +203,14 @@ class Tools(QObject):
                 return
             self.problems.pop(server.name, None)
             listed = tuple(Tool(each["name"], each["description"], each["parameters"]) for each in tools)
+            self._looked_at[server.name] = replace(server, tools=listed)
             known = next((each for each in self._servers if each.name == server.name), None)
             if known is not None and known.is_same_place(server):
                 others = [each for each in self._servers if each.name != server.name]
                 self._keep([*others, replace(known, tools=listed)])
             done(Outcome(translate("Tools", "It answers: {0} tools.", "", len(listed)).format(len(listed))))
 
-        self._ask({"server": server.entry, "seconds": LIST_S}, LIST_S, answered)
+        self._ask(server, {"seconds": LIST_S}, LIST_S, answered)
 
     # --- calls ---
 
@@ -241,15 +231,14 @@ class Tools(QObject):
         except ValueError:
             given = None
         if not isinstance(given, dict):
-            words = translate("Tools", "The arguments are no JSON object.")
-            QTimer.singleShot(0, self, lambda: once(Outcome(words, failed=True)))
+            QTimer.singleShot(0, self, lambda: once(Outcome("The arguments are no JSON object.", failed=True)))
             return lambda: None
         if not offered.server:
             self._run_own(offered.name, given, attachments, once)
-            return lambda: once(Outcome(translate("Tools", "The call was stopped."), failed=True))
+            return lambda: once(Outcome(STOPPED, failed=True))
         server = next((each for each in self._servers if each.name == offered.server and each.is_on), None)
         if server is None:
-            words = translate("Tools", "{0} was removed or is off.").format(offered.server)
+            words = f"{offered.server} was removed or is off."
             QTimer.singleShot(0, self, lambda: once(Outcome(words, failed=True)))
             return lambda: None
 
@@ -259,8 +248,7 @@ class Tools(QObject):
             else:
                 once(Outcome(str(answer.get("text", "")), bool(answer.get("failed"))))
 
-        line = {"server": server.entry, "seconds": CALL_S, "tool": offered.name, "arguments": given}
-        number = self._ask(line, CALL_S, answered)
+        number = self._ask(server, {"seconds": CALL_S, "tool": offered.name, "arguments": given}, CALL_S, answered)
         return lambda: self._cancel(number)
 
     def _run_own(self, name: str, given: dict[str, Any], attachments: Sequence[Attachment], once: Done) -> None:
@@ -275,29 +263,28 @@ class Tools(QObject):
                 failed,
             )
         elif name == RUN_BATCH.name:
-            try:
-                rows = given.get("rows")
-                texts = [str(each) for each in rows] if isinstance(rows, list) else []
-                once(Outcome(self._start_batch(str(given.get("prompt", "")), texts)))
-            except ToolError as error:
-                failed(error)
+
+            def begun(found: tuple[BatchJob, int, str]) -> None:
+                self._add_job(*found[:2])
+                once(Outcome(found[2]))
+
+            self._own.add(lambda: begin_batch(given), begun, failed)
         else:
             folders = tuple(each.path for each in attachments if each.kind == "folder" and each.path)
-            self._own.add(
-                lambda: run_built_in(name, given, Attached(folders)), lambda text: once(Outcome(text)), failed
-            )
+            self._own.add(lambda: run_built_in(name, given, folders), lambda text: once(Outcome(text)), failed)
 
     # --- the process ---
 
     def stop_servers(self) -> None:
         """Ends all servers; the next call starts what it needs."""
-        self._end_process(translate("Tools", "The call was stopped."))
+        self._end_process(STOPPED)
 
     def close(self) -> None:
         """Ends everything."""
         self._idle.stop()
         self.stop_servers()
         self._own.close()
+        self._keys.close()
 
     @property
     def is_running(self) -> bool:
@@ -310,27 +297,49 @@ class Tools(QObject):
             self._write({"stop": name})
 
     def _cancel(self, number: int) -> None:
-        if number in self._asked:
+        if (asked := self._asked.get(number)) is not None and not asked.is_sent:
+            self._tell(number, {"problem": STOPPED})
+        elif asked is not None:
             self._write({"id": number, "cancel": True})
 
-    def _ask(self, line: dict[str, Any], seconds: float, done: Callable[[dict[str, Any]], object]) -> int:
+    def _ask(
+        self, server: ToolServer, line: dict[str, Any], seconds: float, done: Callable[[dict[str, Any]], object]
+    ) -> int:
         number = next(self._numbers)
         clock = QTimer(self, singleShot=True, interval=int(1000 * (seconds + START_S)) + _GRACE_MS)
         clock.timeout.connect(self._on_late)
         self._asked[number] = _Asked(done, clock)
         clock.start()
         self._idle.stop()
-        if self._process is None:
-            self._process = self._started()
-        self._write({"id": number, "start": START_S, **line})
+
+        def send(whole: ToolServer) -> None:
+            if (asked := self._asked.get(number)) is not None:
+                asked.is_sent = True
+                if self._process is None:
+                    self._process = self._started()
+                self._write({"id": number, "start": START_S, "server": whole.entry, **line})
+
+        if server.lacks_values:
+            self._keys.add(lambda: with_values(server), send, lambda error: self._tell(number, {"problem": str(error)}))
+        else:
+            send(server)
         return number
+
+    def _tell(self, number: int, answer: dict[str, Any]) -> None:
+        asked = self._asked.pop(number, None)
+        if asked is not None:
+            asked.clock.stop()
+            asked.clock.deleteLater()
+            asked.done(answer)
+        if not self._asked:
+            self._idle.start()
 
     def _write(self, line: dict[str, Any]) -> None:
         if self._process is not None:
             self._process.write(json.dumps(line).encode("ascii") + b"\n")
 
     def _started(self) -> QProcess:
-        (program, *arguments), variables = confined_module("app.services.tools.host")
+        (program, *arguments), variables = confined_module("engine.tools.host")
         environment = QProcessEnvironment()
         for name, value in variables.items():
             environment.insert(name, value)
@@ -346,22 +355,17 @@ class Tools(QObject):
     def _on_answers(self) -> None:
         while self._process is not None and self._process.canReadLine():
             answer = json.loads(bytes(self._process.readLine().data()))
-            asked = self._asked.pop(answer.get("id"), None)
-            if asked is not None:
-                asked.clock.deleteLater()
-                asked.done(answer)
-        if not self._asked:
-            self._idle.start()
+            self._tell(answer["id"], answer)
 
     def _on_late(self) -> None:
-        self._end_process(translate("Tools", "The tools did not respond, and were stopped."))
+        self._end_process("The tools did not respond, and were stopped.")
 
     def _on_lost(self) -> None:
-        self._end_process(translate("Tools", "The process with the tools ended."))
+        self._end_process("The process with the tools ended.")
 
     def _on_error(self, error: QProcess.ProcessError) -> None:
         if error is QProcess.ProcessError.FailedToStart:
-            self._end_process(translate("Tools", "The process with the tools could not be started."))
+            self._end_process("The process with the tools could not be started.")
 
     def _end_process(self, why: str) -> None:
         process, self._process = self._process, None

@@ -1,4 +1,4 @@
-"""The process that talks to MCP servers: `python -m app.services.tools.host`, lines of JSON in, lines out.
+"""The process that talks to MCP servers: `python -m engine.tools.host`, lines of JSON in, lines out.
 
     {"id": N, "server": {...}, "seconds": S}                        lists the server's tools
     {"id": N, "server": {...}, "seconds": S, "tool": T, "arguments": {...}}
@@ -22,14 +22,16 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_RESULT = 60_000
-"""Characters of a result that a model is given."""
+from engine.common.foreign import reason
+from engine.tools.built_in import shortened
+
 MOST_TOOLS = 128
 MOST_DESCRIPTION = 2_000
 MOST_SCHEMA = 20_000
 MOST_BYTES = 8 * 2**20
 """That a server may send for one request, all it says meanwhile included."""
-START_S = 30.0
+START_S, CALL_S, LIST_S = 30.0, 120.0, 30.0
+"""That a server's start, a call, and a list of tools may take."""
 MOST_LINE = 4 * 2**20
 """Of the window's."""
 
@@ -82,7 +84,7 @@ class _Server:
                 await self.closing.wait()
         except BaseException as error:
             if not self.ready.done():
-                self.ready.set_exception(error if isinstance(error, Exception) else TroubleError("was stopped"))
+                self.ready.set_exception(error if isinstance(error, Exception) else TroubleError("was stopped."))
                 self.ready.exception()  # whoever asked may have gone
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
@@ -294,7 +296,7 @@ class Host:
             return f"sent more than {MOST_BYTES // 2**20} MB at once, and was stopped."
         if isinstance(error, TroubleError):
             return str(error)
-        said = " ".join(str(error).split())[:200].rstrip(".")
+        said = " ".join(reason(error).split())[:200].rstrip(".") if isinstance(error, Exception) else ""
         if isinstance(error, FileNotFoundError | NotADirectoryError | PermissionError):
             return f"could not be started ({said}): check its command."
         if "onnection closed" in said or "closed" in type(error).__name__.lower():
@@ -341,13 +343,6 @@ class Host:
 def _sayable(text: str) -> str:
     """The same without halves of surrogate pairs, which no file and no pipe takes."""
     return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
-def shortened(text: str) -> str:
-    """A result as a model is given it."""
-    if len(text) <= MOST_RESULT:
-        return text
-    return f"{text[:MOST_RESULT]}\n[cut off here: {len(text):,} characters in all]"
 
 
 async def _serve() -> None:
