@@ -201,5 +201,5 @@ def unread_inputs(config: dict[str, Any], *, sees: bool = False) -> str:
     found = [_INPUTS[key] for key in _INPUTS if isinstance(config.get(key), dict) and not (sees and "vision" in key)]
     nested = config.get("thinker_config")
     if isinstance(nested, dict):
-        return unread_inputs(nested)
+        return unread_inputs(nested, sees=sees)
     return " and ".join(dict.fromkeys(found))

@@ -15,7 +15,7 @@ from engine.families.pictures import SIGHTS, Grid, Sizes
 USUAL_PIXELS = 1024
 """Of the sides of the picture that predictions are for."""
 _FILES = ("preprocessor_config.json", "processor_config.json")
-_TOWER = re.compile(r"(^|\.)(visual|vision|vision_tower|vision_model|vision_encoder|vision_embedder)\.")
+_TOWER = re.compile(r"(^|\.)(visual|vision|vision_tower|vision_model|vision_encoder|vision_embedder|vit)\.")
 
 
 def is_of_tower(key: str) -> bool:
@@ -23,8 +23,15 @@ def is_of_tower(key: str) -> bool:
     return _TOWER.search(key) is not None
 
 
+def seeing_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The configuration of what sees and writes text: a part of it, where a model speaks, too."""
+    part = config.get("thinker_config")
+    return {"model_type": f"{config['model_type']}_thinker", **part} if isinstance(part, dict) else config
+
+
 def why_blind(config: Mapping[str, Any], keys: Iterable[str]) -> str:
     """Why a model with this configuration and these tensors reads text only, ending a sentence; empty if it sees."""
+    config = seeing_part(config)
     if not isinstance(config.get("vision_config"), dict):
         return "it was made for text"
     if config["model_type"] not in SIGHTS:
@@ -63,6 +70,7 @@ def sizes_of(directory: Path, config: Mapping[str, Any]) -> Sizes:
     Raises:
         EngineError: `CHECKPOINT_DAMAGED` if the file that says so is broken.
     """
+    config = seeing_part(config)
     return SIGHTS[config["model_type"]].reading(config["vision_config"], preprocessor_at(directory), config)
 
 
@@ -121,7 +129,7 @@ def picture_tokens(directory: Path, width: int, height: int) -> int:
     Raises:
         EngineError: as `picture_grid`, and if the model's files are broken.
     """
-    config = read_config(directory)
+    config = seeing_part(read_config(directory))
     if not isinstance(config.get("vision_config"), dict) or config["model_type"] not in SIGHTS:
         return 0
     return picture_grid(sizes_of(directory, config), width, height).tokens

@@ -6,27 +6,44 @@ the grid is follows from the picture's size and the family's rule, which a test 
 
 from __future__ import annotations
 
+import itertools
 import math
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-Rule = Literal["area", "frames", "square", "budget", "edge", "fit"]
+Rule = Literal[
+    "area", "frames", "square", "budget", "edge", "fit", "tiles", "crops", "canvas", "closest"
+]  # fmt: skip
+_MOST_TILES = 256
 _MOST_ELONGATED = 200
 """Times that a side may be as long as the other one, by the rules of an area."""
 
 
 class Grid(NamedTuple):
-    """A picture's tokens: rows of columns, and others that close rows or begin and end the picture."""
+    """A picture's tokens: rows of columns of tiles, then the picture as a whole, and others that separate them or
+    begin and end the picture.
+
+    Attributes:
+        tile, whole: tokens of a tile, and of the whole.
+    """
 
     rows: int
     columns: int
     others: int = 0
+    tile: int = 1
+    whole: int = 0
+
+    @property
+    def seen(self) -> int:
+        """Those that the tower makes."""
+        return self.rows * self.columns * self.tile + self.whole
 
     @property
     def tokens(self) -> int:
         """All that a prompt grows by, more or less a line break."""
-        return self.rows * self.columns + self.others
+        return self.seen + self.others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +54,22 @@ class Sight:
         rule: how large a picture's grid is. "area": as many pixels as it has, within two limits, both sides a multiple
             of a token's; "frames": the same for films, of which a picture is the first `frames` frames; "square":
             always the same; "budget": as many tokens as there may be; "edge": at most so many pixels long; "fit":
-            made smaller to so many patches, and so many on a side, and then filled up with black.
-        processor: the library's module and class that makes numbers of it, without torchvision.
+            made smaller to so many patches, and so many on a side, and then filled up with black; "tiles": cut into at
+            most so many squares, with the whole made one more behind them; "crops": the same with windows of `crop`
+            pixels that lie closer or wider as the picture is long; "canvas": as many tokens as it has, within two
+            limits, and filled up with black; "closest": the same below a limit, but the sides' ratio is kept as well as
+            can be.
+        processor: the library's module and class that makes numbers of it.
         patch, merge, frames: pixels of a patch's side, patches of a token's side and how often a picture is repeated,
             where neither configuration says.
+        row_token: whether the tower makes one more token at the end of each row.
         least, most: pixels of the area, pixels of the edge, or tokens, where the preprocessor's file does not say.
         edge: pixels of a square's side, or patches on a side, where the tower's configuration does not say.
-        mark: which control token the chat template writes for a picture: that of the placeholder, or `boi`.
-        before, after: text round a picture's tokens, with names of control tokens in braces; `row_end` between rows.
+        crop: pixels of a crop's side, where the preprocessor's file does not say.
+        mark: what the chat template writes for a picture: the placeholder, `boi`, or this token.
+        before, after: text round a picture's tokens, with names of control tokens in braces; `row_end` between rows,
+            `column_end` between a row's tiles, `tile_begin` and `tile_end` round each, `tiles_end` behind all of
+            them, and `whole_begin` before the whole.
         axes: whether tokens have positions of three axes (mrope).
         both_ways: the argument by which the library's model is told which tokens are a picture's, where these attend
             to each other whatever their order; empty where they do not.
@@ -57,13 +82,20 @@ class Sight:
     patch: int = 14
     merge: int = 2
     frames: int = 2
+    row_token: bool = False
     least: int = 56 * 56
     most: int = 28 * 28 * 1280
     edge: int = 224
-    mark: Literal["image", "boi"] = "image"
+    crop: int = 0
+    mark: str = "image"
     before: str = ""
     after: str = ""
     row_end: str = ""
+    column_end: str = ""
+    tile_begin: str = ""
+    tile_end: str = ""
+    tiles_end: str = ""
+    whole_begin: str = ""
     axes: bool = False
     both_ways: str = ""
     experts: str = ""
@@ -76,7 +108,8 @@ class Sight:
         def number(default: int, *found: Any) -> int:
             return next((each for each in found if type(each) is int and each > 0), default)
 
-        patch = number(self.patch, preprocessor.get("patch_size"), vision.get("patch_size"))
+        crop = number(self.crop, preprocessor.get("patch_size")) if self.crop else 0
+        patch = number(self.patch, None if crop else preprocessor.get("patch_size"), vision.get("patch_size"))
         merge = number(
             self.merge,
             preprocessor.get("merge_size"),
@@ -85,18 +118,34 @@ class Sight:
             vision.get("pooling_kernel_size"),
             whole.get("spatial_merge_size"),
         )
-        least = number(self.least, preprocessor.get("min_pixels"), size.get("shortest_edge"))
+        least = number(
+            self.least,
+            preprocessor.get("min_pixels"),
+            preprocessor.get("min_image_tokens"),
+            size.get("shortest_edge"),
+        )
         most = number(
             self.most,
             preprocessor.get("max_pixels"),
             preprocessor.get("max_soft_tokens"),
             preprocessor.get("max_patches"),
+            preprocessor.get("max_image_size"),
+            preprocessor.get("max_image_tokens"),
             size.get("longest_edge"),
             whole.get("mm_tokens_per_image"),
         )
         frames = number(self.frames, preprocessor.get("temporal_patch_size"), vision.get("temporal_patch_size"))
         edge = number(self.edge, size.get("max_height"), vision.get("image_size"))
-        return Sizes(self, patch, merge, frames, least, most, edge)
+        return Sizes(self, patch, merge, frames, least, most, edge, crop)
+
+    def text(self, grid: Grid, names: Mapping[str, str]) -> str:
+        """What stands for a picture in a prompt, of the text of the control tokens."""
+        image = names["image"]
+        tile = self.tile_begin + image * grid.tile + self.tile_end
+        tiles = self.row_end.join([self.column_end.join([tile] * grid.columns)] * grid.rows)
+        whole = self.whole_begin + image * grid.whole
+        inner = f"{tiles}{self.tiles_end if tiles else ''}{whole}"
+        return self.before.format(**names) + inner + self.after.format(**names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +159,7 @@ class Sizes:
     least: int
     most: int
     edge: int
+    crop: int
 
     def settings(self) -> dict[str, Any]:
         """Sizes as the library's processor takes them."""
@@ -117,6 +167,20 @@ class Sizes:
         match self.sight.rule:
             case "square":
                 return {"size": {"height": self.edge, "width": self.edge}}
+            case "tiles":
+                return {"size": {"height": self.edge, "width": self.edge}, "max_patches": self.most}
+            case "crops":
+                own = {"patch_size": self.crop, "max_image_size": self.most}
+                return {"size": {"height": self.edge, "width": self.edge}, **own}
+            case "canvas":
+                own = {"min_image_tokens": self.least, "max_image_tokens": self.most}
+                return {**own, "patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": self.frames}
+            case "closest":
+                own = {"patch_size": self.patch, "merge_size": self.merge, "temporal_patch_size": self.frames}
+                return {**own, "max_image_tokens": self.most}
+            case "fit":
+                sized = {"max_height": self.edge, "max_width": self.edge}
+                return {"patch_size": self.patch, "merge_size": self.merge, "max_patches": self.most, "size": sized}
             case "budget":
                 return {"patch_size": self.patch, "pooling_kernel_size": self.merge, "max_soft_tokens": self.most}
             case "edge":
@@ -157,21 +221,88 @@ class Sizes:
                 rows, columns = max(1, math.ceil(height / side)), max(1, math.ceil(width / side))
                 return Grid(rows, columns, rows)
             case "fit":
-                wide, high = self.fitted(width, height)
+                patches = max(1.0, height // self.patch) * max(1.0, width // self.patch)
+                most = self.edge * self.patch
+                scale = min(1.0, math.sqrt(self.most / patches), most / height, most / width)
+                wide, high = (min(max(1, int(each * scale)), most) for each in (width, height))
                 return Grid(math.ceil(high / side), math.ceil(wide / side), 2)
+            case "canvas":
+                return self._of_canvas(width, height, side)
+            case "closest":
+                return self._closest(width, height, side)
+            case "tiles":
+                return self._of_tiles(width, height, (self.edge // side) ** 2)
+            case "crops":
+                return self._of_crops(width, height, side)
 
     def patches(self, grid: Grid) -> int:
         """That the tower attends to in a picture of so many tokens."""
         if self.sight.rule == "square":
             return (self.edge // self.patch) ** 2
-        return grid.rows * grid.columns * self.merge**2
+        return grid.seen * self.merge**2
 
-    def fitted(self, width: int, height: int) -> tuple[int, int]:
-        """What a picture's sides are made by the rule "fit", before it is filled up."""
-        patches = max(1.0, height // self.patch) * max(1.0, width // self.patch)
-        most = self.edge * self.patch
-        scale = min(1.0, math.sqrt(self.most / patches), most / height, most / width)
-        return min(max(1, int(width * scale)), most), min(max(1, int(height * scale)), most)
+    def _of_canvas(self, width: int, height: int, side: int) -> Grid:
+        rows, columns = math.ceil(height / side), math.ceil(width / side)
+        if rows * columns < self.least:
+            scale = math.sqrt(self.least * side**2 / (height * width))
+            rows, columns = (math.ceil(max(1, math.ceil(edge * scale)) / side) for edge in (height, width))
+        if rows * columns > self.most:
+            rows, columns, low, high = 1, 1, 1, height
+            while low <= high:
+                middle = (low + high) // 2
+                wide = math.ceil(max(1, math.floor(width * middle / height)) / side)
+                if math.ceil(middle / side) * wide <= self.most:
+                    rows, columns, low = math.ceil(middle / side), wide, middle + 1
+                else:
+                    high = middle - 1
+        return Grid(rows, columns, 2)
+
+    def _closest(self, width: int, height: int, side: int) -> Grid:
+        high, wide = height / side, width / side
+        ratio = wide / high
+        if high * wide > self.most:
+            high = (self.most / ratio) ** 0.5
+            wide = high * ratio
+        around = itertools.product((math.floor(high), math.ceil(high)), (math.floor(wide), math.ceil(wide)))
+        fitting = [each for each in {*around} if each[0] >= 1 and each[1] >= 1 and each[0] * each[1] <= self.most]
+        fitting = fitting or [(max(1, round(high)), max(1, round(wide)))]
+        return Grid(*min(fitting, key=lambda grid: abs(grid[0] / grid[1] - height / width)), 2)
+
+    def _of_tiles(self, width: int, height: int, each: int) -> Grid:
+        def cost(tiles: tuple[int, int]) -> tuple[bool, float, int]:
+            """The least stretch, or else the least shrinking, in the numbers of 32 bits that the library counts in."""
+            rows, columns = tiles
+            scale = min(rows * self.edge / height, columns * self.edge / width)
+            (scale,) = struct.unpack("f", struct.pack("f", scale))
+            return scale < 1, scale if scale >= 1 else -scale, rows * columns
+
+        most = min(self.most, _MOST_TILES)
+        fitting = ((one, other) for one in range(1, most + 1) for other in range(1, most // one + 1))
+        rows, columns = min(fitting, key=cost)
+        if rows * columns == 1:
+            return Grid(0, 0, 3, each, each)
+        return Grid(rows, columns, 3 + rows * columns, each, each)
+
+    def _of_crops(self, width: int, height: int, side: int) -> Grid:
+        long, short = max(width, height), min(width, height)
+        if short < 32 and long > 4 * short:
+            width = height = short = long
+        if long > self.most:
+            scale = self.most / long
+            width, height = int(width * scale), int(height * scale)
+            long, short = max(width, height), min(width, height)
+            if not short:
+                raise ValueError(f"one of its sides is more than {self.most:,} times as long as the other")
+        window = self.crop if long <= 4 * short else min(short, self.crop)
+        if long <= self.edge:
+            window = short if long > 1.5 * short else 0
+        each, whole = (self.crop // side) ** 2, (self.edge // side) ** 2
+        if not window:
+            return Grid(0, 0, 2, each, whole)
+        rows, columns = (
+            max(1, edge // window + (edge >= window and edge % window > 0.2 * window)) for edge in (height, width)
+        )
+        return Grid(rows, columns, 1 + rows + 2 * rows * columns, each, whole)
 
     def _of_area(self, width: int, height: int, frames: int, side: int) -> Grid:
         if max(width, height) > _MOST_ELONGATED * min(width, height):
@@ -185,7 +316,7 @@ class Sizes:
         elif pixels < self.least:
             stretch = math.sqrt(self.least / area)
             rows, columns = math.ceil(height * stretch / side), math.ceil(width * stretch / side)
-        return Grid(rows, columns, 2)
+        return Grid(rows, columns + self.sight.row_token, 2)
 
     def _of_budget(self, width: int, height: int, side: int) -> Grid:
         factor = math.sqrt(self.most * side**2 / (width * height))
@@ -199,7 +330,11 @@ class Sizes:
 
 _QWEN = Sight(rule="area", processor="qwen2_vl:Qwen2VLImageProcessorPil", axes=True)
 _GLM = Sight(rule="frames", processor="glm4v:Glm4vImageProcessorPil", axes=True, least=112 * 112, most=28 * 28 * 15000)
+_MISTRAL = Sight(
+    rule="edge", processor="pixtral:PixtralImageProcessorPil", most=1540, row_end="[IMG_BREAK]", after="[IMG_END]"
+)
 SIGHTS: dict[str, Sight] = {
+    "dots3_note": replace(_QWEN, frames=1, axes=False),
     "ernie4_5_vl_moe": Sight(
         rule="area",
         processor="ernie4_5_vl_moe:Ernie4_5_VLMoeImageProcessorPil",
@@ -229,10 +364,47 @@ SIGHTS: dict[str, Sight] = {
     ),
     "glm4v": _GLM,
     "glm4v_moe": _GLM,
+    "glm5_next": Sight(rule="canvas", processor="glm5_next:Glm5NextImageProcessorPil", least=16, most=8000),
     "glm46v": replace(_GLM, processor="glm46v:Glm46VImageProcessorPil"),
-    "kimi_k25": Sight(rule="fit", processor="", most=16384, edge=512),
-    "mistral3": Sight(
-        rule="edge", processor="pixtral:PixtralImageProcessorPil", most=1540, row_end="[IMG_BREAK]", after="[IMG_END]"
+    "hy_v4_vl": replace(
+        _QWEN,
+        processor="hy_v4_vl:HYV4VLImageProcessorPil",
+        patch=16,
+        frames=1,
+        row_token=True,
+        least=512 * 512,
+        most=2048 * 2048,
+    ),
+    "kimi_k25": Sight(rule="fit", processor="kimi_k25:Kimi_K25ImageProcessor", most=16384, edge=512),
+    "llama4": Sight(
+        rule="tiles",
+        processor="llama4:Llama4ImageProcessor",
+        most=16,
+        edge=336,
+        mark="<|image|>",
+        before="<|image_start|>",
+        column_end="<|tile_x_separator|>",
+        row_end="<|tile_y_separator|>",
+        tiles_end="<|tile_y_separator|>",
+        whole_begin="<|image|>",
+        after="<|image_end|>",
+    ),
+    "minimax_m3_vl": Sight(
+        rule="area",
+        processor="minimax_m3_vl:MiniMaxM3VLImageProcessor",
+        least=4 * 28 * 28,
+        most=451584,
+        before="]<]start of image[>[",
+        after="]<]end of image[>[",
+    ),
+    "mistral3": _MISTRAL,
+    "mistral_large4": _MISTRAL,
+    "muse_spark": Sight(
+        rule="closest",
+        processor="muse_glimmer:MuseGlimmerImageProcessor",
+        most=4096,
+        before="<|image_start|>",
+        after="<|image_end|>",
     ),
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
@@ -240,5 +412,20 @@ SIGHTS: dict[str, Sight] = {
     "qwen3_vl_moe": _QWEN,
     "qwen3_5": _QWEN,
     "qwen3_5_moe": _QWEN,
+    "qwen3_omni_moe_thinker": _QWEN,
+    "qwen4_exp": _QWEN,
+    "step3p7": Sight(
+        rule="crops",
+        processor="step3p7:Step3p7ImageProcessor",
+        merge=4,
+        most=3024,
+        edge=728,
+        crop=504,
+        tile_begin="<patch_start>",
+        tile_end="<patch_end>",
+        row_end="<patch_newline>",
+        whole_begin="<im_start>",
+        after="<im_end>",
+    ),
 }
 """Whole models by their `model_type`, whose pictures are read; a test compares each with the library."""

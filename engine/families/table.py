@@ -339,8 +339,9 @@ TABLE: dict[str, Family] = {
     "qwen3_omni_moe": Family(replies=HERMES, adapter="qwen3_omni_moe"),
     "qwen3_vl": Family(types=("qwen3_vl_text",), replies=HERMES, fast_path=fast_path("Qwen3VLText", model="")),
     "qwen3_vl_moe": Family(
-        types=("qwen3_vl_moe_text",),
+        types=("qwen3_vl_moe", "qwen3_vl_moe_text"),
         replies=HERMES,
+        adapter="qwen3_vl_moe",
         packs_rows=True,
         fast_path=fast_path("Qwen3VLMoeText", "SparseMoeBlock", Router(normalise=True, bf16_shares=True), model=""),
     ),

@@ -75,6 +75,11 @@ class DraftHead(torch.nn.Module):
         normed: torch.Tensor = self.norm(out[0] if isinstance(out, tuple) else out)
         return normed
 
+    def all_heard(self) -> torch.Tensor | None:
+        """What was heard, in one piece; nobody listens any more."""
+        pieces, self.heard = self.heard, None
+        return torch.cat(pieces, dim=1) if pieces else None
+
     def _hear(self, _module: Any, _args: Any, output: torch.Tensor) -> None:
         if self.heard is not None:
             self.heard.append(output)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
 import inspect
 import threading
 from collections import OrderedDict
@@ -23,13 +22,12 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from engine.checkpoint.headers import TensorEntry
-from engine.checkpoint.pictures import picture_gflops, picture_grid, preprocessor_at, sizes_of, tower_key
+from engine.checkpoint.pictures import picture_gflops, picture_grid, sizes_of, tower_key
 from engine.common import clock
 from engine.common.chat import Picture
 from engine.common.costs import Cost, CostModel, Source, picture_on_card
@@ -39,11 +37,12 @@ from engine.common.pictures import read_picture, size_of
 from engine.common.sizes import rounded_down, rounded_up
 from engine.devices.host_memory import available_ram
 from engine.devices.memory_budget import DeviceMemoryError, MemoryCategory
+from engine.families.library import CHOSEN_EXPERTS
 from engine.families.pictures import Grid, Sizes
 from engine.runtime.adapters import FamilyAdapter
 from engine.runtime.load.devices import ModelDevices
 from engine.runtime.load.library_conversion import load_rest, plan_loading, tensors_of
-from engine.runtime.load.library_models import build_skeleton, first_line
+from engine.runtime.load.library_models import build_skeleton
 from engine.runtime.load.tensor_reader import TensorReader
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
@@ -72,10 +71,7 @@ class SeenPicture:
 
     def ids(self) -> list[int]:
         """Of its tokens: the number of each, and a part of the digest."""
-        return [
-            FIRST | index << _CHUNK_BITS | self.chunks[index % _CHUNKS]
-            for index in range(self.grid.rows * self.grid.columns)
-        ]
+        return [FIRST | index << _CHUNK_BITS | self.chunks[index % _CHUNKS] for index in range(self.grid.seen)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +144,13 @@ class Sight:
         self.placeholder_id = _token_id(config, "image_token_id", "image_token_index")
         known = self.placeholder_id < len(tokenizer)
         names = {"image": tokenizer.convert_ids_to_tokens(self.placeholder_id) if known else ""}
+        sight = self.sizes.sight
         for short in ("boi", "eoi"):
-            if (found := _token_id(config, f"{short}_token_id", f"{short}_token_index", default=-1)) >= 0:
+            is_written = short == sight.mark or f"{{{short}}}" in sight.before + sight.after
+            if (
+                is_written
+                and (found := _token_id(config, f"{short}_token_id", f"{short}_token_index", default=-1)) >= 0
+            ):
                 names[short] = tokenizer.convert_ids_to_tokens(found)
         ends = (_token_id(config, f"image_{end}_token_id", default=-1) for end in ("start", "end"))
         self._ends = frozenset(ends)
@@ -157,7 +158,7 @@ class Sight:
         self._follows = None if known else _token_id(config, "boi_token_id", "boi_token_index")
         """The token that pictures' tokens follow, where no text is one: GGUF files of Gemma 3 have no placeholder."""
         self._names = names
-        self.mark: str = names.get(self.sizes.sight.mark) or ""
+        self.mark: str = names.get(sight.mark, "" if sight.mark == "boi" else sight.mark) or ""
         """What the chat template writes for a picture."""
         if not (self.mark and all(names.values() if known else (self.mark,))):
             raise LookupError("its tokenizer has no token for pictures")
@@ -189,9 +190,7 @@ class Sight:
 
     def text_of(self, seen: SeenPicture) -> str:
         """What stands for a picture in the text that is made tokens of."""
-        sight, (rows, columns, _) = self.sizes.sight, seen.grid
-        text = sight.row_end.join([self._names["image"] * columns] * rows)
-        return sight.before.format(**self._names) + text + sight.after.format(**self._names)
+        return self.sizes.sight.text(seen.grid, self._names)
 
     def with_ids(self, ids: Sequence[int], pictures: Sequence[SeenPicture]) -> list[int]:
         """A prompt's tokens with those of pictures in place of placeholders.
@@ -246,8 +245,7 @@ class Sight:
             if seen is None:
                 raise EngineError(ErrorCode.INTERNAL, "A picture of this conversation is gone: send it again.")
             begin, index = at, 0
-            tokens = seen.grid.rows * seen.grid.columns
-            while at < len(ids) and index < tokens:  # rows may have ends between them
+            while at < len(ids) and index < seen.grid.seen:  # rows may have ends between them
                 index += ids[at] >= FIRST
                 at += 1
             spans.append(Span(begin, at, seen))
@@ -280,6 +278,8 @@ class Sight:
 
     @torch.inference_mode()
     def _computed(self, seen: SeenPicture) -> Features:
+        from engine.runtime.picture_processors import processor_of, senseless  # with what only pictures need
+
         begun_ns = clock.now_ns()
         image = read_picture(seen.picture, "The picture")
         if self._tower is None:
@@ -294,7 +294,7 @@ class Sight:
         try:
             given = self._processor(images=[image], return_tensors="pt")
         except (TypeError, ValueError, LookupError, AttributeError) as error:
-            raise _senseless(self._directory, error) from error
+            raise senseless(self._directory, error) from error
         takes = inspect.signature(self._tower.get_image_features).parameters
         dtype = next(self._tower.parameters()).dtype
         inputs = {
@@ -308,8 +308,10 @@ class Sight:
         with self._placed(_ACTIVATIONS * numbers * dtype.itemsize, gflops) as place:
             inputs = {name: value.to(place) if torch.is_tensor(value) else value for name, value in inputs.items()}
             out = self._tower.get_image_features(**inputs, return_dict=True)
+            if out.pooler_output is None:  # Llama 4's whole model joins what its tower makes to the text by itself
+                out.pooler_output = self._tower.multi_modal_projector(out.last_hidden_state)
         rows, deep = _joined(out.pooler_output), tuple(map(_joined, getattr(out, "deepstack_features", None) or ()))
-        expected = seen.grid.rows * seen.grid.columns
+        expected = seen.grid.seen
         if rows.shape[0] != expected:
             raise EngineError(
                 ErrorCode.CHECKPOINT_DAMAGED,
@@ -500,7 +502,7 @@ class Layout:
             text = torch.arange(position, position + span.begin - at)
             pieces.append(text.expand(3, -1))
             position += span.begin - at
-            rows, columns, _ = span.seen.grid
+            rows, columns = span.seen.grid[:2]
             row, column = torch.arange(rows), torch.arange(columns)
             down, across = row[:, None].expand(rows, columns).reshape(-1), column.repeat(rows)
             pieces.append(position + torch.stack([torch.zeros_like(down), down, across]))
@@ -589,68 +591,6 @@ def _token_id(config: Any, *names: str, default: int | None = None) -> int:
     return default
 
 
-def processor_of(directory: Path, sizes: Sizes) -> Any:
-    """The library's image processor of a model, without torchvision.
-
-    Raises:
-        EngineError: `CHECKPOINT_DAMAGED`: the file with its settings makes no sense to the library.
-    """
-    if sizes.sight.rule == "fit":
-        return _Fitting(sizes, preprocessor_at(directory))
-    package, _, name = sizes.sight.processor.partition(":")
-    module = importlib.import_module(f"transformers.models.{package}.image_processing_pil_{package}")
-    kind = getattr(module, name)
-    said = {key: value for key, value in preprocessor_at(directory).items() if key in _SETTINGS}
-    try:
-        return kind(**sizes.settings(), **said)
-    except Exception as error:  # whatever the library stumbles over
-        raise _senseless(directory, error) from error
-
-
-def _senseless(directory: Path, error: Exception) -> EngineError:
-    return EngineError(
-        ErrorCode.CHECKPOINT_DAMAGED,
-        f"What {directory.name} says about preparing pictures makes no sense ({first_line(error)}): get its "
-        "preprocessor_config.json again.",
-    )
-
-
-class _Fitting:
-    """Kimi K2.5's, which the library has for torchvision alone."""
-
-    def __init__(self, sizes: Sizes, said: Mapping[str, Any]) -> None:
-        self._sizes = sizes
-        colours = (said.get("image_mean", [0.5] * 3), said.get("image_std", [0.5] * 3))
-        self._mean, self._std = (np.array(each, np.float32).reshape(3, 1, 1) for each in colours)
-
-    def __call__(self, images: Sequence[Any], return_tensors: str = "pt") -> dict[str, torch.Tensor]:  # noqa: ARG002
-        """Patches [N, 3, P, P] of pictures in RGB, and the grid of each."""
-        from PIL.Image import Resampling
-
-        sizes, patches, grids = self._sizes, list[torch.Tensor](), list[list[int]]()
-        for image in images:
-            rows, columns, _ = sizes.grid(*image.size)
-            fitted = image.resize(sizes.fitted(*image.size), Resampling.BICUBIC)
-            side, patch = sizes.patch * sizes.merge, sizes.patch
-            whole = np.zeros((rows * side, columns * side, 3), np.uint8)
-            whole[: fitted.height, : fitted.width] = np.asarray(fitted)
-            numbers = (whole.transpose(2, 0, 1).astype(np.float32) / 255 - self._mean) / self._std
-            high, wide = rows * sizes.merge, columns * sizes.merge
-            cut = torch.from_numpy(numbers).reshape(3, high, patch, wide, patch).permute(1, 3, 0, 2, 4)
-            patches.append(cut.reshape(high * wide, 3, patch, patch))
-            grids.append([1, high, wide])
-        return {"pixel_values": torch.cat(patches), "image_grid_thw": torch.tensor(grids)}
-
-
-_SETTINGS = frozenset(
-    (
-        *("image_mean", "image_std", "rescale_factor", "resample"),
-        *("do_resize", "do_rescale", "do_normalize"),
-    )
-)
-"""Of a preprocessor's file, beside sizes; all else is the library's own business."""
-
-
 def open_tower(
     config: Any,
     tensors: Mapping[str, TensorEntry],
@@ -669,9 +609,8 @@ def open_tower(
         whole = build_skeleton(kind, little, dtype, None)
     except EngineError:  # Gemma 4 wants all of its kinds of layers
         whole = build_skeleton(kind, config, dtype, None)
-    inner = whole.model
-    inner.language_model = None
-    whole.lm_head = None
+    inner = getattr(whole, "model", whole)
+    inner.language_model = whole.lm_head = None
     whole.all_tied_weights_keys = {}
     own = tensors_of(whole, tensors, quantizer, adapter)
     plan = plan_loading(whole, [], own, dtype, quantizer, adapter)
@@ -683,4 +622,7 @@ def open_tower(
         )
     with TensorReader(lambda _done, _all: None, never_cancelled, plan.nbytes, dtype=dtype) as reader:
         load_rest(whole, plan, reader, {"": torch.device("cpu")})
+    for module in inner.modules():  # dots3.note's tower has experts, which lie in it
+        if hasattr(config := getattr(module, "config", None), CHOSEN_EXPERTS):
+            setattr(config, CHOSEN_EXPERTS, "eager")
     return inner.eval().requires_grad_(False)

@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from gguf import GGUFValueType, GGUFWriter
 from PIL import Image
-from transformers import AutoConfig, AutoModel, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from engine.checkpoint.gguf.file import Strings, read_gguf
 from engine.common.chat import ChatMessage, Picture
-from tests.engine.tiny_families import model_class, tiny_checkpoint, tiny_config
+from tests.engine.tiny_families import model_class, output_embeddings, tiny_checkpoint
 from tests.tiny_gguf import dequantised, write_gguf
 
 TEMPLATE = (
@@ -26,6 +26,19 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 MARKS = ("<|picture_begin|>", "<|image|>", "<|picture_end|>")
+_OTHERS = (
+    *("<|video|>", "<|sound|>", "[IMG_BREAK]", "[IMG_END]"),
+    *("<|patch|>", "<|image_start|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>"),
+    *("<patch_start>", "<patch_end>", "<patch_newline>", "<im_start>", "<im_end>"),
+    *("]<]start of image[>[", "]<]end of image[>["),
+)
+_WRITE_ONE = frozenset(
+    (
+        *("gemma4", "llama4", "minimax_m3_vl", "mistral3", "mistral_large4", "muse_spark"),
+        "step3p7",
+    )
+)
+"""Whose templates write one token for a picture."""
 _FIRST = 320
 
 
@@ -37,10 +50,19 @@ _PREPARED: dict[str, dict[str, Any]] = {
     "glm4v_moe": _QWEN,
     "glm46v": _QWEN,
     "kimi_k25": {"size": {"max_height": 8, "max_width": 8}, "max_patches": 40, "patch_size": 4, "merge_size": 2},
-    "mistral3": {"size": {"longest_edge": 32}, "patch_size": 4},
+    "llama4": {"max_patches": 6},
+    "minimax_m3_vl": {**_QWEN, "size": [672, 672], "min_pixels": 64, "max_pixels": 64 * 40},
+    "dots3_note": {**_QWEN, "temporal_patch_size": 1},
+    "glm5_next": {"patch_size": 4, "min_image_tokens": 2, "max_image_tokens": 20},
+    "hy_v4_vl": {**_QWEN, "patch_size": 4, "temporal_patch_size": 1},
+    **{key: {"size": {"longest_edge": 32}, "patch_size": 4} for key in ("mistral3", "mistral_large4")},
+    "muse_spark": {"patch_size": 4, "max_image_tokens": 20},
+    "qwen3_omni_moe_thinker": _QWEN,
+    "qwen4_exp": _QWEN,
+    "step3p7": {"patch_size": 16},
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN),
 }
-_GEMMA4_TOWER = {
+GEMMA4_TOWER = {
     "model_type": "gemma4_vision",
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -61,21 +83,21 @@ def seeing_checkpoint(family: str, folder: Path, **more: Any) -> Path:
     tokens = {f"{kind}_token_id": _FIRST + at for at, kind in enumerate(kinds)}
     if family == "ernie4_5_vl_moe":
         tokens = {name.replace("vision_", "image_"): at for name, at in tokens.items()}
-    if family in ("gemma3", "mistral3"):
-        tokens = {"image_token_index": _FIRST + 1}
+    if family in ("gemma3", "llama4", "minimax_m3_vl", "mistral3", "mistral_large4"):
+        tokens = {"image_token_index": _FIRST + (7 if family == "llama4" else 1)}
     if family == "gemma3":
         tokens |= {"boi_token_index": _FIRST, "eoi_token_index": _FIRST + 2}
     elif family == "gemma4":
         tokens |= {"boi_token_id": _FIRST, "eoi_token_id": _FIRST + 2, "audio_token_id": _FIRST + 4}
-        more = {"vision_config": _GEMMA4_TOWER, **more}
+        more = {"vision_config": GEMMA4_TOWER, **more}
+    elif family == "step3p7":
+        more = {"vision_config": {"image_size": 32}, **more}
     folder = tiny_checkpoint(family, folder, prepare=_with_more_tokens, **tokens, **more)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     while len(tokenizer) < _FIRST:
         tokenizer.add_tokens([f"<filler {len(tokenizer)}>"])
-    tokenizer.add_special_tokens(
-        {"additional_special_tokens": [*MARKS, "<|video|>", "<|sound|>", "[IMG_BREAK]", "[IMG_END]"]}
-    )
-    assert tokenizer.convert_tokens_to_ids(list(MARKS)) == [_FIRST, _FIRST + 1, _FIRST + 2]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS, *_OTHERS]})
+    assert tokenizer.convert_tokens_to_ids([*MARKS, "<|patch|>"]) == [_FIRST, _FIRST + 1, _FIRST + 2, _FIRST + 7]
     tokenizer.chat_template = _template(family)
     tokenizer.save_pretrained(folder)
     name = "processor_config.json" if family == "gemma4" else "preprocessor_config.json"
@@ -86,11 +108,12 @@ def seeing_checkpoint(family: str, folder: Path, **more: Any) -> Path:
 def _with_more_tokens(model: Any) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        model.resize_token_embeddings(_FIRST + 8, mean_resizing=False)
+        model.resize_token_embeddings(_FIRST + 24, mean_resizing=False)
+        output_embeddings(model).weight.data[_FIRST:] *= 0.01  # they are hardly ever an answer
 
 
 def _template(family: str) -> str:
-    written = {"gemma3": MARKS[0]}.get(family, MARKS[1] if family in ("gemma4", "mistral3") else "".join(MARKS))
+    written = {"gemma3": MARKS[0]}.get(family, MARKS[1] if family in _WRITE_ONE else "".join(MARKS))
     return TEMPLATE.replace("".join(MARKS), written)
 
 
@@ -120,24 +143,40 @@ def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     return model_class(AutoConfig.from_pretrained(folder)).from_pretrained(folder, dtype=dtype).eval()
 
 
+_QWEN_MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
+_LLAMA_MARKS = ("<|image_start|>", "<|patch|>", "<|image_end|>", "<|tile_x_separator|>", "<|tile_y_separator|>")
+_IN_GGUF = {
+    "gemma3": (("<start_of_image>", "<end_of_image>"), "<start_of_image>"),
+    "gemma4": (("<|image>", "<|image|>", "<image|>"), "<|image|>"),
+    "glm4moe": (("<|begin_of_image|>", "<|image|>", "<|end_of_image|>"), ""),
+    "llama4": (("<|image|>", *_LLAMA_MARKS), "<|image|>"),
+    "mistral3": (("[IMG]", "[IMG_BREAK]", "[IMG_END]"), "[IMG]"),
+}
+"""Tokens of pictures, and what chat templates write if that is not all of them."""
+
+
 def with_picture_tokens(file: Path, target: Path) -> Path:
     """A GGUF model whose vocabulary and chat template know pictures."""
     read = read_gguf(file)
     tokens = [*read.metadata["tokenizer.ggml.tokens"]]  # type: ignore[misc]
     said: Any = read.metadata["tokenizer.ggml.token_type"]
-    kinds = [*(int(kind) for kind in said[:-3]), 3, 3, 3]
-    is_gemma = read.architecture == "gemma3"
-    marks = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-    if is_gemma:
-        marks = ("<start_of_image>", "<end_of_image>", "<mask>")
+    marks, written = _IN_GGUF.get(read.architecture, (_QWEN_MARKS, ""))
+    count = len(marks)
+    kinds = [*(int(kind) for kind in said[:-count]), *([3] * count)]
     merges = [*read.metadata["tokenizer.ggml.merges"]]  # type: ignore[misc]
-    gone = set(tokens[-3:])
+    gone = set(tokens[-count:])
     changes: dict[str, Any] = {
-        "tokenizer.ggml.tokens": [*tokens[:-3], *marks],
+        "tokenizer.ggml.tokens": [*tokens[:-count], *marks],
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": [each for each in merges if each.replace(" ", "") not in gone],
-        "tokenizer.chat_template": TEMPLATE.replace("".join(MARKS), marks[0] if is_gemma else "".join(marks)),
+        "tokenizer.chat_template": TEMPLATE.replace("".join(MARKS), written or "".join(marks)),
     }
+    tensors = {name: dequantised(entry) for name, entry in read.tensors.items()}
+    if read.architecture == "glm4moe":  # GLM-4.5V's, which has no norm of queries and keys
+        changes["glm4moe.rope.dimension_sections"] = [2, 1, 1, 0]
+        tensors = {
+            name: each for name, each in tensors.items() if not name.endswith(("_q_norm.weight", "_k_norm.weight"))
+        }
 
     def keys(writer: GGUFWriter) -> None:
         for key, value in {**read.metadata, **changes}.items():
@@ -146,108 +185,4 @@ def with_picture_tokens(file: Path, target: Path) -> Path:
                 plain = list(plain) if isinstance(plain, Strings) else plain
                 writer.add_key_value(key, plain, GGUFValueType.get_type(plain))
 
-    tensors = {name: dequantised(entry) for name, entry in read.tensors.items()}
     return write_gguf(target, tensors, architecture=read.architecture, keys=keys)
-
-
-def drawn_tower(family: str, width: int) -> Any:
-    """The library's model of a family with a random tower whose rows are so wide."""
-    config = tiny_config(family)
-    config.vision_config.out_hidden_size = config.text_config.hidden_size = width
-    config.vision_config.vision_use_head = False
-    if hasattr(config.vision_config, "depth"):
-        config.vision_config.depth = 2
-    if family == "qwen2_5_vl":
-        config.vision_config.fullatt_block_indexes = [1]
-    with torch.random.fork_rng():
-        torch.manual_seed(11)
-        model = AutoModel.from_config(config).eval()
-        for name, parameter in model.named_parameters():
-            if "language_model" not in name:
-                parameter.data = torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1)
-    return model
-
-
-_OF_LAYERS = {
-    "gemma3": {"layer_norm1": "ln1", "layer_norm2": "ln2", "mlp.fc1": "ffn_up", "mlp.fc2": "ffn_down"}
-    | {f"self_attn.{part}_proj": f"attn_{part}" for part in ("q", "k", "v", "out")},
-    "qwen2_5_vl": {"norm1": "ln1", "norm2": "ln2", "attn.proj": "attn_out"}
-    | {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
-    "qwen3_vl": {"norm1": "ln1", "norm2": "ln2", "attn.qkv": "attn_qkv", "attn.proj": "attn_out"}
-    | {"mlp.linear_fc1": "ffn_up", "mlp.linear_fc2": "ffn_down"},
-}
-_BESIDE_LAYERS = {
-    "gemma3": {
-        "vision_tower.embeddings.patch_embedding": "v.patch_embd",
-        "vision_tower.embeddings.position_embedding": "v.position_embd",
-        "vision_tower.post_layernorm": "v.post_ln",
-    },
-    "qwen2_5_vl": {"visual.merger.ln_q": "v.post_ln", "visual.merger.mlp.0": "mm.0", "visual.merger.mlp.2": "mm.2"},
-    "qwen3_vl": {
-        "visual.patch_embed.proj": "v.patch_embd",
-        "visual.pos_embed": "v.position_embd",
-        "visual.merger.norm": "v.post_ln",
-        "visual.merger.linear_fc1": "mm.0",
-        "visual.merger.linear_fc2": "mm.2",
-    },
-}
-
-
-def write_mmproj(file: Path, family: str, model: Any, width: int) -> Path:
-    """As llama.cpp's converter writes a model's tower and what joins it to the text."""
-    state = {name: value.numpy() for name, value in model.state_dict().items()}
-    config, kind = model.config.vision_config, "qwen3_vl" if family.startswith("qwen3") else family
-    layers = config.num_hidden_layers if kind == "gemma3" else config.depth
-    named = dict(_BESIDE_LAYERS[kind])
-    for at in range(layers):
-        begin = f"vision_tower.encoder.layers.{at}" if kind == "gemma3" else f"visual.blocks.{at}"
-        named |= {f"{begin}.{theirs}": f"v.blk.{at}.{name}" for theirs, name in _OF_LAYERS[kind].items()}
-    deep = getattr(config, "deepstack_visual_indexes", None) or [] if family == "qwen3_vl" else []
-    for at, layer in enumerate(deep):
-        for theirs, name in {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}.items():
-            named[f"visual.deepstack_merger_list.{at}.{theirs}"] = f"v.deepstack.{layer}.{name}"
-    tensors = {
-        f"{name}.{part}": state[f"{theirs}.{part}"]
-        for theirs, name in named.items()
-        for part in ("weight", "bias")
-        if f"{theirs}.{part}" in state
-    }
-    if kind == "gemma3":
-        tensors["mm.input_projection.weight"] = state["multi_modal_projector.mm_input_projection_weight"]
-        tensors["mm.soft_emb_norm.weight"] = state["multi_modal_projector.mm_soft_emb_norm.weight"] + 1
-    else:
-        patches = state["visual.patch_embed.proj.weight"]
-        tensors |= {"v.patch_embd.weight": patches[:, :, 0], "v.patch_embd.weight.1": patches[:, :, 1]}
-    if kind == "qwen2_5_vl":
-        for at in range(layers):
-            for part in ("weight", "bias"):
-                thirds = np.split(state[f"visual.blocks.{at}.attn.qkv.{part}"], 3)
-                tensors |= {f"v.blk.{at}.attn_{one}.{part}": each for one, each in zip("qkv", thirds, strict=True)}
-
-    def keys(writer: GGUFWriter) -> None:
-        writer.add_type("mmproj")
-        joiners = {"gemma3": "gemma3", "qwen2_5_vl": "qwen2.5vl_merger"}
-        writer.add_string("clip.projector_type", joiners.get(kind, "qwen3vl_merger"))
-        writer.add_bool("clip.has_vision_encoder", True)
-        numbers = {
-            "projection_dim": width,
-            "block_count": layers,
-            "embedding_length": config.hidden_size,
-            "feed_forward_length": config.intermediate_size,
-            "attention.head_count": getattr(config, "num_heads", None) or config.num_attention_heads,
-            "patch_size": config.patch_size,
-        }
-        if kind == "gemma3":
-            numbers |= {"image_size": config.image_size, "projector.scale_factor": 2}
-        else:
-            numbers |= {"spatial_merge_size": 2, "image_min_pixels": 64, "image_max_pixels": 64 * 40}
-        if kind == "qwen2_5_vl":
-            numbers |= {"n_wa_pattern": 2, "window_size": config.window_size}
-        for name, value in numbers.items():
-            writer.add_uint32(f"clip.vision.{name}", value)
-        if kind == "qwen3_vl":
-            writer.add_array("clip.vision.is_deepstack_layers", [at in deep for at in range(layers)])
-        for name in ("image_mean", "image_std"):
-            writer.add_array(f"clip.vision.{name}", [0.5, 0.5, 0.5])
-
-    return write_gguf(file, tensors, architecture="clip", keys=keys)

@@ -263,7 +263,7 @@ def parameters_in_use(family: str, folder: Path) -> int:
     if family == "longcat_flash":
         unused = re.compile(rf"{_ZERO_EXPERT}|e_score_correction_bias")
     if family.startswith("step3p"):
-        unused = re.compile(r"router_bias")
+        unused = re.compile(r"router_bias|vision_model|vit_large_projector")
     return sum(
         tensor.numel() for name, tensor in load_file(folder / "model.safetensors").items() if not unused.search(name)
     )

@@ -178,8 +178,8 @@ def test_whatever_is_tried_and_taken_back_guesses_are_the_librarys(family: str, 
 
 
 @pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_who_comes_while_a_head_guesses_shares_pages_and_beams_do(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
+def test_heads_guess_for_everybody_who_shares_steps(family: str, tmp_path: Path) -> None:
     loaded = loaded_from(checkpoint_with_head(family, tmp_path / "model")[0], "bf16")
     scheduler, ends = Scheduler(loaded), list[tuple[SamplingParams, Any]]()
     coming = [SamplingParams(max_tokens=40), SamplingParams(max_tokens=20), SamplingParams(max_tokens=12, beams=3)]
@@ -195,13 +195,22 @@ def test_who_comes_while_a_head_guesses_shares_pages_and_beams_do(family: str, t
         return False
 
     try:
+        assert scheduler._together is not None
+        scheduler._together._prices = Eager()
         arrive()
         scheduler.serve(arrive)
         assert len(ends) == 3
-        assert scheduler._together is not None
-        assert scheduler._together.most_rows == 2
+        assert scheduler._together.most_rows == 3
+        turn = (*ids(ends[-1][0]), *ends[-1][1].token_ids, 5)  # whose beginning the head has not heard
+        asked = BatchRequest(0, ids=turn, sampling=SamplingParams(max_tokens=20), end_ids=NO_END)
+        further = scheduler.answer(asked)
+        assert further.reused_tokens > 0
+        assert further.guessed_tokens > 0
+        alone = Alone(loaded, speculates=False)
+        assert further.token_ids == alone.generate_from_ids(turn, asked.sampling, end_ids=NO_END).token_ids
         for sampling, found in ends:
             assert isinstance(found, GenerationResult)
+            assert (found.guessed_tokens > 0) is (sampling.beams == 1)
             if sampling.beams == 1:
                 alone = Alone(loaded, speculates=False).generate_from_ids(ids(sampling), sampling, end_ids=NO_END)
             else:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import base64
 import importlib
+import inspect
 import json
-import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from engine import cli
@@ -38,23 +37,22 @@ from engine.runtime.decode.kv_session import KvSession
 from engine.runtime.load.kept_context import open_kept
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
-from engine.runtime.pictures import processor_of
+from engine.runtime.picture_processors import processor_of
 from engine.runtime.schedule.executor import BatchExecutor
 from engine.runtime.schedule.request import BatchRequest, Outcome, Preparation
 from engine.runtime.schedule.scheduler import Scheduler
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 from tests.engine.loaded_tiny import NO_END
+from tests.engine.mmproj_files import CASES as MMPROJ
 from tests.engine.on_devices import MIB, opened
 from tests.engine.seeing_models import (
     SEEING,
     drawn,
-    drawn_tower,
     reference,
     seeing_checkpoint,
     turn,
     with_picture_tokens,
-    write_mmproj,
 )
 from tests.engine.test_disk_backed import on_disk
 from tests.engine.test_gguf_architectures import unpacked
@@ -85,17 +83,18 @@ def library_answer(
             images=[read_picture(each, "") for each in pictures], return_tensors="pt"
         )
     )
+    given = {name: value.float() if name == "pixel_values" else value for name, value in given.items()}
     prompt = torch.tensor([model.sight.plain(ids)])
     kinds = (prompt == model.sight.placeholder_id).int()
-    family = model.info.family
-    if family not in ("kimi_k25", "mistral3"):
-        given["token_type_ids" if family == "gemma3" else "mm_token_type_ids"] = kinds
-    if family == "ernie4_5_vl_moe":
+    theirs = reference(folder)
+    takes = inspect.signature(theirs.forward).parameters
+    given |= {name: kinds for name in ("token_type_ids", "mm_token_type_ids") if name in takes}
+    if model.info.family == "ernie4_5_vl_moe":
         marks = torch.tensor([model.sight.placeholder_id + at for at in (-1, 0, 1)])
         given["moe_mm_token_type_ids"] = torch.isin(prompt, marks).int()
-    for unread in ("num_crops", "num_soft_tokens_per_image"):
+    for unread in ("aspect_ratios", "num_crops", "num_soft_tokens_per_image", "patch_newline_masks"):
         given.pop(unread, None)
-    out = reference(folder).generate(
+    out = theirs.generate(
         input_ids=prompt,
         attention_mask=torch.ones_like(prompt),
         **given,
@@ -153,7 +152,7 @@ def test_logits_are_those_of_the_library(family: str, folder: Path) -> None:
     """Two pictures of odd sizes between text, in one piece and in many, then token by token, alone and in company."""
     with loaded(checkpoint(family, folder)) as model:
         assert model.info.sees
-        assert "images" not in model.info.device_note
+        assert "no images" not in model.info.device_note
         ids = Preparation(model).prompt(MESSAGES, never)
         tokens, expected = library_answer(model, checkpoint(family, folder), ids, (A, B))
         for chunk in (4096, 7):
@@ -215,7 +214,7 @@ def _logits_after(session: KvSession, ids: Sequence[int]) -> Iterator[torch.Tens
             return
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_5_moe", "llama4", "minimax_m3_vl", "step3p7"])
 def test_in_company_on_disk_and_on_a_card(family: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place, text = checkpoint(family, folder), (ChatMessage("user", "Which experts does a token use?"),)
     with loaded(place) as model:
@@ -342,28 +341,27 @@ def test_what_was_read_of_pictures_survives_a_restart(folder: Path, words: str) 
 def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) -> None:
     vision = {"patch_size": 16} if family.startswith("qwen3") else {}
     sizes = SIGHTS[family].reading(vision, {}, {"spatial_merge_size": 2})
-    if family == "kimi_k25":  # whose processor needs torchvision, but not its rule
-        place = Path(transformers.__file__).with_name("models") / "kimi_k25/image_processing_kimi_k25.py"
-        rule = next(node for node in ast.parse(place.read_text()).body if getattr(node, "name", "") == "navit_resize")
-        named: dict[str, Any] = {"math": math}
-        exec(compile(ast.Module([rule], []), str(place), "exec"), named)
-        for width, height in ((1, 1), (300, 20), (9000, 5000), (7, 8000), (1024, 768)):
-            _, (high, wide) = named["navit_resize"](height, width, 14, 2, 16384, 512)
-            assert sizes.grid(width, height)[:2] == (high // 28, wide // 28)
-        return
     processor, drawing = processor_of(Path("a-model"), sizes), np.random.default_rng(0)
+    wide = 900 if family != "step3p7" else 4000
     for _ in range(25):
-        width, height = (int(side) for side in drawing.integers(1, 900, 2))
+        width, height = (int(side) for side in drawing.integers(1, wide, 2))
         try:
             grid = sizes.grid(width, height)
         except ValueError:
             with pytest.raises(ValueError, match="aspect"):
-                processor(images=[np.zeros((height, width, 3), np.uint8)], input_data_format="channels_last")
+                processor(images=[Image.new("RGB", (width, height))])
             continue
-        made = processor(images=[np.zeros((height, width, 3), np.uint8)], input_data_format="channels_last")
-        if "image_grid_thw" in made:
+        made = processor(images=[Image.new("RGB", (width, height))])
+        if "aspect_ratios" in made:
+            rows, columns = made["aspect_ratios"][0].tolist()
+            assert (grid.rows, grid.columns) == ((rows, columns) if rows * columns > 1 else (0, 0)), (width, height)
+            assert sum(map(len, made["pixel_values"])) * grid.whole == grid.seen
+        elif "num_local_patches" in made:
+            assert made["num_local_patches"] == [grid.rows * grid.columns], (width, height)
+            assert sum(made.get("patch_newline_masks", [[]])[0]) == max(0, grid.rows - 1)
+        elif "image_grid_thw" in made:
             _, rows, columns = np.asarray(made["image_grid_thw"])[0] // (1, sizes.merge, sizes.merge)
-            assert (rows, columns) == grid[:2], (width, height)
+            assert (rows, columns + sizes.sight.row_token) == grid[:2], (width, height)
         elif "num_soft_tokens_per_image" in made:
             assert made["num_soft_tokens_per_image"][0] == grid.rows * grid.columns
         elif "image_sizes" in made:
@@ -371,6 +369,19 @@ def test_pictures_cost_what_the_librarys_processors_make_of_them(family: str) ->
             assert [edge // side for edge in made["image_sizes"][0]] == [grid.rows, grid.columns], (width, height)
         else:
             assert grid.rows * grid.columns == 256
+
+
+def test_what_stands_for_torchvision_makes_of_pictures_what_pil_does() -> None:
+    """MiniMax's processor, which there is for torchvision alone, cuts and resizes as Qwen's of PIL does."""
+    image = read_picture(drawn(301, 97, 4), "")
+    theirs, ours = (
+        processor_of(Path("a-model"), SIGHTS[family].reading({}, {"min_pixels": 4096, "max_pixels": 20_000}, {}))(
+            images=[image], return_tensors="pt"
+        )
+        for family in ("qwen2_vl", "minimax_m3_vl")
+    )
+    assert ours["image_grid_thw"].tolist() == theirs["image_grid_thw"].tolist()
+    assert (ours["pixel_values"] - theirs["pixel_values"]).abs().max() < 0.035  # of 256 levels two
 
 
 def test_a_command_reads_a_picture_and_a_listing_says_its_price(
@@ -405,69 +416,57 @@ def test_a_command_reads_a_picture_and_a_listing_says_its_price(
     assert "mixtral reads text only: it was made for text. Send the text alone" in said.out + said.err
 
 
-@pytest.mark.parametrize(
-    ("name", "whole"),
-    [
-        ("gemma3", "gemma3"),
-        ("qwen2vl", "qwen2_5_vl"),
-        ("qwen35", "qwen3_5"),
-        ("qwen35moe", "qwen3_5_moe"),
-        ("qwen3vl", "qwen3_vl"),
-    ],
-)
-def test_a_gguf_file_sees_with_its_mmproj(name: str, whole: str, tmp_path: Path) -> None:
-    """Written as llama.cpp's converter writes the library's tower; text sides are compared elsewhere."""
+@pytest.mark.parametrize("name", MMPROJ)
+def test_a_gguf_file_sees_with_its_mmproj(name: str, tmp_path: Path) -> None:
+    """Written by llama.cpp's converter: rows are transformers' of the same tower, and nearly llama.cpp's."""
     file = with_picture_tokens(unpacked(name, tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
+    text = (ChatMessage("user", "Which one?"),)
     with loaded(file, "fp32") as blind:
         assert not blind.info.sees
         with pytest.raises(EngineError, match="there is no mmproj file"):
             Preparation(blind).prompt(MESSAGES, never)
-        text = (ChatMessage("user", "Which one?"),)
         alone = ask(Scheduler(blind), text)[0].token_ids
-        width = blind.model.config.hidden_size
-    theirs = drawn_tower(whole, width)
-    written = write_mmproj(tmp_path / "mmproj-a-model-f32.gguf", whole, theirs, width)
+    written, wanted = unpacked(f"mmproj-{name}", tmp_path)
+    picture = Picture("image/png", wanted["picture"])
     with loaded(file, "fp32") as ours:
         assert ours.info.sees
         assert ask(Scheduler(ours), text)[0].token_ids == alone
-        (answer,) = ask(Scheduler(ours), MESSAGES, repetition_penalty=1.1)
+        seen = MESSAGES if name != "gemma4" else (turn("Look ", A),)  # whose pictures take 280 tokens each
+        (answer,) = ask(Scheduler(ours), seen, repetition_penalty=1.1)
         assert len(answer.token_ids) == TOKENS
         assert ours.sight is not None
-        ids = Preparation(ours).prompt(MESSAGES, never)
-        layout = ours.sight.layout(ids)
+        layout = ours.sight.layout(Preparation(ours).prompt((turn("Look ", picture),), never))
         assert layout is not None
-        given = processor_of(file, ours.sight.sizes)(images=[read_picture(A, "")], return_tensors="pt")
-        given.pop("num_crops", None)
-        with torch.no_grad():
-            made = theirs.get_image_features(**given, return_dict=True)
-        expected, features = made.pooler_output[0], ours.sight.features(layout.spans[0].seen)
-        torch.testing.assert_close(features.rows, expected, rtol=0, atol=1e-5)
-        for deep, wanted in zip(features.deep, getattr(made, "deepstack_features", None) or (), strict=True):
-            torch.testing.assert_close(deep, wanted[0], rtol=0, atol=1e-5)
-        assert picture_tokens(file, 30, 22) == len(expected) + 2
-    write_mmproj(written, whole, drawn_tower(whole, 2 * width), 2 * width)
+        features = ours.sight.features(layout.spans[0].seen)
+        rows = torch.cat([features.rows, *features.deep], dim=1)
+        assert len(rows) == wanted["rows"]
+        found, theirs = rows[wanted["places"]], torch.tensor(wanted["transformers"])
+        torch.testing.assert_close(found, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()) + 1e-5)
+        away = (found - torch.tensor(wanted["llama.cpp"])).abs().max() / theirs.abs().max()
+        assert away < wanted["apart"]
+        for width, height, tokens in wanted["tokens"]:
+            assert ours.sight.sizes.grid(width, height).seen == tokens, (width, height)
+    other = next(each for each in MMPROJ if MMPROJ[each][0] != MMPROJ[name][0])
+    written.write_bytes(unpacked(f"mmproj-{other}", tmp_path)[0].read_bytes())
     with loaded(file, "fp32") as ours:
         assert ask(Scheduler(ours), text)[0].token_ids == alone
-        with pytest.raises(EngineError, match=r"mmproj-a-model-f32\.gguf beside it is the part of another model"):
+        with pytest.raises(EngineError, match=r"mmproj-\S+\.gguf beside it is the part of another model"):
             Preparation(ours).prompt(MESSAGES, never)
-    written.write_bytes(written.read_bytes()[:3000])
+    for each in tmp_path.glob("mmproj*"):
+        each.write_bytes(each.read_bytes()[:3000])
     with loaded(file, "fp32") as ours, pytest.raises(EngineError, match="reads text only"):
         Preparation(ours).prompt(MESSAGES, never)
 
 
 def test_nothing_of_another_tower_is_used_again(tmp_path: Path) -> None:
     file = with_picture_tokens(unpacked("qwen3vl", tmp_path)[0], tmp_path / "a-model-Q8_0.gguf")
-    with loaded(file, "fp32") as blind:
-        width = blind.model.config.hidden_size
-    theirs, chat = drawn_tower("qwen3_vl", width), "a chat about a picture"
-    written = write_mmproj(tmp_path / "mmproj-a-model-f32.gguf", "qwen3_vl", theirs, width)
+    written, chat = unpacked("mmproj-qwen3vl", tmp_path)[0], "a chat about a picture"
+    first = written.read_bytes()
     keep_chat(chat)
     asked, answers = [turn(drawn(60, 60, 5), " what is it? " * 8)], list[Any]()
     for tower in ("first", "first", "second"):
         if tower == "second":
-            for parameter in theirs.parameters():
-                parameter.data *= 1.5
-            write_mmproj(written, "qwen3_vl", theirs, width)
+            written.write_bytes(first[:-4096] + bytes(4096))
         with loaded(file, "fp32") as model:
             (fresh,) = ask(Scheduler(model), asked)
             model.kept = open_kept(model)
@@ -479,7 +478,7 @@ def test_nothing_of_another_tower_is_used_again(tmp_path: Path) -> None:
             scheduler.close()
     assert [bool(answer.from_disk) for answer in answers] == [False, True, False]
     with loaded(file, "fp32") as model:  # one that comes after the model, and before its first picture
-        write_mmproj(written, "qwen3_vl", drawn_tower("qwen3_vl", width), width)
+        written.write_bytes(first)
         with pytest.raises(EngineError, match="another one than when the model was loaded"):
             Scheduler(model).answer(BatchRequest(0, tuple(asked)))
 
@@ -491,8 +490,8 @@ def test_who_lacks_a_tower_says_so(folder: Path, tmp_path: Path) -> None:
         {key: value for key, value in load_file(weights).items() if ".visual." not in key}, weights, {"format": "pt"}
     )
     assert picture_tokens(place, 30, 22) == 14
-    for model, why in ((place, "lacks the weights that see"), (None, "llama4 models see is not known")):
-        where = model or tiny_checkpoint("llama4", tmp_path / "llama4")
+    for model, why in ((place, "lacks the weights that see"), (None, "aria models see is not known")):
+        where = model or tiny_checkpoint("aria", tmp_path / "aria")
         with loaded(where) as blind:
             assert not blind.info.sees
             with pytest.raises(EngineError, match=why) as refusal:

@@ -14,6 +14,7 @@ from torch.nn import functional
 from engine.kernels.native.build import library_path
 from engine.kernels.native.library import NativeKernels, load_kernels
 from engine.kernels.native.linear import linear_struct
+from engine.kernels.native.paged_attention import Piece, Pieces, StatePages
 from engine.kernels.native.structs import (
     AttentionStruct,
     BlockIndexStruct,
@@ -97,7 +98,7 @@ def test_a_delta_net_is_its_recurrence(
     of_keys: bool,
     seed: int,
 ) -> None:
-    """Prompts, and steps of up to 8 tokens: those of gated delta nets, and those whose states decay key by key."""
+    """Prompts, and steps of two sequences: those of gated delta nets, and those whose states decay key by key."""
     torch.manual_seed(seed)
     per_key = 1 if of_keys else per_key
     heads, hidden, inner = key_heads * per_key, 24, 10
@@ -143,27 +144,30 @@ def test_a_delta_net_is_its_recurrence(
         *(_EPSILON, _EPSILON, 0.0, hidden, key_heads, heads, key_dim, value_dim, kernel, of_keys, of_keys),
     )
 
-    def states() -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.zeros(channels, kernel), torch.zeros(heads, key_dim, value_dim)
+    pages = StatePages(channels, kernel, (heads, key_dim, value_dim), 4)
+    pages.clear(3)
+    of_pages = pages.held()
+
+    def going_on(tokens: int, *to: int) -> Pieces:
+        return Pieces([Piece(torch.empty(0, dtype=torch.int32), 0, tokens, 3, page) for page in to])
 
     given_floats = [None if each is None else each.float().contiguous() for each in parts]
     places = (ctypes.c_void_p * 6)(*(None if each is None else each.data_ptr() for each in given_floats))
-    recent, held = states()
     out = torch.empty(tokens, values)
-    address = ctypes.addressof(struct)
-    assert not kernels.delta_rows(
-        *(kernels.pool, address, tokens, ctypes.addressof(places), recent.data_ptr(), held.data_ptr(), out.data_ptr())
-    )
+    layer = kernels.pool, ctypes.addressof(struct), ctypes.addressof(of_pages)
+    all_of_it = going_on(tokens, 1)
+    assert not kernels.delta_rows(*layer, all_of_it.address, ctypes.addressof(places), out.data_ptr())
     assert float((out - wanted).norm()) <= 1e-3 * float(wanted.norm()) + 1e-6
 
-    few = min(tokens, 8)
-    recent, held = states()
-    stepped = torch.empty(few, hidden)
-    assert not kernels.delta_step(
-        *(kernels.pool, address, few, x.data_ptr(), recent.data_ptr(), held.data_ptr(), stepped.data_ptr())
-    )
+    few = min(tokens, 4)
+    twice, both = x[:few].repeat(2, 1), going_on(few, 0, 2)
+    stepped = torch.empty(2 * few, hidden)
+    assert not kernels.delta_step(*layer, both.address, 2, twice.data_ptr(), stepped.data_ptr())
     added = _by(o, wanted[:few])
-    assert float((stepped - x[:few] - added).norm()) <= 2e-2 * float(added.norm()) + 1e-6
+    assert float((stepped[:few] - x[:few] - added).norm()) <= 2e-2 * float(added.norm()) + 1e-6
+    assert torch.equal(stepped[:few], stepped[few:])
+    assert torch.equal(pages.states[0], pages.states[2])
+    assert not pages.states[3].any()
 
 
 @_FEW

@@ -1,4 +1,7 @@
-"""Pages of rows in any order of their lives: none is lost, taken twice, or written to while others hold it."""
+"""Pages of rows in any order of their lives: none is lost, taken twice, or written to while others hold it.
+
+Nor is a state, where layers sum up what they read: each row goes on from that of its own tokens.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,13 @@ class _Row:
 class PagesInAnyOrder(RuleBasedStateMachine):
     """Rows that begin, share, read, answer, step aside, take over and end, over one pool."""
 
-    @initialize(capacity=st.integers(1, 20))
-    def start(self, capacity: int) -> None:
-        self.pool = PagePool(capacity)
+    @initialize(capacity=st.integers(1, 20), state_weight=st.integers(0, 3))
+    def start(self, capacity: int, state_weight: int) -> None:
+        self.pool = PagePool(capacity, state_weight=state_weight)
+        self.states: dict[int, list[int]] = {}
+        """Of each state, the tokens that it has summed up, in which of the ways."""
+        self.held_states: list[int] = []
+        """By others than rows."""
         self.alive: list[_Row] = []
         self.forks: list[dict[int, list[int]]] = []
         self.held: dict[int, list[int]] = {}
@@ -51,10 +58,15 @@ class PagesInAnyOrder(RuleBasedStateMachine):
 
             return discard
 
+        def discard_states(states: Sequence[int]) -> None:
+            for state in states:
+                assert state not in self._uses_of_states()
+                self.states.pop(state, None)
+
         self.kinds = [
-            PageKind(discard=discarding()),
-            PageKind(b"other", 1, discarding()),
-            PageKind(b"wider", 2, discarding()),
+            PageKind(b"", 1, discarding(), lambda states: discard_states(states)),
+            PageKind(b"other", 1, discarding(), lambda states: discard_states(states)),
+            PageKind(b"wider", 2, discarding(), lambda states: discard_states(states)),
         ]
 
     @precondition(lambda self: len(self.alive) < 6)
@@ -68,7 +80,7 @@ class PagesInAnyOrder(RuleBasedStateMachine):
     def begin(self, beginning: list[int], rest: list[int], most: int, ahead: int | None, kind: int) -> None:
         ids: list[int] = []
         prompt = [*beginning, *rest]
-        request: Any = SimpleNamespace(row=0, chat="", on_reused=None)
+        request: Any = SimpleNamespace(row=0, chat="", on_reused=None, repeats=False)
         sequence: Any = SimpleNamespace(ids=ids)
         row = PagedRow(request, prompt, sequence, most, self.pool, ahead, 0.0, self.kinds[kind])
         if row.reserve():
@@ -80,14 +92,20 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         mine = self._of(which)
         if mine.waits or not mine.row.is_reading:
             return
-        mine.row.share_pages()
-        if copies:
+        if self.pool.states:
+            if mine.row.state is None:
+                mine.row.find_state(self._caches(), None)
+        else:
+            mine.row.share_pages()
+        if copies and not self.pool.states:
             before = mine.row.held
             mine.row.copy_part(lambda source, target: self.held.update({target: self.held[source]}))
             if mine.row.held > before:
                 page = mine.row.pages.tolist()[-1]
                 self.held[page] = self.held[page][: mine.row.held]
         self._write(mine, min(most, len(mine.row.prompt) - mine.row.held))
+        if mine.row.is_reading and copies and self.pool.states:
+            mine.row.leave_state(self._caches())
         if not mine.row.is_reading:
             mine.ids.append(7 + len(mine.ids) % 2)
 
@@ -95,21 +113,28 @@ class PagesInAnyOrder(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5), tokens=st.integers(1, 40))
     def answer(self, which: int, tokens: int) -> None:
         mine = self._of(which)
-        for _ in range(tokens):
+        for at in range(tokens):
             if mine.waits or mine.row.is_reading or not mine.ids or self._is_full(mine):
                 return
             if not mine.row.reserve_next():
                 return
-            self._write(mine, 1)
+            self._write(mine, mine.row.width, in_place=at % 2 == 0)
             mine.ids.append(7 + len(mine.ids) % 2)
+            if self.pool.states and at % 5 == 0 and not self._is_full(mine) and mine.row.reserve_next():
+                # One more token, tried with others that do not come true.
+                self._compute(mine, 1)
+                mine.ids.append(7 + len(mine.ids) % 2)
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 5))
     def abandon_a_step(self, which: int) -> None:
         """Pages are taken, but what was computed is thrown away."""
         mine = self._of(which)
-        if not mine.waits and mine.row.is_reading:
-            mine.row.piece(1)
+        if not mine.waits and mine.row.is_reading and (mine.row.state is not None or not self.pool.states):
+            piece = mine.row.piece(1)
+            if self.pool.states:
+                assert piece.next_state != piece.state
+                self.states[piece.next_state] = [-1]  # half written
 
     @precondition(lambda self: self.alive)
     @rule(which=st.integers(0, 5))
@@ -133,6 +158,10 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         if leaves:
             mine.row.leave_part()
         left = self.pool.prefixes(mine.row.pages.tolist())
+        if leaves and mine.row.states and len(self.held_states) < 3:
+            _, state = mine.row.states[-1]
+            self.pool.hold_state(state)  # until it is on disk
+            self.held_states.append(state)
         mine.row.close()
         mine.row.close()  # whoever is not sure may say so twice
         if is_deleted:
@@ -158,11 +187,16 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         for page in self.forks.pop(which % len(self.forks)):
             self.pool.release(page)
 
+    @precondition(lambda self: self.held_states)
+    @rule()
+    def write_a_state(self) -> None:
+        self.pool.release_state(self.held_states.pop())
+
     @rule(kind=st.integers(1, 2))
     def leave(self, kind: int) -> None:
         """The memory of one kind goes, once nobody has any of it."""
         in_use = {tokens[0] // 100 for fork in self.forks for tokens in fork.values()}
-        if kind in in_use or any(mine.kind == kind for mine in self.alive):
+        if kind in in_use or any(mine.kind == kind for mine in self.alive) or self.held_states:
             return
         self.pool.leave(self.kinds[kind])
         for page in [page for page, tokens in self.held.items() if tokens and tokens[0] // 100 == kind]:
@@ -198,7 +232,17 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         for mine in self.alive:
             assert len(set(mine.row.pages.tolist())) == len(mine.row.pages)
         assert self.pool.held == len(uses)
-        assert self.pool.held <= self.pool.in_use <= self.pool.capacity
+        states = self._uses_of_states()
+        assert all(0 <= state < self.pool.states for state in states)
+        assert self.pool.held_states == len(states)
+        of_rows = [state for mine in self.alive if mine.row.state is not None for state in self._own_states(mine)]
+        assert len(set(of_rows)) == len(of_rows), "two rows write to a state"
+        for mine in self.alive:
+            if mine.row.state is not None:
+                assert self.states[mine.row.state] == self._as(mine, mine.row.read)
+        weight = self.pool.state_weight
+        assert self.pool.held + weight * len(states) <= self.pool.in_use <= self.pool.capacity
+        assert self.pool.filled <= self.pool.capacity
         shared = [page for page, count in uses.items() if count > 1]
         for page in shared:  # only whole pages are shared: nobody writes to one
             holders = [mine.row for mine in self.alive if page in mine.row.pages.tolist()]
@@ -209,9 +253,17 @@ class PagesInAnyOrder(RuleBasedStateMachine):
             mine.row.close()
         for page in chain.from_iterable(getattr(self, "forks", ())):
             self.pool.release(page)
+        for state in getattr(self, "held_states", ()):
+            self.pool.release_state(state)
         if hasattr(self, "pool"):
-            self.alive, self.forks = [], []
+            self.alive, self.forks, self.held_states = [], [], []
             assert (self.pool.held, self.pool.in_use) == (0, 0)
+            weight = self.pool.state_weight
+            assert self.pool.reserve(self.pool.states * weight)
+            kind = self.kinds[0]
+            assert len({self.pool.take_state(kind) for _ in range(self.pool.states)}) == self.pool.states
+            for state in range(self.pool.states):
+                self.pool.release_state(state)
             assert self.pool.reserve(self.pool.capacity)  # none is lost
             assert len({self.pool.take() for _ in range(self.pool.capacity)}) == self.pool.capacity
 
@@ -220,6 +272,26 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         rows = chain.from_iterable(mine.row.pages.tolist() for mine in self.alive)
         return Counter(chain(rows, *self.forks))
 
+    def _own_states(self, mine: _Row) -> list[int]:
+        assert mine.row.state is not None
+        return [mine.row.state, mine.row._spare]
+
+    def _uses_of_states(self) -> set[int]:
+        rows = [self._own_states(mine) for mine in self.alive if mine.row.state is not None]
+        return {*chain.from_iterable(rows), *self.held_states}
+
+    def _caches(self) -> Any:
+        """Of the model."""
+
+        def copy_page(source: int, target: int) -> None:
+            self.held[target] = list(self.held[source])
+
+        return SimpleNamespace(
+            clear_state=lambda state: self.states.__setitem__(state, []),
+            copy_state=lambda source, target: self.states.__setitem__(target, list(self.states[source])),
+            copy_page=copy_page,
+        )
+
     def _of(self, which: int) -> _Row:
         return self.alive[which % len(self.alive)]
 
@@ -227,21 +299,28 @@ class PagesInAnyOrder(RuleBasedStateMachine):
         return [100 * mine.kind + token for token in tokens]
 
     def _is_full(self, mine: _Row) -> bool:
-        return pages_for(mine.row.held + 1) > len(mine.row._table)
+        return pages_for(mine.row.held + mine.row.width + 1) > len(mine.row._table)
 
-    def _write(self, mine: _Row, tokens: int) -> None:
+    def _write(self, mine: _Row, tokens: int, *, in_place: bool = False) -> None:
+        self._compute(mine, tokens, in_place=in_place)
+        mine.row.has_read(tokens)
+
+    def _compute(self, mine: _Row, tokens: int, *, in_place: bool = False) -> None:
+        """The next tokens, which are not counted yet."""
         row = mine.row
-        row.piece(tokens)
+        piece = row.piece(tokens, in_place=in_place)
         pages, begin = row.pages.tolist(), row.held
-        new = (row.next_ids(tokens) if row.is_reading else mine.ids[-1:])[:tokens]
+        new = row.next_ids(tokens)[:tokens]
         before = row.read
+        if self.pool.states:
+            assert self.states[piece.state] == self._as(mine, before)
+            self.states[piece.next_state] = self._as(mine, [*before, *new])
         for place in range(begin, begin + tokens):
             page, slot = pages[place // PAGE_TOKENS], place % PAGE_TOKENS
             assert self._uses()[page] == 1, "a page is written to while somebody else holds it"
             so_far = self._as(mine, [*before, *new[: place - begin + 1]])
-            assert slot == 0 or self.held[page] == so_far[:-1]
+            assert slot == 0 or self.held[page][: len(so_far) - 1] == so_far[:-1]
             self.held[page] = so_far
-        row.has_read(tokens)
 
 
 TestPagesInAnyOrder = PagesInAnyOrder.TestCase

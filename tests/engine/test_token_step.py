@@ -11,12 +11,13 @@ from transformers.cache_utils import DynamicCache
 
 from engine.common.config import EngineConfig
 from engine.kernels.native.build import library_path
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Piece, Pieces, StatePages
 from engine.runtime.batch.packed_sweep import PackedModel
 from engine.runtime.batch.policy import BatchPolicy
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.step_model import StepModel, TokenStep
 from engine.runtime.kv.layers import new_cache
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.parts import held_parts, parts_of_pages
 from engine.runtime.load.model import load_model
 from engine.runtime.loaded_model import LoadedModel
@@ -48,10 +49,13 @@ def _load(path: Path, precision: Literal["bf16", "int8", "int4"] = "bf16") -> Lo
     return load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
 
 
-def _fill_pages(cache: Any, layers: list[PagedLayer], pages: torch.Tensor, tokens: int) -> None:
+def _fill_pages(cache: Any, caches: PagedCaches, pages: torch.Tensor, state: int, tokens: int) -> None:
     numbers = torch.arange(tokens)
     places, rows = pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
-    for states, paged in zip(cache.layers, layers, strict=True):
+    for states, paged in zip(cache.layers, caches.layers, strict=True):
+        if isinstance(paged, StatePages):
+            paged.recent[state], paged.states[state] = states.conv_states[0][0], states.recurrent_states[0][0]
+            continue
         for target, source in zip(parts_of_pages(paged), held_parts(states), strict=True):
             target[places, :, rows] = source[:, :tokens].transpose(0, 1)
 
@@ -135,6 +139,9 @@ def test_all_layers_in_one_call_are_as_one_after_the_other(
         ("deepseek_v2", {}),
         ("deepseek_v3", {}),
         ("glm4_moe_lite", {}),
+        ("qwen3_next", {"linear_key_head_dim": 32, "linear_value_head_dim": 64}),
+        ("qwen3_5_moe_text", {}),
+        ("kimi_linear", {"q_lora_rank": None}),
     ],
 )
 def test_rows_over_pages_are_as_each_alone(
@@ -144,18 +151,18 @@ def test_rows_over_pages_are_as_each_alone(
     kv_type: KvType | None,
     tmp_path: Path,
 ) -> None:
-    is_latent = "deepseek" in family or family == "glm4_moe_lite"
+    is_latent = "deepseek" in family or family in ("glm4_moe_lite", "kimi_linear")
     if is_latent and kv_type is not None:
         pytest.skip("latents are kept in bf16")
     larger = {"hidden_size": 256} if is_latent else LARGER
     loaded = _load(tiny_checkpoint(family, tmp_path, **larger, **options), precision)
     packed = PackedModel(loaded, BatchPolicy(kv_bytes=2**22, kv_type=kv_type))
     try:
-        packed.allocate(40)
+        packed.allocate(40, 4)
         places = torch.randperm(40, dtype=torch.int32)
         pages = [places[10 * row : 10 * (row + 1)].contiguous() for row in range(3)]
-        layers = packed.layer_pages
-        states = [packed._states.layer_of(layer.self_attn)[1].held for layer in loaded.model.model.layers]
+        caches = packed.caches
+        assert caches is not None
         alone, together = StepModel(loaded.model, 300), TokenStep.of(loaded.model)
         assert together is not None
         assert together.takes_rows(3)
@@ -164,21 +171,26 @@ def test_rows_over_pages_are_as_each_alone(
         lengths = [3, 40, 55] if is_window else [3, PROMPT, 90]
         ids = torch.randint(3, loaded.model.config.vocab_size, (3, 300))
         with torch.inference_mode():
-            caches = []
+            alones, own = [], [0, 1, 2, 3]
             for row, length in enumerate(lengths):
                 cache = new_cache(loaded.model, 300, kv_type)
                 alone(ids[row : row + 1, :length], cache, 0)
                 if is_window and kv_type is not None:
-                    assert PagedSteps.of(loaded, layers, [64] * len(layers)) is None
+                    assert PagedSteps.of(loaded, caches) is None
                     return
-                _fill_pages(cache, layers, pages[row], length)
-                caches.append(cache)
+                _fill_pages(cache, caches, pages[row], row, length)
+                alones.append(cache)
             for step in range(END - PROMPT - 4):
                 at = [length + step for length in lengths]
                 chosen = [int(ids[row, place]) for row, place in enumerate(at)]
-                pieces = Pieces([Piece(its, held, 1) for its, held in zip(pages, at, strict=True)])
-                got = together.rows(chosen, at, states, pieces)
-                for row, cache in enumerate(caches):
+                # States in place, or into the one that nobody has, which takes turns.
+                last = len(at) - 1
+                pieces = Pieces(
+                    [Piece(pages[row], held, 1, own[row], own[row + (row == last)]) for row, held in enumerate(at)]
+                )
+                own[last], own[last + 1] = own[last + 1], own[last]
+                got = together.rows(chosen, at, caches.structs, pieces)
+                for row, cache in enumerate(alones):
                     wanted, _ = alone(ids[row : row + 1, at[row] : at[row] + 1], cache, at[row])
                     assert torch.equal(got[row], wanted[0])
     finally:

@@ -329,11 +329,11 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         "vision_config": {"pos_emb_height": 4, "pos_emb_width": 4},
         "projection_hidden_size": 32,
     },
-    "minimax_m3_vl": {"text_config": _BLOCKS_CHOSEN},
+    "minimax_m3_vl": {"text_config": _BLOCKS_CHOSEN, "projector_hidden_size": 32},
     "mistral_large4": {"text_config": _LATENT},
     "muse_spark": {
         "text_config": {"moe_hidden_size": 16, "mlp_layer_types": ["dense", "sparse"]},
-        "out_hidden_size": 32,
+        "out_hidden_size": 4 * 32,
         "projector_hidden_size": 32,
         "audio_config": {"patch_sizes": [4], "hidden_sizes": [32], "depths": [1], "mlp_ratio": 1.0},
     },
@@ -370,7 +370,12 @@ SEEING: dict[str, dict[str, Any]] = {
 }
 """Dense models whose whole is tested with pictures."""
 
-_SEE_AND_READ: dict[str, Any] = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+_SEE_AND_READ: dict[str, Any] = {
+    "intermediate_size": 4 * 32,
+    "vision_output_dim": 32,
+    "projector_input_dim": 32,
+    "projector_output_dim": 32,
+}
 
 ADAPTED: dict[str, dict[str, Any]] = {
     "dbrx": {

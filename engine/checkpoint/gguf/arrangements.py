@@ -115,6 +115,14 @@ def _expert_below_expert(sources: Sequence[TensorEntry], _config: Mapping[str, A
     return packed((experts * columns, rows), sources, Rows(transposed=True))
 
 
+def _colours_last(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
+    """[width, colours, rows, columns] of patches -> [width, rows * columns * colours]."""
+    width, *inner = sources[0].shape
+    order = np.arange(_flat(tuple(inner))).reshape(inner[0], -1).T.reshape(-1)
+    shaped = replace(sources[0], shape=(width, len(order)))
+    return packed(shaped.shape, [shaped], Rows(order, -1))
+
+
 def _lowered(sources: Sequence[TensorEntry], _config: Mapping[str, Any]) -> TensorEntry:
     return packed(sources[0].shape, sources, Changed("lowered"))
 
@@ -237,6 +245,8 @@ ARRANGEMENTS: dict[str, Arrangement] = {
         [replace(each, shape=(*each.shape[:-2], 1, *each.shape[-2:])) for each in sources], config
     ),
     "joined_transposed": _joined(transposed=True),
+    "scalar": _shaped(lambda _shape: ()),
+    "colours_last": _colours_last,
     "alternating_transposed": _joined(transposed=True, alternating=True),
     "alternating_numbers": _joined(axis=-1, alternating=True),
     "latent_heads": _latent_heads,

@@ -68,7 +68,11 @@ _USUAL = ("Q4_K_M", "UD-Q4_K_M", "UD-Q4_K_XL", "MXFP4", "MXFP4_MOE", "Q4_K_S", "
 """Of quality `good`, the most usual first."""
 _ASIDE = re.compile(r"(^|[-_.])(mmproj|projector|clip|imatrix|lora|adapter|draft|vocab)([-_.]|$)", re.IGNORECASE)
 """GGUF files that are no model."""
-SEES = re.compile(r"qwen[-_.]?3[-_.]?[56]|qwen[-_.]?(2[-_.]?5|3)[-_.]?vl|gemma[-_.]?3(?![-_.]?n)", re.IGNORECASE)
+SEES = re.compile(
+    r"qwen[-_.]?3[-_.]?[56]|qwen[-_.]?(2[-_.]?5|3)[-_.]?vl|gemma[-_.]?[34](?![-_.]?n)|glm[-_.]?4[-_.]?5[-_.]?v|"
+    r"llama[-_.]?4|mistral[-_.]?small[-_.]?[34]|ministral[-_.]?3|magistral|devstral",
+    re.IGNORECASE,
+)
 """Names of models whose `mmproj` file is read: see `engine.checkpoint.gguf.projector`."""
 _UNREAD = re.compile(r".*_\d_\d$")
 """Labels of GGUF files whose blocks nobody reads any more."""

@@ -92,8 +92,8 @@ class NativeKernels:
         library.switchyard_sparse_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
         for step in (library.switchyard_attention_step, library.switchyard_latent_step):
             step.argtypes = [*[pointer] * 4, i32, *[pointer] * 3, i32, i64, pointer]
-        library.switchyard_delta_step.argtypes = [pointer, pointer, i32, *[pointer] * 4]
-        library.switchyard_delta_rows.argtypes = [pointer, pointer, i64, *[pointer] * 4]
+        library.switchyard_delta_step.argtypes = [*[pointer] * 4, i32, pointer, pointer]
+        library.switchyard_delta_rows.argtypes = [pointer] * 6
         library.switchyard_model_step.argtypes = [pointer, pointer, i32, i32, *[pointer] * 3]
         library.switchyard_quantise.argtypes = [pointer, pointer, pointer, i32]
         library.switchyard_dequantise.argtypes = [pointer, pointer, i64, i64, pointer]

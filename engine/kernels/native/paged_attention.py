@@ -142,18 +142,10 @@ class PagedLayer:
 
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it; what they held is lost."""
-        runs = list[tuple[int, int]]()
-        for page in sorted(pages):
-            if runs and runs[-1][1] == page:
-                runs[-1] = runs[-1][0], page + 1
-            else:
-                runs.append((page, page + 1))
         for part in (self.keys, self.values, self.key_scales, self.value_scales):
             if part is not None and part.device.type == "cpu":
-                step = part.stride(0) * part.element_size()
                 for own in part.unbind(1) if self.by_head else [part]:
-                    for begin, end in runs:
-                        give_back(own.data_ptr() + begin * step, (end - begin) * step)
+                    _discard(own, pages)
 
     def held(self, window: int = 0, kept: int = 0) -> PagesStruct:
         """The struct of the pages themselves; it points into them."""
@@ -185,6 +177,51 @@ class PagedLayer:
         )
 
 
+class StatePages:
+    """What one layer sums up of all that it has read, in RAM: a page is all of it, of one sequence.
+
+    Memory is not touched until pages are written to.
+
+    Args:
+        channels, taps: of its short convolutions, which go on from what they read last.
+        state: shape of its recurrent state.
+    """
+
+    def __init__(self, channels: int, taps: int, state: tuple[int, ...], pages: int) -> None:
+        self.recent = torch.empty(pages, channels, taps)
+        self.states = torch.empty(pages, *state)
+
+    def clear(self, page: int) -> None:
+        """Makes a page that of no tokens."""
+        self.recent[page].zero_()
+        self.states[page].zero_()
+
+    def copy(self, source: int, target: int) -> None:
+        """What a page holds, into another one."""
+        self.recent[target].copy_(self.recent[source])
+        self.states[target].copy_(self.states[source])
+
+    def discard(self, pages: Sequence[int]) -> None:
+        """See `PagedLayer.discard`."""
+        for part in (self.recent, self.states):
+            _discard(part, pages)
+
+    def held(self) -> PagesStruct:
+        """The struct of the pages; it points into them."""
+        return PagesStruct(self.recent.data_ptr(), self.states.data_ptr())
+
+
+def _discard(part: torch.Tensor, pages: Sequence[int]) -> None:
+    runs, step = list[tuple[int, int]](), part.stride(0) * part.element_size()
+    for page in sorted(pages):
+        if runs and runs[-1][1] == page:
+            runs[-1] = runs[-1][0], page + 1
+        else:
+            runs.append((page, page + 1))
+    for begin, end in runs:
+        give_back(part.data_ptr() + begin * step, (end - begin) * step)
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
     """The next tokens of one sequence.
@@ -193,11 +230,15 @@ class Piece:
         pages: int32, the sequence's pages in order, with room for the new tokens.
         held: tokens before them.
         tokens: number of new tokens.
+        state, next_state: of layers that sum up what they read, the page to go on from and the one that receives what
+            becomes of it; they may be the same.
     """
 
     pages: torch.Tensor
     held: int
     tokens: int
+    state: int = 0
+    next_state: int = 0
 
 
 class Pieces:
@@ -208,7 +249,9 @@ class Pieces:
         self.tokens = 0
         self.struct = (PieceStruct * len(pieces))()
         for place, piece in enumerate(pieces):
-            self.struct[place] = PieceStruct(piece.pages.data_ptr(), piece.held, piece.tokens, self.tokens)
+            self.struct[place] = PieceStruct(
+                *(piece.pages.data_ptr(), piece.held, piece.tokens, self.tokens, piece.state, piece.next_state)
+            )
             self.tokens += piece.tokens
 
     @property

@@ -192,8 +192,7 @@ class PieceStruct(ctypes.Structure):
     _fields_ = (
         ("pages", ctypes.c_void_p),
         ("held", ctypes.c_int64),
-        ("tokens", ctypes.c_int32),
-        ("first", ctypes.c_int32),
+        *((name, ctypes.c_int32) for name in ("tokens", "first", "state", "next_state")),
     )
 
 

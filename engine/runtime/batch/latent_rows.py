@@ -46,11 +46,11 @@ class LatentRows:
         hidden = hidden.float()
         out = torch.empty_like(hidden)
         paged, struct = self._states.layer_of(self._module)
-        for group in _short(pieces):
-            places, some = _some(pieces, group)
+        for group in short_pieces(pieces):
+            places, some = some_pieces(pieces, group)
             out[:, places] = self._native.rows(hidden[:, places], struct.held, some, _of_tokens(positions, places))
         if long := [place for place, piece in enumerate(pieces.pieces) if piece.tokens > MAX_TOKENS]:
-            places, some = _some(pieces, long)
+            places, some = some_pieces(pieces, long)
             before = hidden[:, places]
             self._states.elsewhere = partial(_attend_expanded, paged, some)
             try:
@@ -115,7 +115,7 @@ def _held(part: torch.Tensor, piece: Piece) -> torch.Tensor:
     return part[pages].flatten(0, 2)[None, None, : piece.held]
 
 
-def _short(pieces: Pieces) -> Iterator[list[int]]:
+def short_pieces(pieces: Pieces) -> Iterator[list[int]]:
     """The pieces that native calls compute, as many at once as one takes."""
     group, tokens = list[int](), 0
     for place, piece in enumerate(pieces.pieces):
@@ -134,7 +134,7 @@ def _begins(pieces: Pieces) -> list[int]:
     return [struct.first for struct in pieces.struct]
 
 
-def _some(pieces: Pieces, which: list[int]) -> tuple[torch.Tensor, Pieces]:
+def some_pieces(pieces: Pieces, which: list[int]) -> tuple[torch.Tensor, Pieces]:
     """Some of the pieces, and the places of their tokens."""
     begins = _begins(pieces)
     places = [at for each in which for at in range(begins[each], begins[each] + pieces.pieces[each].tokens)]
@@ -142,8 +142,8 @@ def _some(pieces: Pieces, which: list[int]) -> tuple[torch.Tensor, Pieces]:
 
 
 def _of_tokens(positions: Any, places: torch.Tensor) -> Any:
-    if isinstance(positions, torch.Tensor):
-        return positions[:, places]
+    if positions is None or isinstance(positions, torch.Tensor):
+        return positions if positions is None else positions[:, places]
     return tuple(each[:, places] for each in positions)
 
 

@@ -22,18 +22,20 @@ from engine.experts.dispatch import experts_forward
 from engine.experts.layer_stream import STANDS_IN
 from engine.kernels.native.experts import MAX_TOKENS
 from engine.kernels.native.library import NativeKernels
-from engine.kernels.native.paged_attention import PagedLayer, Pieces
+from engine.kernels.native.paged_attention import Pieces, StatePages
 from engine.kernels.native.rows import RowsLinear, attention_rows, route_rows
-from engine.kernels.native.structs import SparseBlockStruct
-from engine.runtime.batch.latent_rows import LatentRows
+from engine.kernels.native.structs import PagesStruct, SparseBlockStruct
+from engine.runtime.batch.latent_rows import LatentRows, short_pieces, some_pieces
 from engine.runtime.batch.packed_attention import PagedStates
 from engine.runtime.decode.step_model import TokenStep
 from engine.runtime.decoder_layers import decoder_layers
 from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
+from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention, attention_struct
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.fast_path.norms import LayerNorms, add_mlp
 from engine.runtime.fast_path.sparse_block import SparseBlock, shared_expert_of
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.telemetry import lanes
 from engine.telemetry.recorder import RECORDER
 
@@ -197,31 +199,46 @@ class NativeRows:
     ) -> None:
         self._layers, self._states, self._kernels = layers, states, kernels
         self._is_few = MAX_TOKENS if apart else 0
-        self._attention = {
+        grouped = {
             index: attention_struct(layers[index])
             for index in range(len(layers) if not apart else 0)
             if knows_layer(layers[index]) and GroupedAttention.can_step(layers[index])
         }
-        self._latent = {} if apart else _latent_rows(layers, states)
-        blocks = {index: SparseBlock.of(layers[index], kernels) for index in (*self._attention, *self._latent)}
+        self._attention = {index: struct for index, struct in grouped.items() if not struct.is_gated}
+        self._delta = {} if apart else _delta_nets(layers)
+        self._latent = {} if apart else _latent_rows(layers, states, len(self._delta))
+        self._states_of: dict[int, StatePages] = {}
+        own = (*self._attention, *self._latent, *self._delta)
+        blocks = {index: SparseBlock.of(layers[index], kernels) for index in own}
         self._sparse = {index: block for index, block in blocks.items() if block is not None and block.has_experts}
         self._linears = [_linears(layers[index], kernels, apart) for index in range(len(layers))]
         # A dense model's rows have the same logits, bit by bit, whatever is beside them: a second way would end that.
-        self._has_all = len(self._attention) + len(self._latent) == len(layers)
+        self._has_all = len(grouped) + len(self._latent) + len(self._delta) == len(layers)
         self._step = TokenStep.of(model) if self._sparse and self._has_all else None
         head = model.get_output_embeddings()
         self._head = _linears(head, kernels) if head is not None else []
 
-    def layer_pages(self) -> list[PagedLayer]:
-        """The pages of each layer, if what they hold is what the model's own cache would; else none."""
+    def caches(self) -> PagedCaches | None:
+        """The pages of each layer, if what they hold is what the model's own cache would."""
         if not self._has_all:
-            return []
-        return [self._states.layer_of(self._layers[index].self_attn)[0] for index in range(len(self._layers))]
+            return None
+        modules = [
+            None if index in self._delta else self._layers[index].self_attn for index in range(len(self._layers))
+        ]
+        pages = [
+            self._states_of[index] if module is None else self._states.layer_of(module)[0]
+            for index, module in enumerate(modules)
+        ]
+        return PagedCaches(pages, [0 if each is None else self._states.terms_of(each).window for each in modules])
 
     @property
-    def windows(self) -> list[int]:
-        """The sliding window of each layer, 0 without one."""
-        return [self._states.terms_of(self._layers[index].self_attn).window for index in range(len(self._layers))]
+    def state_bytes(self) -> int:
+        """Of what layers sum up of a sequence."""
+        return sum(net.page_bytes for net in self._delta.values())
+
+    def allocate_states(self, states: int) -> None:
+        """Room for so many."""
+        self._states_of = {index: net.pages(states) for index, net in self._delta.items()}
 
     def takes_few(self, rows: int) -> bool:
         """Whether `few` computes a token of so many rows."""
@@ -237,25 +254,32 @@ class NativeRows:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
         assert self._step is not None
-        held = [self._states.layer_of(self._layers[index].self_attn)[1].held for index in range(len(self._layers))]
+        held = [
+            self._states_of[index].held()
+            if index in self._delta
+            else self._states.layer_of(self._layers[index].self_attn)[1].held
+            for index in range(len(self._layers))
+        ]
         return self._step.rows(ids, positions, held, pieces)
 
     def run(self, index: int, hidden: torch.Tensor, recording: Recording, pieces: Pieces) -> torch.Tensor:
         """The output of a layer for hidden states [1, T, H]."""
         # Where mixers go row by row, a few tokens are computed as each alone as far as that goes.
         with replaced(self._linears[index] if pieces.tokens > self._is_few else ()):
-            struct, latent = self._attention.get(index), self._latent.get(index)
-            if struct is None and latent is None:
+            struct, latent, delta = self._attention.get(index), self._latent.get(index), self._delta.get(index)
+            if struct is None and latent is None and delta is None:
                 return self._layers.run(index, hidden, recording)
             layer = self._layers[index]
             for listener in layer._forward_pre_hooks.values():  # nothing calls the module itself
                 listener(layer, (hidden,))
-            positions = recording.calls[index][1]["position_embeddings"]
+            positions: Any = recording.calls[index][1].get("position_embeddings")
             begun_ns = clock.now_ns()
-            if struct is None:
-                assert latent is not None
+            if delta is not None:
+                out = _through_net(delta, hidden.float(), self._states_of[index].held(), pieces)
+            elif latent is not None:
                 out = latent.attend(hidden, pieces, positions)
             else:
+                assert struct is not None
                 paged = self._states.layer_of(layer.self_attn)[1]
                 cos, sin = positions
                 out = attention_rows(self._kernels, struct, paged, pieces, hidden[0], cos[0], sin[0])[None]
@@ -292,8 +316,29 @@ def _nothing(hidden: torch.Tensor, *_args: Any, **_options: Any) -> torch.Tensor
     return torch.zeros_like(hidden)
 
 
-def _latent_rows(layers: DecoderLayers, states: PagedStates) -> dict[int, LatentRows]:
-    """Of a model whose layers all have latent attention that native steps compute."""
+def _delta_nets(layers: DecoderLayers) -> dict[int, DeltaNet]:
+    steps = {index: layers[index].__dict__.get("forward") for index in range(len(layers))}
+    return {
+        index: step.attention
+        for index, step in steps.items()
+        if isinstance(step, SingleTokenLayer) and isinstance(step.attention, DeltaNet)
+    }
+
+
+def _through_net(net: DeltaNet, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
+    """Float hidden states [1, T, H] plus what a net gives: of a few tokens as if alone, bit by bit."""
+    out = torch.empty_like(hidden)
+    for group in short_pieces(pieces):
+        places, some = some_pieces(pieces, group)
+        out[:, places] = net.rows(hidden[:, places], held, some, None)
+    if long := [place for place, piece in enumerate(pieces.pieces) if piece.tokens > MAX_TOKENS]:
+        places, some = some_pieces(pieces, long)
+        out[:, places] = net.read(hidden[:, places], held, some)
+    return out
+
+
+def _latent_rows(layers: DecoderLayers, states: PagedStates, others: int) -> dict[int, LatentRows]:
+    """Of a model whose layers, but so many others, all have latent attention that native steps compute."""
     fast = [layers[index].__dict__.get("forward") for index in range(len(layers))]
     found = {
         index: LatentRows(layers[index], step.attention, states)
@@ -303,7 +348,7 @@ def _latent_rows(layers: DecoderLayers, states: PagedStates) -> dict[int, Latent
         and step.is_native
         and LatentRows.can(layers[index])
     }
-    if len(found) < len(layers):
+    if len(found) + others < len(layers):
         return {}
     for index in found:
         module = layers[index].self_attn

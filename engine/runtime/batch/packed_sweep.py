@@ -17,18 +17,19 @@ from engine.common import clock
 from engine.common.errors import ErrorCode
 from engine.common.falls import FALLS
 from engine.devices.memory_budget import DeviceMemoryError
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, Pieces
 from engine.planner.schedules import HYBRID, S4, SCHEDULES, Schedule
 from engine.runtime.batch.layers import DecoderLayers, NativeRows, Recording
 from engine.runtime.batch.packed_attention import PagedStates, paged
 from engine.runtime.batch.pipeline.choice import ScheduleChoice
 from engine.runtime.batch.pipeline.device_pipeline import KEPT_PAGES, DevicePipeline
 from engine.runtime.batch.pipeline.parts import PartsTimer
-from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, packs_mixers
+from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError
 from engine.runtime.batch.row_mixers import RowMixers
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import ignore_progress
-from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.decode.paged_steps import PagedSteps, packs_mixers
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.kv.window_masks import configs_of
 from engine.runtime.loaded_model import LoadedModel
@@ -75,6 +76,11 @@ class Work:
         return layout if layout is not None and layout.has_any(held, held + self.tokens) else None
 
     @property
+    def is_certain(self) -> bool:
+        """Whether all of it stays: its state can be written over."""
+        return self.is_exact and not self.row.is_reading and self.guess is None
+
+    @property
     def ids(self) -> list[int]:
         """Those tokens."""
         ids = self.row.next_ids(self.tokens)
@@ -109,7 +115,7 @@ class PackedModel:
         self._loaded, self._policy = loaded, policy
         self.mixers: RowMixers | None = None
         """What calls mixers row by row, if they are not computed for all rows at once."""
-        if not packs_mixers(loaded.model):
+        if not packs_mixers(loaded):
             self.mixers = RowMixers(loaded, policy.kv_bytes // _LEFT)
         self._layers = self.mixers or DecoderLayers(loaded.model)
         self._configs = configs_of(loaded.model)
@@ -133,8 +139,10 @@ class PackedModel:
             self._native = NativeRows(loaded.model, self._layers, self._states, loaded.kernels, apart)
         if policy.schedule is not HYBRID and self.mixers is None:
             self._pipeline = self._opened_pipeline()
-        self.layer_pages: list[PagedLayer] = []
-        """The pages of each layer, once there are any, if what they hold is what the model's own cache would."""
+        self.caches: PagedCaches | None = None
+        """Of the pages of each layer, once there are any, if what they hold is what the model's own cache would."""
+        self.state_bytes = self._native.state_bytes if self._native is not None else 0
+        """Of what layers sum up of a sequence."""
         self.context_tokens = loaded.context_tokens
         self.page_bytes = self.mixers.page_bytes if self.mixers is not None else self._states.page_bytes(self._kv_type)
         """Of all layers."""
@@ -160,15 +168,17 @@ class PackedModel:
 
     def exact_steps(self) -> PagedSteps | None:
         """What computes single sequences in these pages, once there are any; None if their own cache does better."""
-        if self._native is not None and self.layer_pages:
-            self._exact = PagedSteps.of(self._loaded, self.layer_pages, self._native.windows)
+        if self.caches is not None:
+            self._exact = PagedSteps.of(self._loaded, self.caches)
         return self._exact
 
-    def allocate(self, pages: int, *, by_head: bool = False) -> None:
-        """Allocates `pages` pages of every layer; see `PagedStates.allocate`."""
+    def allocate(self, pages: int, states: int = 0, *, by_head: bool = False) -> None:
+        """Allocates `pages` pages of every layer, see `PagedStates.allocate`, and so many of what layers sum up."""
         self.pages = pages
         self._states.allocate(self._kv_type, pages, by_head=by_head)
-        self.layer_pages = self._native.layer_pages() if self._native is not None else []
+        if self._native is not None:
+            self._native.allocate_states(states)
+            self.caches = self._native.caches()
         planned = self._policy.planned
         if self._policy.row_tokens and self._pipeline is not None and (planned is None or planned.attends_on_card):
             each = pages_for(self._policy.row_tokens)
@@ -179,6 +189,11 @@ class PackedModel:
     def discard(self, pages: Sequence[int]) -> None:
         """Returns the memory of these pages to the system, as far as it takes it."""
         self._states.discard(pages)
+
+    def discard_states(self, states: Sequence[int]) -> None:
+        """The same of what layers have summed up."""
+        if self.caches is not None:
+            self.caches.discard_states(states)
 
     def heed(self) -> None:
         """Between sweeps: follows what other programs leave of a device's memory."""
@@ -270,15 +285,25 @@ class PackedModel:
         first, since_ns = work[0], clock.now_ns()
         row, request = first.row, first.row.request
         reads = row.is_reading
-        if reads:
-            piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
-            given, at = row.given(first.ids, self._loaded.model), row.position(row.held)
-            logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled, at, given)
-        else:
-            ids = [token for each in work for token in each.ids]
-            pieces = [(each.row, piece) for each in work for piece in each.row.pieces(each.tokens)]
-            positions = [row.position(piece.held) for row, piece in pieces]
-            logits = self._exact.write(ids, [piece for _row, piece in pieces], positions)
+        with self._exact.listening() as heard:
+            if reads:
+                piece, told = row.piece(first.tokens), ignore_progress if row.sequence.ids else request.on_progress
+                given, at = row.given(first.ids, self._loaded.model), row.position(row.held)
+                logits = self._exact.read(first.ids, piece, len(row.prompt), told, request.cancelled, at, given)
+            else:
+                ids = [token for each in work for token in each.ids]
+                pieces = [
+                    (each.row, piece)
+                    for each in work
+                    for piece in each.row.pieces(each.tokens, in_place=each.is_certain)
+                ]
+                positions = [of.position(piece.held) for of, piece in pieces]
+                logits = self._exact.write(ids, [piece for _row, piece in pieces], positions)
+        begin = 0
+        for each in work if heard else ():
+            if (drafter := each.row.drafter) is not None:
+                drafter.take(each.row.held, each.ids, heard[0][:, begin : begin + each.tokens], each.row)
+            begin += each.tokens
         if RECORDER.on and RECORDER.request != row.recorded:
             written = 0 if reads else len(work)
             RECORDER.swept(since_ns, written, first.tokens if reads else 0)

@@ -44,11 +44,6 @@ def why_not_packed(model: Any) -> str:
     return ""
 
 
-def packs_mixers(model: Any) -> bool:
-    """Whether mixers, too, take the tokens of all rows at once, over pages; else each row's is called by itself."""
-    return family_of(model.config.get_text_config(decoder=True).model_type).packs_rows
-
-
 def can_pack(model: Any) -> bool:
     """Whether rows can pass through this model's layers without padding."""
     return not why_not_packed(model)

@@ -7,7 +7,7 @@ one: what it would guess after its own guess comes true too seldom for what it c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import DynamicCache
@@ -25,8 +25,14 @@ _MOST_WAITING = 32
 _NEWEST = 0.25
 
 
+class _Sequence(Protocol):
+    @property
+    def read(self) -> list[int]:
+        """The tokens that are there."""
+
+
 class HeadDrafter:
-    """Of one KV cache, across answers.
+    """Of one sequence, or of one KV cache, across answers.
 
     Args:
         model: that has the head.
@@ -63,13 +69,23 @@ class HeadDrafter:
 
     def heard(self, start: int, ids: Sequence[int]) -> None:
         """It has computed tokens from position `start` on."""
-        pieces, self._head.heard = self._head.heard, None
-        self._forget(start, ids[0])
-        if not pieces or len(self._ids) != start:
+        hidden = self._head.all_heard()
+        if hidden is None or len(self._ids) < start:
             self.clear()  # tokens before these were computed without this
-            return
+        else:
+            self.take(start, ids, hidden)
+
+    def take(self, start: int, ids: Sequence[int], hidden: torch.Tensor, of: _Sequence | None = None) -> None:
+        """The hidden states [1, q, H] of tokens from position `start` on.
+
+        Args:
+            of: knows the tokens before them, if others may have computed some.
+        """
+        self._forget(start, ids[0])
+        if len(self._ids) != start and of is not None:
+            self.clear()
+            self._ids = list(of.read)
         self._ids.extend(ids)
-        hidden = torch.cat(pieces, dim=1) if len(pieces) > 1 else pieces[0]
         self._waiting += [(start + at, hidden[:, at : at + 1]) for at in range(hidden.shape[1])]
         if len(self._waiting) > _MOST_WAITING:
             self._give(self._ids)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,9 +12,12 @@ from engine.common.errors import CancelCheck
 from engine.families import family_of
 from engine.kernels.native.paged_attention import KvType, PagedLayer, Piece, Pieces
 from engine.runtime.decode.generation import ProgressCallback
+from engine.runtime.decode.head_drafter import HeadDrafter
 from engine.runtime.decode.step_model import MOST_ROWS, StepModel, watched_layers
 from engine.runtime.decoder_layers import decoder_layers
-from engine.runtime.fast_path.decoder_layer import knows_layer
+from engine.runtime.draft_head import draft_head_of
+from engine.runtime.fast_path.decoder_layer import SingleTokenLayer, knows_layer
+from engine.runtime.fast_path.delta_net import DeltaNet
 from engine.runtime.fast_path.grouped_attention import GroupedAttention
 from engine.runtime.fast_path.latent_attention import LatentAttention
 from engine.runtime.kv.paged_cache import PagedCaches
@@ -23,25 +26,37 @@ from engine.runtime.loaded_model import LoadedModel
 from engine.telemetry.recorder import RECORDER
 
 
+def packs_mixers(loaded: LoadedModel) -> bool:
+    """Whether mixers, too, take the tokens of all rows at once, over pages; else each row's is called by itself."""
+    if family_of(loaded.model.config.get_text_config(decoder=True).model_type).packs_rows:
+        return True
+    if loaded.devices is not None or loaded.stream is not None or loaded.device.type != "cpu":
+        return False
+    steps = [layer.__dict__.get("forward") for layer in decoder_layers(loaded.model)]
+    return any(map(_has_state, steps)) and all(
+        isinstance(step, SingleTokenLayer)
+        and step.is_native
+        and (isinstance(step.attention, DeltaNet) or not step.attention.has_index)
+        for step in steps
+    )
+
+
 class PagedSteps:
     """Of one model on the CPU.
-
-    Args:
-        layers, windows: see `PagedCaches`.
 
     Attributes:
         chunk_tokens: how much of a prompt is computed at once.
         guesses: whether coming tokens of answers may be guessed.
     """
 
-    def __init__(self, loaded: LoadedModel, layers: list[PagedLayer], windows: list[int]) -> None:
+    def __init__(self, loaded: LoadedModel, caches: PagedCaches) -> None:
         self._model = loaded.model
         self._step = StepModel(loaded.model, loaded.context_tokens)
-        self._caches = PagedCaches(layers, windows)
+        self._caches, self._most_tokens = caches, loaded.context_tokens
         self._threads = torch.get_num_threads()
         self.chunk_tokens = loaded.chunk_tokens
         self.guesses = loaded.speculates
-        self.copy_page: Callable[[int, int], None] = self._caches.copy_page
+        self._head = draft_head_of(loaded.model) if loaded.speculates else None
 
     @staticmethod
     def are_likely(loaded: LoadedModel) -> bool:
@@ -55,22 +70,40 @@ class PagedSteps:
             and loaded.kernels is not None
             and loaded.device.type == "cpu"
             and not getattr(model.config, "is_encoder_decoder", False)
-            and family_of(model.config.get_text_config(decoder=True).model_type).packs_rows
+            and packs_mixers(loaded)
             and all(knows_layer(layer) and _can_attend(layer, loaded.kv_type) for layer in layers)
             and exact_tokens(model) >= loaded.context_tokens
         )
 
     @classmethod
-    def of(cls, loaded: LoadedModel, layers: list[PagedLayer], windows: list[int]) -> PagedSteps | None:
+    def of(cls, loaded: LoadedModel, caches: PagedCaches) -> PagedSteps | None:
         """That of a model, or `None` if its own cache does not hold what pages do, token by token."""
-        is_narrow = any(layer.kv_type in (KvType.INT8, KvType.FP16) for layer in layers)
+        types = [layer.kv_type for layer in caches.layers if isinstance(layer, PagedLayer)]
+        is_narrow = any(each in (KvType.INT8, KvType.FP16) for each in types)
         if (
-            not (layers and cls.are_likely(loaded))
-            or (is_narrow and any(windows))  # windows of a cache of its own are in the model's type
-            or not PagedCaches.can_hold(loaded.model, layers, windows)
+            not cls.are_likely(loaded)
+            or (is_narrow and any(caches.windows))  # windows of a cache of its own are in the model's type
+            or not caches.can_hold(loaded.model)
         ):
             return None
-        return cls(loaded, layers, windows)
+        return cls(loaded, caches)
+
+    def drafter(self) -> HeadDrafter | None:
+        """What guesses coming tokens of one answer beside its text, if the model has a head for that."""
+        return HeadDrafter(self._model, self._head, self._most_tokens) if self._head is not None else None
+
+    @contextmanager
+    def listening(self) -> Iterator[list[torch.Tensor]]:
+        """While tokens are computed; then the list has their hidden states [1, q, H], if a head drafts from them."""
+        head, heard = self._head, list[torch.Tensor]()
+        if head is not None:
+            head.heard = []
+        try:
+            yield heard
+        finally:
+            found = head.all_heard() if head is not None else None
+        if found is not None:
+            heard.append(found)
 
     @property
     def most_rows(self) -> int:
@@ -128,7 +161,12 @@ class PagedSteps:
             logits = step.rows(list(ids), places, self._caches.structs, Pieces(pieces))
         else:  # somebody listens to layers
             (piece,) = pieces
-            logits, _ = self._step(torch.tensor([list(ids)]), self._caches.of(piece), positions[0])
+            singles, state = list[torch.Tensor](), piece.state
+            for place, token in enumerate(ids):
+                held = piece.held + place
+                own, state = Piece(piece.pages, held, 1, state, piece.next_state), piece.next_state
+                singles.append(self._step(torch.tensor([[token]]), self._caches.of(own), positions[0] + place)[0])
+            logits = torch.cat(singles)
         if RECORDER.on:
             RECORDER.head()
         return logits
@@ -146,4 +184,12 @@ class PagedSteps:
 
 def _can_attend(layer: Any, kv_type: KvType | None) -> bool:
     """Whether native attention over pages holds of a decoder layer's tokens what the library does."""
-    return GroupedAttention.can_step(layer) or (kv_type is None and LatentAttention.can_step(layer))
+    return (
+        _has_state(layer.__dict__.get("forward"))
+        or GroupedAttention.can_step(layer)
+        or (kv_type is None and LatentAttention.can_step(layer))
+    )
+
+
+def _has_state(step: Any) -> bool:
+    return isinstance(step, SingleTokenLayer) and isinstance(step.attention, DeltaNet)

@@ -140,6 +140,12 @@ class Speculation:
         self._to_probe = _NEAREST_PROBE if lost_s < 0 else min(2 * self._to_probe, _FARTHEST_PROBE)
         self._since_probe = 0
 
+    def took_back(self, seconds: float) -> None:
+        """A step that computes once more what came true took so long."""
+        lost_s = max(0.0, seconds - self._prices.single_s)
+        self._prices.took_back(lost_s)
+        self._lost_s += lost_s
+
     def _worthwhile(self, can_take: Callable[[int], bool], rows: int, tokens: int) -> Guess | None:
         prices = self._prices
         single_s = prices.single_s

@@ -278,7 +278,6 @@ class TokenStep:
             tokens <= MOST_ROWS
             and self._angles.is_fixed
             and not any(self._hooks)
-            and not any(isinstance(layer.attention, DeltaNet) for layer in self._layers)
             and (self.card is None if tokens == 1 else all(layer.is_native for layer in self._layers))
         )
 

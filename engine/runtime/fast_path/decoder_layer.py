@@ -144,7 +144,6 @@ class SingleTokenLayer:
 
     def rows(self, hidden: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:
         """The same of several sequences over pages."""
-        assert not isinstance(self.attention, DeltaNet)
         return self._add_mlp(self.attention.rows(hidden, held, pieces, positions))
 
     def _add_mlp(self, out: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A gated delta net (Yang et al. 2024, "Gated Delta Networks") of a few tokens in one native call.
+"""A gated delta net (Yang et al. 2024, "Gated Delta Networks") of a few tokens of some sequences in one native call.
 
 Of a prompt, projections are the library's linear layers, as those of attention are; all between them is another call.
 Kimi Delta Attention (Kimi Team 2025, "Kimi Linear", section 3) is one whose states decay key by key.
@@ -7,6 +7,7 @@ Kimi Delta Attention (Kimi Team 2025, "Kimi Linear", section 3) is one whose sta
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,15 +24,16 @@ from engine.kernels.native.linear import (
     out_of_memory,
     reads_together,
 )
-from engine.kernels.native.paged_attention import KvType
-from engine.kernels.native.structs import DeltaStruct, MatrixStruct
+from engine.kernels.native.paged_attention import KvType, Piece, Pieces, StatePages
+from engine.kernels.native.structs import DeltaStruct, MatrixStruct, PagesStruct
 from engine.runtime.fast_path.angles import Angles
-from engine.runtime.fast_path.native_attention import Claim
+from engine.runtime.fast_path.native_attention import Claim, ClaimedPage
 from engine.runtime.fast_path.norms import LayerNorms, epsilon_of, offset_of
 from engine.runtime.kv.layers import StateLayer
 
 _MOST_TAPS = 8
 """Of a convolution, for the kernel."""
+_NO_PAGES = torch.empty(0, dtype=torch.int32)
 
 
 class _Parts(NamedTuple):
@@ -121,7 +123,7 @@ class DeltaNet:
 
     def __init__(self, layer: Any, kernels: NativeKernels) -> None:
         net, norm = _net_of(layer), LayerNorms.of(layer).before_attention
-        self._net, self._parts = net, _Parts.of(net)
+        self._net, self._norm, self._parts, self._page = net, norm, _Parts.of(net), ClaimedPage.apart()
         parts = self._parts
         _compute_in_floats(net, parts)
         self._held = (
@@ -188,15 +190,36 @@ class DeltaNet:
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
         """
-        tokens = hidden_states.shape[1]
-        if not self.can_claim(tokens, cache):
-            return None
-        recent, states = self._states(cache)
+        claim = self.claim(tokens := hidden_states.shape[1], cache)
+        return None if claim is None else self._compute(hidden_states, self._page.take(claim, tokens))
+
+    def rows(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces, positions: Any) -> torch.Tensor:  # noqa: ARG002
+        """The same of the next tokens of several sequences, whose states are pages."""
+        return self._compute(hidden_states, (ctypes.addressof(held), pieces.address, len(pieces.pieces)))
+
+    def read(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
+        """The same of any number of tokens, projections by the net's own layers."""
+        return hidden_states + self._output(self._answer(self._norm(hidden_states), held, pieces))
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a sequence's state."""
+        recent: int = self._parts.channels * self._struct.kernel
+        return 4 * (recent + math.prod(self._state_shape))
+
+    def pages(self, count: int) -> StatePages:
+        """Room for so many sequences' states."""
+        return StatePages(self._parts.channels, self._struct.kernel, self._state_shape, count)
+
+    @property
+    def _state_shape(self) -> tuple[int, ...]:
+        parts = self._parts
+        return parts.value_heads, parts.key_dim, parts.value_dim
+
+    def _compute(self, hidden_states: torch.Tensor, where: tuple[int, int, int]) -> torch.Tensor:
         assert hidden_states.dtype == torch.float32
-        out = torch.empty_like(hidden_states)
-        kernels, start = self.kernels, hidden_states.data_ptr()
-        places = recent.data_ptr(), states.data_ptr(), out.data_ptr()
-        if kernels.delta_step(kernels.pool, self.address, tokens, start, *places):
+        out, kernels = torch.empty_like(hidden_states), self.kernels
+        if kernels.delta_step(kernels.pool, self.address, *where, hidden_states.data_ptr(), out.data_ptr()):
             raise out_of_memory()
         return out
 
@@ -237,16 +260,15 @@ class DeltaNet:
         is_one = hidden_states.shape[0] == 1 and attention_mask is None and options.get("cu_seq_lens_q") is None
         answer: torch.Tensor
         if is_one and cache is not None and self._begin(cache):
-            answer = self._output(self._answer(hidden_states, *self._states(cache)))
+            held = PagesStruct(*(each.data_ptr() for each in self._states(cache)))
+            pieces = Pieces([Piece(_NO_PAGES, 0, hidden_states.shape[1])])
+            answer = self._output(self._answer(hidden_states, held, pieces))
         else:
             answer = self._in_library(hidden_states, cache=cache, attention_mask=attention_mask, **options)
         return answer
 
-    def _answer(self, hidden_states: torch.Tensor, recent: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+    def _answer(self, hidden_states: torch.Tensor, held: PagesStruct, pieces: Pieces) -> torch.Tensor:
         """[1, T, hidden], normalised, of any number of tokens -> what the output's matrix takes.
-
-        Args:
-            recent, states: brought up to date.
 
         Raises:
             EngineError: `NOT_ENOUGH_MEMORY`.
@@ -258,13 +280,13 @@ class DeltaNet:
             first = before.get(name)
             inputs = hidden_states if first is None else first(hidden_states)
             given.append(None if linear is None else linear(inputs)[0].float().contiguous())
-        places = (ctypes.c_void_p * len(given))(*(None if each is None else each.data_ptr() for each in given))
         out = torch.empty(hidden_states.shape[1], parts.o.in_features)
-        if kernels.delta_rows(
-            *(kernels.pool, self.address, len(out), ctypes.addressof(places)),
-            *(recent.data_ptr(), states.data_ptr(), out.data_ptr()),
-        ):
-            raise out_of_memory()
+        for piece in pieces.struct:
+            own = (None if each is None else each[piece.first].data_ptr() for each in given)
+            places = (ctypes.c_void_p * len(given))(*own)
+            where = kernels.pool, self.address, ctypes.addressof(held), ctypes.addressof(piece)
+            if kernels.delta_rows(*where, ctypes.addressof(places), out[piece.first].data_ptr()):
+                raise out_of_memory()
         return out[None].to(parts.norm.weight.dtype)
 
     def _begin(self, cache: Any) -> bool:
@@ -273,7 +295,7 @@ class DeltaNet:
         if type(held) is StateLayer and not held.record_past and not held.is_conv_states_initialized[0]:
             kernel = self._struct.kernel
             held.lazy_initialization(torch.zeros(1, parts.channels, kernel), conv_kernel_size=kernel)
-            held.lazy_initialization(recurrent_states=torch.zeros(1, parts.value_heads, parts.key_dim, parts.value_dim))
+            held.lazy_initialization(recurrent_states=torch.zeros(1, *self._state_shape))
             held.has_previous_state[0] = True
         return self.can_claim(1, cache)
 

@@ -76,10 +76,16 @@ class NativeAttention(ABC):
     rotated: int
     address: int
     _index: int
+    _index_struct: ctypes.Structure | None = None
 
     def __init__(self, kernels: NativeKernels, call: Callable[..., int]) -> None:
         self.kernels, self._call = kernels, call
         self._page = ClaimedPage.apart()
+
+    @property
+    def has_index(self) -> bool:
+        """Whether an index chooses what tokens attend to."""
+        return self._index_struct is not None
 
     @abstractmethod
     def angles_of(self, positions: Any, tokens: int) -> Angles | None:

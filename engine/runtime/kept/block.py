@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer
+from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, StatePages
 from engine.runtime.kept.files import Key
 from engine.runtime.kv.parts import has_parts, held_parts, keeps_rows, parts_of_pages
 
@@ -94,9 +94,9 @@ class BlockLayout:
         )
 
     @classmethod
-    def of_pages(cls, layers: Sequence[PagedLayer]) -> BlockLayout | None:
-        """That of pages; None without any."""
-        return cls(tuple(tuple(_of_page(part) for part in parts_of_pages(each)) for each in layers)) if layers else None
+    def of_pages(cls, layers: Sequence[PagedLayer | StatePages]) -> BlockLayout:
+        """That of pages."""
+        return cls(tuple(tuple(_of_page(part) for part in parts_of_pages(each)) for each in layers))
 
     @classmethod
     def read(cls, description: bytes) -> BlockLayout | None:

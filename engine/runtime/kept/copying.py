@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer
+from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
 from engine.runtime.kept.block import BLOCK_TOKENS, BlockLayout, PartShape
 from engine.runtime.kept.prefixes import CopyBlock, Found
-from engine.runtime.kept.state import restore, restore_window
+from engine.runtime.kept.state import restore, restore_pages, restore_window
 from engine.runtime.kv.growing import GrowingWindowLayer
 from engine.runtime.kv.parts import held_parts, make_rows, parts_of_pages
 
@@ -86,7 +86,7 @@ def _rows(
     return tokens - rows, [each.new_empty(each.shape[0], rows, *each.shape[2:]) for each in empty]
 
 
-def from_pages(layers: Sequence[PagedLayer], pages: torch.Tensor, layout: BlockLayout) -> CopyBlock:
+def from_pages(layers: Sequence[PagedLayer | StatePages], pages: torch.Tensor, layout: BlockLayout) -> CopyBlock:
     """Copies blocks of the sequence that these pages hold."""
     places = pages.tolist()
 
@@ -100,7 +100,24 @@ def from_pages(layers: Sequence[PagedLayer], pages: torch.Tensor, layout: BlockL
     return copy
 
 
-def into_pages(found: Found, layers: Sequence[PagedLayer], pages: torch.Tensor, held: int) -> int:
+def state_into_pages(found: Found, layers: Sequence[PagedLayer | StatePages], piece: Piece) -> bool:
+    """Writes what was found, of which a sequence holds some, to its pages and to the state that it goes on to.
+
+    Returns:
+        Whether all of it is sound, and of these layers: else nothing of it is of use.
+    """
+    if found.keys and found.layout != BlockLayout.of_pages(layers):
+        return False
+    blocks = len(found.keys) * BLOCK_TOKENS
+    if found.keys and into_pages(found, layers, piece.pages, min(piece.held, blocks)) < blocks:
+        return False
+    try:
+        return found.bring_state(lambda state, data: restore_pages(layers, piece, state, data))
+    except LookupError:
+        return False
+
+
+def into_pages(found: Found, layers: Sequence[PagedLayer | StatePages], pages: torch.Tensor, held: int) -> int:
     """Writes what was found behind the first `held` tokens, which end a page; returns the tokens that are there now."""
     places, begun = pages.tolist(), held // PAGE_TOKENS
 

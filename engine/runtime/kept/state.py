@@ -24,11 +24,13 @@ from transformers.cache_utils import (
 
 from engine.common.footprint import PART_ALIGNMENT, round_up
 from engine.families.library import COMPRESSING
+from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
 from engine.runtime.kept.block import BLOCK_TOKENS, DTYPES, dtype_name
 from engine.runtime.kept.files import Key
 from engine.runtime.kv.growing import GrowingWindowLayer
 from engine.runtime.kv.layers import StateLayer
-from engine.runtime.kv.parts import held_parts, keeps_rows, make_rows
+from engine.runtime.kv.paged_cache import PagedCaches
+from engine.runtime.kv.parts import held_parts, keeps_rows, make_rows, parts_of_pages
 
 _STATES = (
     StateLayer,
@@ -39,6 +41,8 @@ _STATES = (
 _MOST_LAYERS = 4096
 _MOST_DIMENSIONS = 8
 _Plain = bool | int | None
+_CONVOLVED, _RECURRENT = "conv_states", "recurrent_states"
+"""What the library calls them."""
 
 
 def has_state(states: Any) -> bool:
@@ -206,6 +210,66 @@ class HeldState:
         for (tensors, _plain), parts in zip(self.layers(), StateLayout.of(self).parts(data), strict=True):
             for (_name, source), target in zip(tensors, parts, strict=True):
                 target.copy_(source)
+
+
+class PagedState(HeldState):
+    """The same of a sequence over pages.
+
+    Args:
+        caches: of the pages.
+        pages: those of the sequence, and `state` that of what its layers have summed up of these tokens.
+    """
+
+    def __init__(self, caches: PagedCaches, pages: torch.Tensor, tokens: int, state: int) -> None:
+        super().__init__(caches.of(Piece(pages, tokens, 0, state, state)), tokens)
+        self._paged = caches.layers
+        block = tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        self._pages = pages[block // PAGE_TOKENS : -(-tokens // PAGE_TOKENS)].long()
+        self._rest = tokens - block
+
+    def layers(self) -> Iterator[tuple[list[tuple[str, torch.Tensor]], dict[str, _Plain]]]:
+        """See `HeldState`."""
+        for paged, states in zip(self._paged, self._cache.layers, strict=True):
+            if isinstance(paged, StatePages):
+                yield _held_by(states)
+                continue
+            # By pages, which lie together: [pages, H, tokens, ...] -> [H, tokens, ...].
+            parts = (
+                [part[self._pages].transpose(0, 1).flatten(1, 2) for part in parts_of_pages(paged)]
+                if self._rest
+                else []
+            )
+            yield [(f"rows {index}", part[:, : self._rest]) for index, part in enumerate(parts)], {}
+
+
+def restore_pages(
+    layers: Sequence[PagedLayer | StatePages], piece: Piece, layout: StateLayout, data: torch.Tensor
+) -> None:
+    """Writes what was kept to the page of the state that a piece goes on to, and the last rows to its pages.
+
+    Raises:
+        LookupError: it is of another cache.
+    """
+    if len(layout.layers) != len(layers):
+        raise LookupError("the cache has other layers")
+    numbers = torch.arange(layout.tokens // BLOCK_TOKENS * BLOCK_TOKENS, layout.tokens)
+    pages, rows = piece.pages[numbers // PAGE_TOKENS].long(), numbers % PAGE_TOKENS
+    for paged, layer, parts in zip(layers, layout.layers, layout.parts(data), strict=True):
+        if isinstance(paged, StatePages):
+            named = {part.name: each[0] for part, each in zip(layer.tensors, parts, strict=True)}
+            targets = {f"{_CONVOLVED} 0": paged.recent, f"{_RECURRENT} 0": paged.states}
+            if named.keys() != targets.keys() or any(named[at].shape != targets[at].shape[1:] for at in targets):
+                raise LookupError("a layer of another kind")
+            for at, target in targets.items():
+                target[piece.next_state].copy_(named[at])
+        else:
+            own = parts_of_pages(paged) if len(numbers) else []
+            if [(part.dtype, part.shape[1], *part.shape[3:]) for part in own] != [
+                (each.dtype, each.shape[0], *each.shape[2:]) for each in parts
+            ]:
+                raise LookupError("a layer of another kind")
+            for target, source in zip(own, parts, strict=True):
+                target[pages, :, rows] = source.transpose(0, 1)
 
 
 def _held_by(states: Any) -> tuple[list[tuple[str, torch.Tensor]], dict[str, _Plain]]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces
+from engine.kernels.native.paged_attention import PAGE_TOKENS, KvType, PagedLayer, Piece, Pieces, StatePages
 from engine.kernels.native.structs import PagesStruct
-from engine.runtime.kv.layers import library_cache
+from engine.runtime.kv.layers import StateLayer, library_cache
 from engine.runtime.kv.narrow import narrowed, widened
+from engine.runtime.kv.parts import parts_of_pages
 
 
 class PagedCacheLayer(DynamicLayer):  # type: ignore[misc]  # transformers is untyped
@@ -94,35 +96,74 @@ class PagedCaches:
         layers: the pages of each layer, and its window, 0 without one.
     """
 
-    def __init__(self, layers: list[PagedLayer], windows: list[int]) -> None:
-        self._layers = layers
-        self._windows = windows
-        self.structs = [layer.held(window) for layer, window in zip(layers, windows, strict=True)]
+    def __init__(self, layers: Sequence[PagedLayer | StatePages], windows: list[int]) -> None:
+        self.layers, self.windows = layers, windows
+        self.structs = [
+            paged.held() if isinstance(paged, StatePages) else paged.held(window)
+            for paged, window in zip(layers, windows, strict=True)
+        ]
+        self._states = [paged for paged in layers if isinstance(paged, StatePages)]
 
-    @staticmethod
-    def can_hold(model: Any, layers: list[PagedLayer], windows: list[int]) -> bool:
+    @property
+    def have_states(self) -> bool:
+        """Whether some layers sum up what they read."""
+        return bool(self._states)
+
+    def can_hold(self, model: Any) -> bool:
         """Whether the library's own cache of this model would hold the same of each token."""
         cache = library_cache(model)
         its = cache.layers if cache is not None and type(cache) is DynamicCache else []
-        return len(its) == len(layers) and all(
-            type(layer) is DynamicLayer
-            if not window
-            else type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == window
-            for layer, window in zip(its, windows, strict=True)
-        )
+
+        def is_alike(layer: Any, paged: PagedLayer | StatePages, window: int) -> bool:
+            if isinstance(paged, StatePages):
+                return type(layer) is StateLayer and layer.number_of_states == 1
+            if not window:
+                return type(layer) is DynamicLayer
+            return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window == window
+
+        return len(its) == len(self.layers) and all(map(is_alike, its, self.layers, self.windows))
 
     def of(self, piece: Piece) -> Cache:
         """A sequence's, for a forward of its next tokens."""
+        if piece.state != piece.next_state:
+            self.copy_state(piece.state, piece.next_state)
         cache = DynamicCache()
         cache.layers = [
-            PagedCacheLayer(paged, struct, window, piece)
-            for paged, struct, window in zip(self._layers, self.structs, self._windows, strict=True)
+            _state_layer(paged, piece.next_state)
+            if isinstance(paged, StatePages)
+            else PagedCacheLayer(paged, struct, window, piece)
+            for paged, struct, window in zip(self.layers, self.structs, self.windows, strict=True)
         ]
         return cache
 
     def copy_page(self, source: int, target: int) -> None:
         """What a page holds, into another one."""
-        for paged in self._layers:
-            for part in (paged.keys, paged.values, paged.key_scales, paged.value_scales):
-                if part is not None:
-                    part[target] = part[source]
+        for paged in self.layers:
+            for part in parts_of_pages(paged):
+                part[target] = part[source]
+
+    def copy_state(self, source: int, target: int) -> None:
+        """What layers have summed up, into another page."""
+        for paged in self._states:
+            paged.copy(source, target)
+
+    def clear_state(self, page: int) -> None:
+        """Makes a page that of no tokens."""
+        for paged in self._states:
+            paged.clear(page)
+
+    def discard_states(self, pages: Sequence[int]) -> None:
+        """Returns the memory of these pages to the system, as far as it takes it."""
+        for paged in self._states:
+            paged.discard(pages)
+
+
+def _state_layer(paged: StatePages, page: int) -> StateLayer:
+    """The library's layer, which brings a page up to date in place."""
+    layer = StateLayer(1)
+    layer.conv_states[0], layer.recurrent_states[0] = paged.recent[page][None], paged.states[page][None]
+    layer.device, layer.dtype = paged.states.device, paged.states.dtype
+    layer.conv_kernel_size[0] = paged.recent.shape[-1]
+    for is_there in (layer.is_conv_states_initialized, layer.is_recurrent_states_initialized, layer.has_previous_state):
+        is_there[0] = True
+    return layer

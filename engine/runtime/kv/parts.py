@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DummyLayer
 
-from engine.kernels.native.paged_attention import PagedLayer
+from engine.kernels.native.paged_attention import PagedLayer, StatePages
 from engine.runtime.kv.growing import GrowingIndexedLayer, GrowingLayer, GrowingWindowLayer
 from engine.runtime.kv.narrow import NarrowLayer
 
@@ -44,8 +44,10 @@ def held_parts(states: Any) -> list[torch.Tensor]:
     return parts
 
 
-def parts_of_pages(paged: PagedLayer) -> list[torch.Tensor]:
-    """The same of pages: [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]."""
+def parts_of_pages(paged: PagedLayer | StatePages) -> list[torch.Tensor]:
+    """The same of pages: [pages, H, PAGE_TOKENS, D] and [pages, H, PAGE_TOKENS]; states have none of each token."""
+    if isinstance(paged, StatePages):
+        return []
     return [part for part in (paged.keys, paged.values, paged.key_scales, paged.value_scales) if part is not None]
 
 

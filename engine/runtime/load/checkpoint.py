@@ -13,7 +13,7 @@ import torch
 from engine.checkpoint.config_file import read_config, unread_inputs
 from engine.checkpoint.headers import TensorEntry
 from engine.checkpoint.names import name_of
-from engine.checkpoint.pictures import is_of_tower, why_blind, why_gguf_is_blind
+from engine.checkpoint.pictures import is_of_tower, seeing_part, why_blind, why_gguf_is_blind
 from engine.checkpoint.profile import ModelProfile, profile_of
 from engine.checkpoint.quantised.declared import left_out_note
 from engine.checkpoint.shards import check_filled, content_digest, read_tensors
@@ -120,11 +120,12 @@ def read_headers(directory: Path, precision: str, *, guesses: bool = False) -> O
     quantizer = quantizer_for(part)
     model = build_skeleton(model_class, part, dtype, adapter)
     sight, tower_weights = None, 0
-    is_whole = raw["model_type"] in SIGHTS and leave_out_tower(model)
+    is_whole = seeing_part(raw)["model_type"] in SIGHTS and leave_out_tower(model)
     if not why:
         tower_weights = sum(entry.numel for key, entry in tensors.items() if is_of_tower(key))
-        tower = partial(open_tower, library_config, tensors, dtype, quantizer, adapter)
-        sight = partial(Sight, directory, raw, library_config, tower, is_whole=is_whole)
+        sees = getattr(library_config, "thinker_config", library_config)
+        tower = partial(open_tower, sees, tensors, dtype, quantizer, adapter)
+        sight = partial(Sight, directory, raw, sees, tower, is_whole=is_whole)
         tensors = {key: entry for key, entry in tensors.items() if not is_of_tower(key)}
     if guesses:
         tensors = add_draft_head(model, tensors, lambda make: build_beside(model, dtype, make))

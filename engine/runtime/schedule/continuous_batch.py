@@ -26,6 +26,7 @@ from engine.kernels.native.paged_attention import PAGE_TOKENS
 from engine.runtime.batch.packed_sweep import PackedModel, Work
 from engine.runtime.batch.pipeline.parts import PartsTimer
 from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.batch.row_prefixes import Partings
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import AnswerSequence, SequenceError, of_one
@@ -34,6 +35,8 @@ from engine.runtime.decode.step_model import MOST_ROWS
 from engine.runtime.kept.block import BlockLayout
 from engine.runtime.kept.copying import from_pages
 from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kept.state import PagedState
+from engine.runtime.kv.paged_cache import PagedCaches
 from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for
 from engine.runtime.schedule.lane import Lane, RowSource
 from engine.runtime.schedule.request import AnswerCallback, PreparedRow
@@ -89,20 +92,24 @@ class ContinuousBatch(Lane):
         self._prices = StepPrices()
         if above is None:
             # Any one request has room; memory is only taken as tokens come.
-            longest, pages = pages_for(model.context_tokens), model.pages
+            state_weight = -(-model.state_bytes // model.page_bytes)
+            longest, pages = pages_for(model.context_tokens) + 2 * state_weight, model.pages
             if exact:
                 pages = min(max(pages, longest), max(policy.rows, _PREFIXES) * longest)
             pages = min(pages, most_pages or pages)
-            model.allocate(pages, by_head=exact)
+            self.pool = PagePool(pages, model.pages_beside, state_weight)
+            model.allocate(pages, self.pool.states, by_head=exact)
             self.exact = model.exact_steps() if exact else None
-            self.pool, self._kind = PagePool(pages, model.pages_beside), PageKind(discard=model.discard)
+            self._kind = PageKind(discard=model.discard, discard_states=model.discard_states)
         else:
             self.pool, self._kind = above.pool, above._kind
             above.below.append(self)
             if model is not above.model:
                 weight = -(-model.page_bytes // above.model.page_bytes)
-                self._kind = PageKind(uuid4().bytes, weight, model.discard)
-                model.allocate(self.pool.capacity)
+                self._kind = PageKind(uuid4().bytes, weight, model.discard, model.discard_states)
+                model.allocate(self.pool.capacity, self.pool.states)
+        self._partings = Partings(PAGE_TOKENS)
+        """Where rows leave states, if layers have any."""
         self.make_room: Check = never
         """Called when there is none left: gives up other memory for context, if there is any."""
         self.is_short: Check = model.are_others_in_the_way
@@ -261,12 +268,16 @@ class ContinuousBatch(Lane):
         """The newest row returns its pages to somebody with priority; whether there is any."""
         if not self.rows:
             return False
-        newest = self.rows.pop()
+        newest = self.rows[-1]
         if any(each.row is newest for each in self._work):
             self._end_sweep()
-        newest.step_aside()
-        self._aside.appendleft(newest)
+        self._put_aside(newest)
         return True
+
+    def _put_aside(self, row: PagedRow) -> None:
+        self.rows.remove(row)
+        row.step_aside()
+        self._aside.appendleft(row)
 
     @property
     def has_guests(self) -> bool:
@@ -285,12 +296,12 @@ class ContinuousBatch(Lane):
         expected_s = self._token_s * sum(each.tokens for each in work)
         if sent_away or not 0 < expected_s <= _LONGEST_WITH_GUESTS_S:
             return []
-        return [Work(row, 1, is_guest=True) for row in self.guests()]
+        return [Work(row, row.width, is_guest=True) for row in self.guests()]
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the pages that rows hold now, or have left to be shared."""
-        return (self.pool.held + self.pool.idle) * self._model.page_bytes
+        return self.pool.filled * self._model.page_bytes
 
     def time_parts(self) -> PartsTimer | None:
         """See `BatchExecutor.time_parts`."""
@@ -330,6 +341,8 @@ class ContinuousBatch(Lane):
             self._sweep = None
             if not _is_memory(error):
                 raise
+            for row in [each.row for each in self._work if each.is_certain and each.row.state is not None]:
+                self._put_aside(row)  # its state may be anything
             if not self._lighten():
                 raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, _TAKEN) from None
             return False
@@ -438,7 +451,9 @@ class ContinuousBatch(Lane):
         if new.request.sampling.beams > 1:
             row.search = partial(new.search, prefix=new.text)
         elif self.exact is not None and self.exact.guesses:
-            row.speculation = Speculation(self._prices, new.text, most_tokens)
+            row.drafter = self.exact.drafter() if new.layout is None else None  # it knows no positions of pictures
+            drafters = [row.drafter] if row.drafter is not None else []
+            row.speculation = Speculation(self._prices, new.text, most_tokens, drafters)
         return row
 
     def _reserve(self, row: PagedRow) -> bool:
@@ -482,7 +497,8 @@ class ContinuousBatch(Lane):
     def _sweeps(self, exact: PagedSteps) -> Iterator[list[Work]]:
         """A round: the only prompt to be read, or one whose answer has to repeat, in a sweep of its own; other prompts,
         and answers that are too many for exact steps, in one that they share; then exact steps of the rest."""
-        reading = [row for row in self.rows if row.is_reading and self._finds_more(row)]
+        waiting = self._waiting(self.rows)
+        reading = [row for row in self.rows if row.is_reading and row not in waiting and self._finds_more(row)]
         writing = [row for row in self.rows if not row.is_reading]
         most = exact.most_rows
         only = next((row for row in reading if row.request.repeats), reading[0] if len(reading) == 1 else None)
@@ -517,29 +533,46 @@ class ContinuousBatch(Lane):
 
     def _packed(self, rows: Sequence[PagedRow]) -> list[Work]:
         work, left = list[Work](), self._sweep_tokens
-        being_read, mixers = set[bytes](), self._model.mixers
-        waiting = mixers.waiting(rows) if mixers is not None else set[PagedRow]()
+        being_read, waiting = set[bytes](), self._waiting(rows)
         for row in rows:
             if not row.is_reading:
-                work.append(Work(row, 1))
+                work.append(Work(row, row.width))
                 continue
-            if not self._finds_more(row) or left <= 0 or row.following in being_read or row in waiting:
+            if row in waiting or not self._finds_more(row) or left <= 0 or row.following in being_read:
                 continue  # another row is computing what this one will share
-            if row.following is not None:
+            if row.following is not None and row.state is None:
                 being_read.add(row.following)
-            tokens = min(left, len(row.prompt) - row.held)
-            if mixers is not None:
-                tokens = mixers.up_to(row, tokens)
-            if tokens := self._up_to(row, tokens):
+            if tokens := self._up_to(row, min(left, len(row.prompt) - row.held)):
                 work.append(Work(row, tokens))
             left -= tokens
         return work
 
+    def _waiting(self, rows: Sequence[PagedRow]) -> set[PagedRow]:
+        """Those of some rows that wait for what others are reading of what both begin with, before they read
+        themselves."""
+        if self._model.mixers is not None:
+            return self._model.mixers.waiting(rows)
+        readers, waiting = list[PagedRow](), set[PagedRow]()
+        for row in rows if self.pool.states else ():
+            if not row.is_reading or row.request.repeats:
+                continue
+            if row.state is None and self._partings.waits(row, readers):
+                waiting.add(row)
+            else:
+                readers.append(row)
+        return waiting
+
     def _up_to(self, row: PagedRow, tokens: int) -> int:
-        """How many of a row's next tokens are read at once; 0 if one of its pictures has ended it."""
-        before = RECORDER.request
-        if row.layout is not None:  # what reads it is recorded before its sweep begins
-            RECORDER.request = row.recorded or self._of_all or RECORDER.next_request
+        """How many of its next tokens a row reads before it leaves something for others; 0 if one of its pictures has
+        ended it."""
+        if self._model.mixers is not None:
+            tokens = self._model.mixers.up_to(row, tokens)
+        elif row.state is not None and not row.request.repeats:
+            tokens = self._partings.up_to(row, row.up_to_state(tokens) if self._keeps else tokens)
+        if row.layout is None:
+            return tokens
+        before = RECORDER.request  # what reads pictures is recorded before its sweep begins
+        RECORDER.request = row.recorded or self._of_all or RECORDER.next_request
         with self._work_for(row):
             tokens = row.up_to(tokens)
         RECORDER.request = before
@@ -547,16 +580,19 @@ class ContinuousBatch(Lane):
 
     def _finds_more(self, row: PagedRow) -> bool:
         """Takes over what is there of a prompt; false if anything went wrong."""
-        exact, begins = self.exact, not row.held
+        exact, begins, caches = self.exact, not row.held, self._model.caches
         with self._work_for(row):
-            if exact is not None and row.request.repeats:
+            if caches is not None and caches.have_states:
+                if row.state is None:
+                    row.find_state(caches, self._kept)
+            elif exact is not None and row.request.repeats:
                 row.share_steady_pages(exact.chunk_tokens)
             else:
                 row.share_pages()
-                if self._kept is not None and (layers := self._model.layer_pages):
-                    row.bring_kept(self._kept, layers)
-                if exact is not None:
-                    row.copy_part(exact.copy_page)
+                if self._kept is not None and caches is not None:
+                    row.bring_kept(self._kept, caches.layers)
+                if exact is not None and caches is not None:
+                    row.copy_part(caches.copy_page)
             if exact is not None and begins and not row.sequence.ids:
                 row.request.on_progress(row.held, len(row.prompt))
         return row.error is None
@@ -577,6 +613,8 @@ class ContinuousBatch(Lane):
                     each.row.has_read_exactly(each.tokens, self.exact.chunk_tokens)
                 else:
                     each.row.has_read(each.tokens)
+                if each.row.is_reading and each.row.state is not None:
+                    self._passes(each.row)
         if RECORDER.on and is_single:
             RECORDER.phase(lanes.PREFILL, work[0].tokens)
         for row, of_row in zip(choosing, logits, strict=False):
@@ -590,19 +628,30 @@ class ContinuousBatch(Lane):
             if row.over is not None and row.error is None:
                 self._ended(row)
 
+    def _passes(self, row: PagedRow) -> None:
+        """In the midst of a prompt: leaves a state where others may go on from it."""
+        parts, caches = self._partings.ends(row, row.held), self._model.caches
+        if caches is not None and (parts or (self._keeps and row.leaves_state())):
+            row.leave_state(caches)
+
     def _take_exact(self, work: list[Work], logits: torch.Tensor) -> None:
         """After a step of answers, with what was tried."""
         tokens, at, chosen = sum(each.tokens for each in work), 0, 0
         if tokens <= MOST_ROWS:  # else they were several steps
             self._prices.took(tokens, self._sweep_s)
         for each in work:
-            row, guess, of_row = each.row, each.guess, logits[at : at + each.tokens]
+            row, guess, of_row, lag = each.row, each.guess, logits[at : at + each.tokens], each.row.lag
             at += each.tokens
-            taken = self._goes_on(row, of_row, guess)
+            taken = self._goes_on(row, of_row[lag:], guess)
             chosen += taken
             if row.error is not None or row.search is not None:
                 continue
-            row.has_read(taken)
+            if row.drafter is not None:
+                row.drafter.take_back(each.tokens - lag - taken)
+            if row.state is None or lag + taken == each.tokens:
+                row.has_read(lag + taken)  # else its state is that of before, and these are computed once more
+            if lag and len(work) == 1 and row.speculation is not None:
+                row.speculation.took_back(self._sweep_s)
             if guess is not None and row.speculation is not None:
                 row.speculation.settle(guess, taken - 1, self._sweep_s, rows=len(work), tokens=tokens - len(guess.ids))
         if RECORDER.on:
@@ -614,9 +663,9 @@ class ContinuousBatch(Lane):
 
     def _goes_on(self, row: PagedRow, logits: torch.Tensor, guess: Guess | None) -> int:
         """Chooses an answer's next token, and those after it that were tried, from logits [q, V]; returns how many."""
-        if row.search is not None and self.exact is not None:
+        if row.search is not None and self._model.caches is not None:
             with self._work_for(row):
-                row.search_on(logits, self.exact.copy_page)
+                row.search_on(logits, self._model.caches.copy_page)
             return 1
         tried = guess.ids if guess is not None else ()
         for place in range(logits.shape[0]):
@@ -658,23 +707,36 @@ class ContinuousBatch(Lane):
         """What an answer has read stays in its pages, where others find it; a chat's is written to disk from there."""
         row.leave_part()
         self._left_tokens = row.held
-        kept = self._kept
+        kept, caches = self._kept, self._model.caches
         if kept is not None and kept.keeps(row.request.chat):
             pages = row.pages.clone()
             for page in pages.tolist():
                 self.pool.fork(page)
             self._left_by[row.request.chat] = self.pool.prefixes(pages.tolist())
-            offer = _Offer(pages)
-            self._offers.append(offer)
-            layers = self._model.layer_pages
-            layout = BlockLayout.of_pages(layers)
-            if layout is not None:
-                kept.offer(offer, row.read, layout, from_pages(layers, pages, layout), row.request.chat)
+            if caches is not None:
+                self._offer(kept, row, caches, pages)
         # As much as is kept of other models, or what this one has left.
-        most = max(len(row.pages), kept.ram_budget // self._model.page_bytes if kept is not None else 0)
-        too_many = len(self.pool.touched) - self.pool.held - most
+        most = max(
+            len(row.pages) + self.pool.beside,
+            kept.ram_budget // self._model.page_bytes if kept is not None else 0,
+        )
+        held = self.pool.held + self.pool.held_states * self.pool.state_weight
+        too_many = self.pool.has_memory - held - most
         if too_many > 0:
             self.pool.give_back(too_many)
+
+    def _offer(self, kept: KeptPrefixes, row: PagedRow, caches: PagedCaches, pages: torch.Tensor) -> None:
+        layout, states = BlockLayout.of_pages(caches.layers), row.states
+        for _tokens, state in states:
+            self.pool.hold_state(state)
+        offer = _Offer(pages, [state for _tokens, state in states])
+        self._offers.append(offer)
+        copy, chat = from_pages(caches.layers, pages, layout), row.request.chat
+        if caches.have_states:
+            held = [PagedState(caches, pages, tokens, state) for tokens, state in states]
+            kept.offer_states(offer, row.read, layout, copy, held, chat)
+        else:
+            kept.offer(offer, row.read, layout, copy, chat)
 
     def _drop_written(self) -> None:
         """Lets go of pages that were held for the disk, once that has them, and forgets those of deleted chats."""
@@ -700,6 +762,8 @@ class ContinuousBatch(Lane):
         self._offers.remove(offer)
         for page in offer.pages.tolist():
             self.pool.release(page)
+        for state in offer.states:
+            self.pool.release_state(state)
 
     def able_to_write(self) -> list[PagedRow]:
         """Its rows that can take part in a sweep of others now, with room for a token."""
@@ -713,9 +777,10 @@ class ContinuousBatch(Lane):
 
 @dataclass(eq=False)
 class _Offer:
-    """Pages that are held until they are on disk."""
+    """Pages and states that are held until they are on disk."""
 
     pages: torch.Tensor
+    states: list[int]
 
 
 def _arriving(new: deque[PreparedRow]) -> Iterator[PreparedRow | None]:

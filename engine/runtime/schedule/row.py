@@ -11,21 +11,28 @@ import torch
 from engine.common import clock
 from engine.common.chat import FinishReason
 from engine.common.errors import EngineError
-from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece
+from engine.kernels.native.paged_attention import PAGE_TOKENS, PagedLayer, Piece, StatePages
 from engine.runtime.decode.beam_search import Beams, BeamStep
 from engine.runtime.decode.drafter import Guess
 from engine.runtime.decode.generation import Decoded, GenerationResult
 from engine.runtime.decode.sequence import AnswerSequence
 from engine.runtime.decode.speculation import Speculation
 from engine.runtime.kept.block import BlockLayout
-from engine.runtime.kept.copying import into_pages
+from engine.runtime.kept.copying import into_pages, state_into_pages
 from engine.runtime.kept.prefixes import KeptPrefixes, Reused
-from engine.runtime.kv.pages import PageKind, PagePool, pages_for, prefix_after
+from engine.runtime.kv.pages import PageKind, PagePool, Prefix, pages_for, prefix_after
 from engine.runtime.pictures import Layout
 from engine.runtime.schedule.request import BatchRequest
 
 if TYPE_CHECKING:
     from engine.runtime.batch.row_mixers import RowCache
+    from engine.runtime.decode.head_drafter import HeadDrafter
+    from engine.runtime.kv.paged_cache import PagedCaches
+
+_BEFORE_END = 16
+"""How far before its end a prompt leaves a state at least: what a template puts there, the next turn has not."""
+_FEWEST_APART = 512
+"""Tokens from one state to the next in the midst of a prompt."""
 
 
 class PagedRow:
@@ -87,6 +94,8 @@ class PagedRow:
         self.steady = 0
         """Tokens at the beginning that were computed in whole chunks from the first one on."""
         self.speculation: Speculation | None = None
+        self.drafter: HeadDrafter | None = None
+        """Of its speculation, if the model has a head that drafts."""
         self._told = 0
         """Tokens of the answer that it knows of."""
         self.recorded = 0
@@ -95,6 +104,14 @@ class PagedRow:
         """The prefix that the next page will end, if the prompt fills that page and continues after it."""
         # A page that nobody holds any more is counted as one: those that take more of the budget cannot stay.
         self._shares = pool.shares and kind.weight == 1
+        self.state: int | None = None
+        """What layers have summed up of the tokens held, if they do: its page of states."""
+        self._spare = self._into = 0
+        """The other one of its own, and the one of both that the next step writes."""
+        self.left: list[tuple[int, Prefix]] = []
+        """Where it left states to others on its way."""
+        self._found = 0
+        """Tokens that it went on behind."""
         self._look_ahead()
 
     @property
@@ -113,7 +130,7 @@ class PagedRow:
     def reserve_next(self) -> bool:
         """Reserves the page of its answer's next token, and some after it; False if there is none now."""
         if self.beams is not None:
-            return self._reserve_pages(len(self._pages) + self.beams.taken + self.beams.needs)
+            return self._reserve_pages(self._pool.beside + len(self._pages) + self.beams.taken + self.beams.needs)
         taken = len(self._pages) * self._kind.weight + self._pool.beside
         if taken < self._reserved or self.held < len(self._pages) * PAGE_TOKENS:
             return True
@@ -125,13 +142,85 @@ class PagedRow:
         A search begins again then, with as many pages as it had.
         """
         if self.beams is not None:
-            self._least_of_beams = len(self.beams.own) + self.beams.needs
+            self._least_of_beams = self.beams.beside
         self.close()
         self._once_read = max(self._once_read, self.held)
         self.prompt = self.prompt[: self._prompt_tokens] + self.sequence.ids
         self.held = self._published = self.steady = 0
-        self._prefix, self._has_copied = self._kind.root, False
+        self._prefix, self._has_copied, self.left = self._kind.root, False, []
         self._look_ahead()
+
+    def find_state(self, caches: PagedCaches, kept: KeptPrefixes | None) -> None:
+        """Takes pages of states before it reads anything; goes on from what others have read of its prompt.
+
+        Args:
+            kept: where else some of it may be; none of it may be where it has to repeat.
+        """
+        self.state, self._spare = self._pool.take_state(self._kind), self._pool.take_state(self._kind)
+        self._into = self.state
+        caches.clear_state(self.state)
+        if self.request.repeats or not self._shares:
+            return
+        found, tokens = self._pool.find_state(self._prefix, self.prompt[:-1])
+        if tokens:
+            caches.copy_state(found, self.state)
+            self.share_pages(tokens - tokens % PAGE_TOKENS)
+            if tokens > self.held:
+                page, _ = self._pool.longest(self._prefix, self.prompt[self.held : tokens])
+                own = self._pool.take(self._kind)
+                if own != page:
+                    caches.copy_page(page, own)
+                self._add(own)
+                self._has_found(tokens - self.held)
+        if kept is not None:
+            self._bring_state(kept, caches)
+        self._found = self.held
+
+    def _bring_state(self, kept: KeptPrefixes, caches: PagedCaches) -> None:
+        begun_s, before = clock.now(), len(self.prompt)
+        while True:
+            found = kept.find_state(self.prompt, self.held, has_rows=True, chat=self.request.chat)
+            if found is None or found.tokens >= before:  # what is damaged is removed: there may be something shorter
+                return
+            before, new = found.tokens, found.tokens - self.held
+            piece = self.piece(new)
+            if state_into_pages(found, caches.layers, piece):
+                break
+        self.shared += max(0, min(before, self._prompt_tokens) - max(self.held, self._once_read))
+        self.kept = found.reused
+        self.has_read(new)
+        self.request.on_reused(found.reused.ram, found.reused.disk, clock.now() - begun_s)
+
+    def up_to_state(self, tokens: int) -> int:
+        """How many of its next tokens it reads before it may leave a state for whoever asks the same again."""
+        last = (len(self.prompt) - _BEFORE_END) // PAGE_TOKENS * PAGE_TOKENS
+        return min(tokens, last - self.held) if self.held < last and not self.request.repeats else tokens
+
+    def leaves_state(self) -> bool:
+        """Whether others may want to go on from here: before its prompt's end, or far from the last such place."""
+        last = (len(self.prompt) - _BEFORE_END) // PAGE_TOKENS * PAGE_TOKENS
+        before = self.left[-1][0] if self.left else self._found
+        return self.held == last or self.held - before >= max(_FEWEST_APART, self._pool.state_weight * PAGE_TOKENS)
+
+    def leave_state(self, caches: PagedCaches) -> None:
+        """Copies its state for others, where a page ends, if there is room for that."""
+        pool, prefix = self._pool, self._prefix
+        if self.state is None or not self._shares or not self.held or self.held % PAGE_TOKENS:
+            return
+        if pool.state_of(prefix) is None:
+            if not pool.reserve(pool.state_weight):
+                return
+            left = pool.take_state(self._kind)
+            caches.copy_state(self.state, left)
+            pool.offer_state(left, prefix, ())
+            pool.release_state(left)
+        self.left.append((self.held, prefix))
+
+    @property
+    def states(self) -> list[tuple[int, int]]:
+        """The states that it left, as far as they are there, and its own: what its answer can be gone on with from."""
+        left = [(tokens, self._pool.state_of(prefix)) for tokens, prefix in self.left if tokens < self.held]
+        return [(tokens, state) for tokens, state in [*left, (self.held, self.state)] if tokens and state is not None]
 
     @property
     def pages(self) -> torch.Tensor:
@@ -197,7 +286,7 @@ class PagedRow:
         self.shared += max(0, min(tokens, self._prompt_tokens) - self._once_read)
         self.has_read(tokens)
 
-    def bring_kept(self, kept: KeptPrefixes, layers: Sequence[PagedLayer]) -> None:
+    def bring_kept(self, kept: KeptPrefixes, layers: Sequence[PagedLayer | StatePages]) -> None:
         """Takes over what is kept of its prompt, if that is more than it holds; it is looked for once."""
         if self._was_looked_for or self.held % PAGE_TOKENS:
             return
@@ -214,20 +303,34 @@ class PagedRow:
             self.has_read(new)
             self.request.on_reused(found.reused.ram, found.reused.disk, clock.now() - begun_s)
 
-    def piece(self, tokens: int) -> Piece:
-        """Its next tokens, with pages for them."""
+    def piece(self, tokens: int, *, in_place: bool = False) -> Piece:
+        """Its next tokens, with pages for them.
+
+        Args:
+            in_place: whether its state may be written over: these tokens are not going to be taken back.
+        """
         while len(self._pages) < pages_for(self.held + tokens):
             self._add(self._pool.take(self._kind))
-        return Piece(self._table, self.held, tokens)
+        if self.state is None:
+            return Piece(self._table, self.held, tokens)
+        self._into = self.state if in_place else self._spare
+        return Piece(self._table, self.held, tokens, self.state, self._into)
+
+    @property
+    def lag(self) -> int:
+        """Tokens of its answer that its state does not have: they were tried with others that did not come true."""
+        if self.state is None or self.is_reading or self.search is not None:
+            return 0
+        return max(0, self._prompt_tokens + len(self.sequence.ids) - self.held - 1)
 
     @property
     def width(self) -> int:
         """Tokens that it has in a step at least."""
-        return 1 if self.beams is None else len(self.beams.tokens)
+        return 1 + self.lag if self.beams is None else len(self.beams.tokens)
 
-    def pieces(self, tokens: int) -> list[Piece]:
+    def pieces(self, tokens: int, *, in_place: bool = False) -> list[Piece]:
         """The same as several sequences if it has beams."""
-        return [self.piece(tokens)] if self.beams is None else self.beams.pieces()
+        return [self.piece(tokens, in_place=in_place)] if self.beams is None else self.beams.pieces()
 
     def search_on(self, logits: torch.Tensor, copy_page: Callable[[int, int], None]) -> None:
         """Beams choose their next tokens, from logits [B, V], or [1, V] after the prompt.
@@ -240,7 +343,7 @@ class PagedRow:
                 assert self.search is not None
                 begun = self.search(logits)
                 step = next(begun)
-                self.beams = _RowBeams(begun, self._pool, self._kind, self._pages, self.held, copy_page)
+                self.beams = _RowBeams(begun, self._pool, self._kind, self._pages, self.held, copy_page, self.state)
             else:
                 step = self.beams.search.send(logits)
                 self.beams.held += 1
@@ -271,13 +374,16 @@ class PagedRow:
         """The ids of its next tokens."""
         if self.beams is not None:
             return self.beams.tokens
-        return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1:]
+        return self.prompt[self.held : self.held + tokens] if self.is_reading else self.sequence.ids[-1 - self.lag :]
 
     def has_read(self, tokens: int) -> None:
         """Records that its next tokens are in their pages, and offers complete pages for sharing."""
         self.held += tokens
         if self.layout is not None and not self.is_reading:
             self.layout.look(0, 0)
+        if self.state is not None and self._into == self._spare:
+            self.state, self._spare = self._spare, self.state
+            self._into = self.state
         while self.held >= self._published + PAGE_TOKENS:
             begin, end = self._published, self._published + PAGE_TOKENS
             prefix = self.following or prefix_after(self._prefix, self._tokens(begin, end))
@@ -299,11 +405,13 @@ class PagedRow:
         if rest and self._shares and len(self._pages) * PAGE_TOKENS > self._published:
             prefix = prefix_after(self._prefix, rest)
             self._pool.publish(self._pages[self._published // PAGE_TOKENS], prefix, self._prefix, rest)
+        if self.state is not None and self.held and self._shares:
+            self._pool.offer_state(self.state, self._prefix, rest)
 
     @property
     def room(self) -> int:
         """Tokens for which it has pages, or has reserved them."""
-        return self._reserved * PAGE_TOKENS - self.held
+        return (self._reserved - self._pool.beside) * PAGE_TOKENS - self.held
 
     def guess(self, most: int, rows: int, tokens: int) -> Guess | None:
         """What to try with its next token, if anything promises enough; see `Speculation.guess`.
@@ -311,7 +419,7 @@ class PagedRow:
         Args:
             most: tokens in all that its part of the step may have.
         """
-        if self.speculation is None:
+        if self.speculation is None or self.lag:
             return None
         self.speculation.append(self.sequence.ids[self._told :])
         self._told = len(self.sequence.ids)
@@ -340,7 +448,7 @@ class PagedRow:
 
     def close(self) -> None:
         """Returns its pages."""
-        taken = len(self._pages)
+        taken = len(self._pages) + (2 * self._pool.state_weight if self.state is not None else 0)
         if self.beams is not None:
             taken += self.beams.taken
             self.beams.close()
@@ -348,6 +456,10 @@ class PagedRow:
         self._pool.give_back_reservation(self._reserved - taken)
         for page in self._pages:
             self._pool.release(page)
+        if self.state is not None:
+            self._pool.release_state(self.state)
+            self._pool.release_state(self._spare)
+            self.state = None
         self._pages = []
         self._reserved = 0
         if self.own is not None:
@@ -392,6 +504,9 @@ class _RowBeams:
         tokens: the next one of each.
         own: pages that the row's prompt does not have.
         taken: pages so far, out of the row's reservation.
+
+    Args:
+        state: behind the prompt, if layers have any.
     """
 
     def __init__(
@@ -402,6 +517,7 @@ class _RowBeams:
         prompt: Sequence[int],
         held: int,
         copy_page: Callable[[int, int], None],
+        state: int | None,
     ) -> None:
         self.search, self.held = search, held
         self.tokens: list[int] = []
@@ -410,6 +526,10 @@ class _RowBeams:
         self._pool, self._kind, self._copy_page = pool, kind, copy_page
         self._tables: list[list[int]] = []
         self._prompt = list(prompt)
+        self._state = state
+        self._states: list[int] = []
+        """Of each, and those that the step under way writes."""
+        self._next: list[int] = []
 
     def follow(self, step: BeamStep) -> None:
         """The next tokens, and which beam each goes on from."""
@@ -418,12 +538,26 @@ class _RowBeams:
         for page in itertools.chain(*self._tables):
             self._pool.fork(page)
         self._release(before)
+        if self._state is not None:
+            old, new = [*self._states, *self._next], self._next
+            self._states = [new[source] if new else self._state for source in step.sources]
+            self._next = []
+            for state in self._states:
+                self._pool.hold_state(state)
+            for state in old:
+                self._pool.release_state(state)
 
     @property
     def needs(self) -> int:
         """Pages that the next tokens take."""
         place = self.held // PAGE_TOKENS
-        return sum(place == len(table) or self._pool.is_forked(table[place]) for table in self._tables)
+        states = (len(self._states) - len(self._next)) * self._pool.state_weight
+        return states + sum(place == len(table) or self._pool.is_forked(table[place]) for table in self._tables)
+
+    @property
+    def beside(self) -> int:
+        """Pages that those who begin such a search anew need beside the prompt's."""
+        return len(self.own) + self.needs + len(self._states) * self._pool.state_weight
 
     def pieces(self) -> list[Piece]:
         """The next tokens, each in a page that nobody else holds."""
@@ -438,11 +572,18 @@ class _RowBeams:
                 self._release([table[place:]])
             table[place:] = [own]
             self.own.add(own)
-        return [Piece(torch.tensor(table, dtype=torch.int32), self.held, 1) for table in self._tables]
+        while len(self._next) < len(self._states):
+            self._next.append(self._pool.take_state(self._kind))
+            self.taken += self._pool.state_weight
+        states = list(zip(self._states, self._next, strict=True)) or [(0, 0)] * len(self._tables)
+        tables = [torch.tensor(table, dtype=torch.int32) for table in self._tables]
+        return [Piece(table, self.held, 1, *own) for table, own in zip(tables, states, strict=True)]
 
     def close(self) -> None:
         """Returns their pages."""
         self._release(self._tables)
+        for state in [*self._states, *self._next]:
+            self._pool.release_state(state)
 
     def _release(self, tables: Sequence[Sequence[int]]) -> None:
         for page in itertools.chain(*tables):

@@ -2,7 +2,7 @@
 
 Requests of people come first.  They are sequences over pages that share steps (continuous batching), and one that has
 the model for itself is a batch of one.  What pages cannot hold, or not as well, is answered over a cache of its own:
-the first request of a model that the library computes, or that has a card; encoder-decoders; beams.  Work in the
+the first request of a model that the library computes, or that has a card; encoder-decoders; pictures.  Work in the
 background goes on between two of their tokens, and takes them along: another row costs a sweep of many little.  It
 slows them down no more than they do it, as measured, and does nothing before each of them has its first token.
 """
@@ -29,7 +29,6 @@ from engine.runtime.batch.policy import BatchPolicy, PlanOutdatedError, policy_f
 from engine.runtime.decode.generation import GenerationResult
 from engine.runtime.decode.paged_steps import PagedSteps
 from engine.runtime.decode.sequence import SequenceError, of_one
-from engine.runtime.draft_head import draft_head_of
 from engine.runtime.kv.pages import pages_for
 from engine.runtime.loaded_model import LoadedModel
 from engine.runtime.schedule.background import Background
@@ -109,8 +108,6 @@ class Scheduler:
         self._stream = SingleStream(loaded, kept=self._kept)
         self._together: ContinuousBatch | None = None
         self._are_exact = PagedSteps.are_likely(loaded)
-        self._drafts = loaded.speculates and draft_head_of(loaded.model) is not None
-        """Whether a draft head guesses for who is answered alone."""
         self._apart = why_not_packed(loaded.model)
         """Why no two of them share a sweep, as the end of a sentence; empty if they do."""
         if self._are_exact:
@@ -414,8 +411,7 @@ class Scheduler:
         has_beams = request.sampling.beams > 1
         # On a card no answer can be the same another time.
         is_read_alone = request.repeats and self.loaded.device.type == "cpu" and self.loaded.devices is None
-        is_wanted = self._are_exact and (has_beams or not self._drafts)
-        is_wanted |= self._single is not None and not has_beams
+        is_wanted = self._are_exact or (self._single is not None and not has_beams)
         together = self._shared() if is_wanted else None
         shares = together is not None and together.has_room_for(asked.prepared)
         if together is not None and shares and together.exact is not None:

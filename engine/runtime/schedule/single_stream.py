@@ -1,6 +1,7 @@
 """A single stream: one sequence at a time over the model's own cache, where pages do not hold as well what that does.
 
-That is so of beams, of encoder-decoders, of latent and recurrent layers, and of what the library or a card computes.
+That is so of encoder-decoders, of pictures, of layers that choose tokens or sum up in ways that pages do not know, and
+of what the library or a card computes.
 """
 
 from __future__ import annotations

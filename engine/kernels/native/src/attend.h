@@ -49,7 +49,8 @@ using Attend = void (*)(const HeldRows &rows, int64_t begin, int64_t end, const 
 // Some tokens of one head, one after the other, through the gated delta rule: delta_rule.h.  Each token's numbers lie `step`
 // floats after those of the one before.
 struct DeltaHead {
-    float *state;  // [key_dim, value_dim]: what the keys so far are to give, less what has decayed
+    const float *before;  // [key_dim, value_dim]: what the keys so far are to give, less what has decayed
+    float *state;         // receives it behind these tokens; may be the same
     int64_t tokens, key_dim, value_dim;
     const float *key, *query, *value;  // [key_dim] and [value_dim]
     int64_t step;                      // of these three
@@ -61,7 +62,8 @@ struct DeltaHead {
 
 // Some tokens through short causal convolutions of `count` channels, each with weights of its own, and silu.
 struct Convolution {
-    float *recent;         // [count, kernel]: what went in last, the newest last
+    const float *before;   // [count, kernel]: what went in last, the newest last
+    float *recent;         // receives it behind these tokens; may be the same
     const float *taps;     // [kernel], each `taps_step` floats after the one before: the channels' weights, the newest last
     int64_t count, kernel, taps_step, tokens;
     const float *x;        // [tokens, count]

@@ -1,4 +1,4 @@
-// A few tokens of one sequence through a gated delta net, and prompts as far as no matrix is: norm, projections, short convolutions, the delta rule, output and residual.
+// A few tokens of some sequences through a gated delta net, and prompts as far as no matrix is: norm, projections, short convolutions, the delta rule, output and residual.
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
@@ -34,14 +34,24 @@ struct DeltaTokens {
     Kernels kernels;
     int64_t tokens;
     Projected mixed, k, v, z, b, a;
+    const float *recent_before, *states_before;
     float *recent, *states;
-    std::vector<float> convolved;  // [tokens, channels]
-    float *answers;                // [tokens, value_heads * value_dim]
+    float *convolved;  // [tokens, channels]
+    float *answers;    // [tokens, value_heads * value_dim]
 
     int64_t per_key() const { return layer->value_heads / layer->key_heads; }
     int64_t keys() const { return int64_t{layer->key_heads} * layer->key_dim; }
     int64_t values() const { return int64_t{layer->value_heads} * layer->value_dim; }
     int64_t channels() const { return 2 * keys() + values(); }
+
+    // The states of a sequence: what they are, and where what becomes of them goes.
+    void take(const SwitchyardPages &held, int64_t before, int64_t after) {
+        const int64_t recents = channels() * layer->kernel, all = values() * layer->key_dim;
+        recent_before = static_cast<const float *>(held.keys) + before * recents;
+        states_before = static_cast<const float *>(held.values) + before * all;
+        recent = static_cast<float *>(held.keys) + after * recents;
+        states = static_cast<float *>(held.values) + after * all;
+    }
 
     // A key head's queries (0), keys (1), values (2) and z (3).
     Projected of(int64_t key_head, int which) const {
@@ -76,8 +86,8 @@ void convolve_key_head(DeltaTokens &now, int64_t head) {
     for (int which = 0; which < 3; ++which) {
         const int64_t at = begins[which];
         const Projected from = now.of(head, which);
-        now.kernels.attention->convolve({now.recent + at * layer.kernel, layer.taps + at, which < 2 ? dim : many, layer.kernel,
-                                         channels, now.tokens, from.x, from.step, &now.convolved[at], channels});
+        now.kernels.attention->convolve({now.recent_before + at * layer.kernel, now.recent + at * layer.kernel, layer.taps + at,
+                                         which < 2 ? dim : many, layer.kernel, channels, now.tokens, from.x, from.step, &now.convolved[at], channels});
     }
     for (int64_t token = 0; token < now.tokens; ++token) {
         float *of = &now.convolved[token * channels];
@@ -107,7 +117,8 @@ void answer_value_head(DeltaTokens &now, int64_t head) {
         }
         const float *of = &now.convolved[begin * channels];
         float *out = now.answers + begin * now.values() + (layer.o_heads ? layer.o_heads[head] : head) * value_dim;
-        kernels.delta({now.states + head * dim * value_dim, tokens, dim, value_dim, of + now.keys() + key_head * dim,
+        const int64_t state = head * dim * value_dim;
+        kernels.delta({(begin ? now.states : now.states_before) + state, now.states + state, tokens, dim, value_dim, of + now.keys() + key_head * dim,
                        of + key_head * dim, of + 2 * now.keys() + head * value_dim, channels, decays.data(), betas, out,
                        now.values()});
         const Projected z = now.of(key_head, 3);
@@ -128,6 +139,7 @@ struct Product {
 struct DeltaStep : DeltaTokens {
     const float *hidden;
     float *out;
+    std::vector<DeltaTokens> sequences;  // the same of each
     std::vector<int32_t> all;      // 0, 1, ..., tokens - 1
     std::vector<float> normed;     // [tokens, hidden]
     Vectors wide, narrow;          // the same, for queries, keys, values and z, and for the others
@@ -135,7 +147,7 @@ struct DeltaStep : DeltaTokens {
     std::vector<Product> first, second;  // those of hidden states, and those of what these give
     int64_t width;                 // of what all of them give
     std::vector<float> projected;  // [tokens, width]
-    std::vector<float> answered;   // what `answers` points to
+    std::vector<float> convolved_all, answered;  // what `convolved` and `answers` point to
     Vectors answers_x;             // the same, for the output
 
     // Lays out what is projected.
@@ -177,8 +189,8 @@ struct DeltaRun {
           projections(blocks_of(step.first), threads, 1),
           between(step.second.empty() ? 0 : step.tokens, threads, 1),
           later(blocks_of(step.second), threads, 1),
-          convolutions(step.layer->key_heads, threads, 1),
-          heads(step.layer->value_heads, threads, 1),
+          convolutions(step.layer->key_heads * static_cast<int64_t>(step.sequences.size()), threads, 1),
+          heads(step.layer->value_heads * static_cast<int64_t>(step.sequences.size()), threads, 1),
           spreading(step.tokens, threads, 1),
           output(blocks_of(step.layer->o), threads, 1) {}
 };
@@ -239,10 +251,12 @@ void delta_work(void *argument) {
     });
     run.later.run([&](int64_t begin, int64_t end) { project(step, step.second, begin, end); });
     run.convolutions.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) convolve_key_head(step, head);
+        for (int64_t item = begin; item < end; ++item)
+            convolve_key_head(step.sequences[item / layer.key_heads], item % layer.key_heads);
     });
     run.heads.run([&](int64_t begin, int64_t end) {
-        for (int64_t head = begin; head < end; ++head) answer_value_head(step, head);
+        for (int64_t item = begin; item < end; ++item)
+            answer_value_head(step.sequences[item / layer.value_heads], item % layer.value_heads);
     });
     run.spreading.run([&](int64_t begin, int64_t end) {
         for (int64_t token = begin; token < end; ++token)
@@ -268,16 +282,15 @@ void piece_work(void *argument) {
 
 }  // namespace
 
-SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const SwitchyardDelta *delta, int32_t tokens,
-                                             const float *hidden, float *recent, float *states, float *out) try {
+SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const SwitchyardDelta *delta, const SwitchyardPages *held,
+                                             const SwitchyardPiece *pieces, int32_t count, const float *hidden, float *out) try {
     const Stamp stamp(delta);
     static thread_local DeltaStep step;
     step.layer = delta;
     step.kernels = kernels_in_use();
+    const int32_t tokens = pieces[count - 1].first + pieces[count - 1].tokens;
     step.tokens = tokens;
     step.hidden = hidden;
-    step.recent = recent;
-    step.states = states;
     step.out = out;
     step.all.resize(static_cast<size_t>(tokens));
     std::iota(step.all.begin(), step.all.end(), 0);
@@ -287,9 +300,20 @@ SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const Switchy
     if (delta->z_first.rows) step.z_x.resize({&delta->z}, tokens, delta->z.columns);
     if (delta->a_first.rows) step.a_x.resize({&delta->a}, tokens, delta->a.columns);
     step.arrange();
-    step.convolved.resize(static_cast<size_t>(tokens * step.channels()));
+    step.convolved_all.resize(static_cast<size_t>(tokens * step.channels()));
+    step.convolved = step.convolved_all.data();
     step.answered.resize(static_cast<size_t>(tokens * step.values()));
     step.answers = step.answered.data();
+    step.sequences.assign(static_cast<size_t>(count), step);
+    for (int32_t i = 0; i < count; ++i) {
+        DeltaTokens &own = step.sequences[static_cast<size_t>(i)];
+        const int64_t first = pieces[i].first;
+        own.tokens = pieces[i].tokens;
+        own.take(*held, pieces[i].state, pieces[i].next_state);
+        own.convolved += first * step.channels();
+        own.answers += first * step.values();
+        for (Projected *part : {&own.mixed, &own.k, &own.v, &own.z, &own.b, &own.a}) part->x += first * part->step;
+    }
     step.answers_x.resize({&delta->o}, tokens, step.values());
     DeltaRun run(step, pool->threads());
     int64_t bytes = 2 * step.values() * delta->key_dim * int64_t{sizeof(float)};
@@ -302,21 +326,23 @@ SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const Switchy
     return 1;
 }
 
-SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const SwitchyardDelta *delta, int64_t tokens,
-                                             const float *const *given, float *recent, float *states, float *out) try {
-    static thread_local DeltaTokens now;
+SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const SwitchyardDelta *delta, const SwitchyardPages *held,
+                                             const SwitchyardPiece *piece, const float *const *given, float *out) try {
+    static thread_local std::vector<float> convolved;
+    DeltaTokens now = {};
     now.layer = delta;
     now.kernels = kernels_in_use();
-    now.recent = recent;
-    now.states = states;
+    const int64_t tokens = piece->tokens;
     const int64_t states_bytes = now.values() * delta->key_dim * int64_t{sizeof(float)};
     for (int64_t begin = 0; begin < tokens; begin += kPieceTokens) {
         now.tokens = std::min(kPieceTokens, tokens - begin);
+        now.take(*held, begin ? piece->next_state : piece->state, piece->next_state);
         const SwitchyardMatrix *const of[] = {&delta->mixed, &delta->k, &delta->v, &delta->z, &delta->b, &delta->a};
         Projected *const parts[] = {&now.mixed, &now.k, &now.v, &now.z, &now.b, &now.a};
         for (int i = 0; i < 6; ++i)
             *parts[i] = {given[i] ? given[i] + begin * of[i]->rows : nullptr, of[i]->rows};
-        now.convolved.resize(static_cast<size_t>(now.tokens * now.channels()));
+        convolved.resize(static_cast<size_t>(now.tokens * now.channels()));
+        now.convolved = convolved.data();
         now.answers = out + begin * now.values();
         PieceRun run = {now, Phase(delta->key_heads, pool->threads(), 1), Phase(delta->value_heads, pool->threads(), 1)};
         pool->run_long(piece_work, &run, now.tokens * states_bytes);

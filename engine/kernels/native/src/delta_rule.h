@@ -26,7 +26,7 @@ template <int count> void delta_columns(const DeltaHead &head, int64_t at, float
         V found[count];
         repeat<count>([&](auto i) { found[i] = all(0.0f); });
         if (token == 0) {
-            const float *row = state;
+            const float *row = head.before + at;
             float *to = kept;
             for (int64_t k = 0; k < head.key_dim; ++k, row += step, to += local_step) {
                 repeat<count>([&](auto i) { prefetch(row + kRowsAhead * step + i * kWidth); });
@@ -70,13 +70,14 @@ template <int count> void delta_columns(const DeltaHead &head, int64_t at, float
 void delta_column(const DeltaHead &head, int64_t token, int64_t at) {
     const int64_t step = head.value_dim, place = token * head.step;
     const float *key = head.key + place, *query = head.query + place, *decay = head.decay + token * head.key_dim;
+    const float *before = token ? head.state : head.before;
     float found = 0, out = 0;
-    for (int64_t k = 0; k < head.key_dim; ++k) found += head.state[k * step + at] * (key[k] * decay[k]);
+    for (int64_t k = 0; k < head.key_dim; ++k) found += before[k * step + at] * (key[k] * decay[k]);
     const float change = (head.value[place + at] - found) * head.beta[token];
     for (int64_t k = 0; k < head.key_dim; ++k) {
-        float &state = head.state[k * step + at];
-        state = state * decay[k] + change * key[k];
-        out += state * query[k];
+        const float now = before[k * step + at] * decay[k] + change * key[k];
+        head.state[k * step + at] = now;
+        out += now * query[k];
     }
     head.out[token * head.out_step + at] = out;
 }
@@ -102,7 +103,7 @@ template <int known> void convolve_channels(const Convolution &c, int64_t at) {
     alignas(64) float lines[kMostTaps][room] = {}, weights[kMostTaps][room] = {}, few[room] = {};
     for (int64_t i = 0; i < kernel; ++i)
         for (int64_t lane = 0; lane < width; ++lane) {
-            lines[i][lane] = c.recent[(at + lane) * kernel + i];
+            lines[i][lane] = c.before[(at + lane) * kernel + i];
             weights[i][lane] = c.taps[i * c.taps_step + at + lane];
         }
     const auto bytes = static_cast<size_t>(width) * sizeof(float);

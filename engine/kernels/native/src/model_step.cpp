@@ -25,8 +25,7 @@ SWITCHYARD_API int32_t switchyard_model_step(SwitchyardPool *pool, const Switchy
             : layer.latent
                 ? switchyard_latent_step(pool, layer.latent, &layer.held, layer.pieces, count, hidden, its.cos, its.sin,
                                          its.angle_step, its.token_step, next)
-                : switchyard_delta_step(pool, layer.delta, tokens, hidden, static_cast<float *>(layer.held.keys),
-                                        static_cast<float *>(layer.held.values), next);
+                : switchyard_delta_step(pool, layer.delta, &layer.held, layer.pieces, count, hidden, next);
         if (failed) return 1;
         if (switchyard_sparse_step(pool, layer.block, tokens, next, layer.chosen, layer.shares, now)) return 1;
         hidden = now;

@@ -240,7 +240,7 @@ int32_t test_delta(const AttendKernels &kernels) {
         for (int64_t i = 0; i < values; ++i) value[i] = 0.25f * static_cast<float>(i % 9) - 1.0f;
         std::vector<double> wanted(state.begin(), state.end());
         const float beta = 0.75f;
-        kernels.delta({state.data(), 1, keys, values, key.data(), query.data(), value.data(), 0, decay.data(), &beta, out.data(), 0});
+        kernels.delta({state.data(), state.data(), 1, keys, values, key.data(), query.data(), value.data(), 0, decay.data(), &beta, out.data(), 0});
         for (int64_t i = 0; i < values; ++i) {
             double found = 0, answer = 0;
             for (int64_t k = 0; k < keys; ++k) found += (wanted[k * values + i] *= decay[k]) * key[k];
@@ -268,7 +268,7 @@ int32_t test_convolve(const AttendKernels &kernels) {
         }
         for (size_t i = 0; i < x.size(); ++i) x[i] = 0.3f * static_cast<float>(i * 11 % 29) - 4.0f;
         const std::vector<float> before(recent);
-        kernels.convolve({recent.data(), taps.data(), count, kernel, count, tokens, x.data(), count, out.data(), count});
+        kernels.convolve({recent.data(), recent.data(), taps.data(), count, kernel, count, tokens, x.data(), count, out.data(), count});
         const auto at = [&](int64_t token, int64_t channel) {
             return token < 0 ? before[channel * kernel + kernel + token] : x[token * count + channel];
         };

@@ -268,6 +268,8 @@ typedef struct {
     int64_t held;          // tokens before the new ones
     int32_t tokens;        // new ones
     int32_t first;         // where they begin among all new tokens of the call: one piece after the other
+    int32_t state;         // of a delta net's pages the one that the tokens go on from
+    int32_t next_state;    // and the one that receives what becomes of it; may be the same
 } SwitchyardPiece;
 
 // The next tokens of some sequences through attention, whose keys and values go into their pages.  cos, sin: an angle of
@@ -285,18 +287,19 @@ SWITCHYARD_API int32_t switchyard_latent_step(SwitchyardPool *pool, const Switch
                                               int32_t count, const float *hidden, const float *cos, const float *sin,
                                               int32_t angle_step, int64_t token_step, float *out);
 
-// The next tokens of a sequence through a gated delta net.  recent: [channels, kernel], what the convolutions read last;
-// states: [value_heads, key_dim, value_dim].  Both are brought up to date.  hidden, out: [tokens, hidden], not the same.
-SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const SwitchyardDelta *delta, int32_t tokens,
-                                             const float *hidden, float *recent, float *states, float *out);
+// The next tokens of some sequences through a gated delta net.  held: pages of a state each, of which keys are float
+// [pages, channels, kernel], what the convolutions read last, and values float [pages, value_heads, key_dim, value_dim].  A page
+// that receives a state is no other piece's.  hidden, out: [tokens, hidden], not the same.
+SWITCHYARD_API int32_t switchyard_delta_step(SwitchyardPool *pool, const SwitchyardDelta *delta, const SwitchyardPages *held,
+                                             const SwitchyardPiece *pieces, int32_t count, const float *hidden, float *out);
 
-// Any number of tokens of a sequence, whose projections are done.  given: of mixed, k, v, z, b and a, [tokens, rows] each, null
+// Any number of tokens of one sequence, whose projections are done.  given: of mixed, k, v, z, b and a, [tokens, rows] each, null
 // for those without rows.  out: [tokens, value_heads * value_dim], what o is to be multiplied with.
-SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const SwitchyardDelta *delta, int64_t tokens,
-                                             const float *const *given, float *recent, float *states, float *out);
+SWITCHYARD_API int32_t switchyard_delta_rows(SwitchyardPool *pool, const SwitchyardDelta *delta, const SwitchyardPages *held,
+                                             const SwitchyardPiece *piece, const float *const *given, float *out);
 
-// A decoder layer of attention and a sparse block, where its keys and values are, and the next tokens as it holds them.  A
-// delta net's are those of one sequence: what its convolutions read last, and its states; see the functions above.
+// A decoder layer of attention and a sparse block, where its keys and values, or its states, are, and the next tokens as it
+// holds them.
 typedef struct {
     const SwitchyardAttention *attention;  // one of the three, the others null
     const SwitchyardLatentAttention *latent;

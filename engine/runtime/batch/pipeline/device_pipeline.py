@@ -181,7 +181,7 @@ class DevicePipeline:
 
     def marked(self, layer: _Layer, number: int, step: Callable[[], T]) -> T:
         """A step of one that is looked at."""
-        if layer.index or number or not self._costs.knows(Cost.CARD_LAYER):
+        if not layer.is_first or number or not self._costs.knows(Cost.CARD_LAYER):
             return step()
         mark = self.device.compute_stream.record if self.device.compute_follows_caller else clock.now
         begun = mark()
@@ -261,12 +261,14 @@ class _Layer:
     """See `LayerWork`: one layer's work on a device.
 
     Attributes:
+        is_first: of all layers.
         runs: micro-batches that are inside the layer.
         marks: before and after each step of the first of them, where it is looked at.
     """
 
     def __init__(self, pipeline: DevicePipeline, index: int, batches: Sequence[Batch]) -> None:
-        self._pipeline, self.index, self._batches = pipeline, index, batches
+        self._pipeline, self._index, self._batches = pipeline, index, batches
+        self.is_first = not index
         self.runs: dict[int, LayerRun] = {}
         self.marks: list[tuple[Any, Any]] = []
         self._attended: dict[int, AttendedAhead] = {}
@@ -277,21 +279,21 @@ class _Layer:
         return len(self._batches)
 
     def begin(self, number: int) -> None:
-        begin = partial(self._pipeline.begin, self.index, self._batches[number])
+        begin = partial(self._pipeline.begin, self._index, self._batches[number])
         self.runs[number] = self._pipeline.marked(self, number, begin)
 
     def attend_in_ram(self, number: int, *, behind_weights: bool = False) -> None:
         call = self.runs[number].call
         if isinstance(call, AttentionCall):
             pieces = self._batches[number].pieces
-            self._attended[number] = self._pipeline.attend(call, pieces, number, self.index, behind=behind_weights)
+            self._attended[number] = self._pipeline.attend(call, pieces, number, self._index, behind=behind_weights)
 
     def take_attended(self, number: int) -> None:
         if number in self._attended:
             self._answer(number, self.attended(number))
 
     def fetch_cache(self, number: int) -> None:
-        self._caches[number] = self._pipeline.fetch_cache(self.index, self._batches[number].pieces)
+        self._caches[number] = self._pipeline.fetch_cache(self._index, self._batches[number].pieces)
 
     def attend_on_device(self, number: int) -> None:
         run, cache = self.runs[number], self._caches.pop(number)
@@ -299,13 +301,13 @@ class _Layer:
             self._answer(number, self.attended_there(run.call, cache))
 
     def bring_page(self, page: int, pages: int) -> None:
-        self._pipeline.experts.bring_page(self.index, page, pages)
+        self._pipeline.experts.bring_page(self._index, page, pages)
 
     def bring_layer(self) -> None:
-        self._pipeline.experts.bring_layer(self.index)
+        self._pipeline.experts.bring_layer(self._index)
 
     def bring_hot(self, *, of_next: bool = False) -> None:
-        self._pipeline.experts.bring_hot(self.index, of_next=of_next)
+        self._pipeline.experts.bring_hot(self._index, of_next=of_next)
 
     def bring_wanted(self) -> None:
         self._pipeline.experts.bring_wanted(list(self._expert_calls(self.runs).values()))
@@ -323,7 +325,7 @@ class _Layer:
             run.answer(self.computed_in_ram(run.call))
 
     def finish(self, number: int) -> None:
-        RECORDER.layer = self.index
+        RECORDER.layer = self._index
         run = self.runs[number]
         while run.call is not None:
             if isinstance(run.call, ExpertsCall):
@@ -345,13 +347,13 @@ class _Layer:
     # Single parts, for `PartsTimer`
 
     def load(self) -> bool:
-        return self._pipeline.experts.load(self.index)
+        return self._pipeline.experts.load(self._index)
 
     def attended(self, number: int) -> torch.Tensor:
         return self._attended.pop(number).take()
 
     def attended_there(self, call: AttentionCall, cache: Cache) -> torch.Tensor:
-        return self._pipeline.attend_there(self.index, call, cache)
+        return self._pipeline.attend_there(self._index, call, cache)
 
     def cache_there(self, number: int) -> Cache:
         self.fetch_cache(number)

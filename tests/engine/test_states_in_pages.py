@@ -1,0 +1,357 @@
+"""Models whose layers sum up what they read, over pages of one pool: alone, in company, forked, guessed, kept.
+
+Each answer is held to that of the model's own cache, which other tests hold to transformers, and once to transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.common.config import EngineConfig, SamplingParams
+from engine.common.errors import EngineError, ErrorCode
+from engine.jobs.rows import BatchOutcome
+from engine.kernels.native.build import library_path
+from engine.runtime.batch.policy import BatchPolicy
+from engine.runtime.decode import speculation
+from engine.runtime.decode.beam_search import beam_search, over
+from engine.runtime.decode.drafter import Guess
+from engine.runtime.decode.generation import GenerationResult, drained
+from engine.runtime.decode.paged_steps import PagedSteps
+from engine.runtime.kept.files import KeptFiles
+from engine.runtime.kept.prefixes import KeptPrefixes
+from engine.runtime.kept.state import StateLayout
+from engine.runtime.load.model import load_model
+from engine.runtime.loaded_model import LoadedModel
+from engine.runtime.schedule.continuous_batch import ContinuousBatch
+from engine.runtime.schedule.executor import BatchExecutor
+from engine.runtime.schedule.request import BatchRequest, Outcome
+from engine.runtime.schedule.scheduler import Scheduler
+from tests.engine.loaded_tiny import NO_END, library_tokens, random_prompt
+from tests.engine.single_streams import Alone
+from tests.engine.test_background import Job, row, serve
+from tests.engine.test_kept_prefixes import (
+    ROOT,
+    A,
+    B,
+    ask,
+    assert_same_but_for_a_near_tie,
+    files_in,
+    fresh,
+    further,
+)
+from tests.engine.test_scheduler import Copies
+from tests.engine.test_speculation import Eager
+from tests.engine.tiny_families import tiny_checkpoint
+
+pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the native kernels are not built here")
+
+FAMILIES = [
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    pytest.param("qwen3_5_text", marks=pytest.mark.exhaustive),
+    "kimi_linear",  # decays for each key, beside latents
+]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    def spread(model: torch.nn.Module) -> None:
+        with torch.no_grad():
+            model.get_output_embeddings().weight.mul_(40)  # type: ignore[operator,union-attr]
+
+    folder = tmp_path_factory.mktemp("states") / "model"
+    path = tiny_checkpoint(request.param, folder, prepare=spread, max_position_embeddings=2048)
+    config = EngineConfig(str(path), device="cpu", precision="bf16", threads=1, speculation="text")
+    model = load_model(config, on_progress=lambda _done, _total: None, cancelled=lambda: False)
+    model.kept = None
+    yield model
+    model.close()
+
+
+def lane_of(scheduler: Scheduler) -> ContinuousBatch:
+    """Where all requests are answered."""
+    lane = scheduler._together
+    assert lane is not None
+    assert lane.exact is not None
+    assert lane.model.mixers is None
+    return lane
+
+
+def close(scheduler: Scheduler) -> None:
+    """Nothing is lost."""
+    lane = lane_of(scheduler)
+    lane.give_up_offers()
+    assert (lane.pool.held, lane.pool.held_states, lane.pool.in_use) == (0, 0, 0)
+    assert lane.pool.reserve(lane.pool.capacity)
+    scheduler.close()
+
+
+def test_tokens_are_those_of_transformers(loaded: LoadedModel) -> None:
+    scheduler, prompt = Scheduler(loaded), random_prompt(70)
+    (result,) = ask(scheduler, prompt, tokens=40, chat="")
+    lane_of(scheduler)
+    with torch.inference_mode():
+        wanted = tuple(library_tokens(loaded.model, prompt, 40))
+    assert_same_but_for_a_near_tie(loaded, prompt, result.token_ids, wanted)
+    assert result.token_ids == fresh(loaded, prompt, 40)
+    close(scheduler)
+
+
+_SHAPES = st.tuples(st.integers(1, 90), st.integers(1, 30), st.sampled_from([1, 1, 1, 2, 3, 9]), st.integers(0, 12))
+
+
+@settings(max_examples=6, deadline=None)
+@given(company=st.lists(_SHAPES, min_size=2, max_size=5), spare=st.integers(0, 30), tries=st.booleans())
+def test_an_answer_in_company_is_what_it_is_alone(
+    loaded: LoadedModel, company: list[tuple[int, int, int, int]], spare: int, tries: bool
+) -> None:
+    """However they come, step aside, guess, search and begin alike; else they are refused."""
+    scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
+    pool = lane_of(scheduler).pool
+    scheduler._together = lane = ContinuousBatch(
+        lane_of(scheduler).model, lane_of(scheduler)._policy, 8 + 6 * pool.state_weight + spare, keeps=True, exact=True
+    )
+    if tries:
+        lane._prices = Eager()
+
+    def request(number: int) -> BatchRequest:
+        prompt, most, beams, _ = company[number]
+        ids = [*random_prompt(min(prompt, 40), seed=1), *random_prompt(max(0, prompt - 40), seed=number)]
+        sampling = SamplingParams(max_tokens=most, beams=beams)
+        return BatchRequest(0, ids=tuple(ids), sampling=sampling, end_ids=NO_END)
+
+    looks, waiting = 0, sorted(range(len(company)), key=lambda number: company[number][3])
+
+    def arrive() -> bool:
+        nonlocal looks
+        looks += 1
+        while waiting and company[waiting[0]][3] <= looks:
+            number = waiting.pop(0)
+            scheduler.submit(request(number), partial(ends.__setitem__, number))
+        return False
+
+    while waiting or scheduler.is_busy:
+        arrive()
+        scheduler.serve(arrive)
+    for number, (prompt, most, beams, _) in enumerate(company):
+        end = ends[number]
+        if isinstance(end, EngineError):
+            assert end.code is ErrorCode.NOT_ENOUGH_MEMORY
+            assert (prompt + most) // 32 + 2 + beams * (2 + most // 32 + 2 * pool.state_weight) > 8 + spare
+            continue
+        assert isinstance(end, GenerationResult)
+        if beams == 1:
+            wanted = Alone(loaded).answer(request(number)).token_ids
+            assert_same_but_for_a_near_tie(loaded, request(number).ids, end.token_ids, wanted)
+        else:
+            assert list(end.token_ids) == searched(loaded, request(number).ids, beams, most)
+    close(scheduler)
+
+
+def searched(loaded: LoadedModel, prompt: Sequence[int], beams: int, most: int) -> list[int]:
+    """What a search finds whose beams have a cache each."""
+    with torch.inference_mode():
+        copies = Copies(loaded, list(prompt), beams)
+        search = beam_search(copies.first, width=beams, max_tokens=most, end_ids=NO_END)
+        return drained(over(copies, search, copies.first.device)).ids
+
+
+def test_guesses_change_nothing_and_what_did_not_come_true_leaves_no_trace(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [random_prompt(20 + 30 * n, seed=n) for n in range(3)]
+    answers = [fresh(loaded, prompt, 40) for prompt in prompts]
+    Foreseeing.texts = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    monkeypatch.setattr(speculation, "PromptLookup", Foreseeing)
+    scheduler = Scheduler(loaded)
+    lane_of(scheduler)._prices = Eager()
+    results = ask(scheduler, prompts[0], tokens=40, chat="") + ask(scheduler, *prompts, tokens=40, chat="")
+    for answer, result in zip([answers[0], *answers], results, strict=True):
+        assert_same_but_for_a_near_tie(loaded, prompts[answers.index(answer)], result.token_ids, answer)
+    assert results[0].token_ids == answers[0]
+    assert all(result.guessed_tokens > result.accepted_tokens > 0 for result in results[:1])
+    close(scheduler)
+
+
+class Foreseeing:
+    """Guesses what an answer is going to be, and something else behind that."""
+
+    texts: ClassVar[list[list[int]]] = []
+    takes_s = 0.0
+
+    def __init__(self, prefix: Sequence[int]) -> None:
+        self._ids = list(prefix)
+
+    def append(self, token_id: int) -> None:
+        self._ids.append(token_id)
+
+    def hopes(self) -> float:
+        return 0.9
+
+    def learn(self, guess: Guess, came_true: int) -> None:
+        """It has."""
+
+    def guess(self, most: int) -> Guess | None:
+        held = len(self._ids)
+        text = next((each for each in self.texts if each[:held] == self._ids), None)
+        if text is None or held % 5 == 0:
+            return None
+        ids = [*text[held : held + held % 3], 5, 6][:most]
+        return Guess(tuple(ids), (0.9,) * len(ids), (0,) * len(ids))
+
+
+def test_beams_go_on_from_states_of_others(loaded: LoadedModel) -> None:
+    for beams in (3, 9):  # more than one step takes
+        scheduler, prompt = Scheduler(loaded), random_prompt(45)
+        sampling = SamplingParams(max_tokens=30, beams=beams)
+        found = scheduler.answer(BatchRequest(0, ids=tuple(prompt), sampling=sampling, end_ids=NO_END))
+        assert list(found.token_ids) == searched(loaded, prompt, beams, 30)
+        close(scheduler)
+
+
+def test_a_prompt_goes_on_from_the_nearest_state(loaded: LoadedModel) -> None:
+    """Where an answer ended, shortly before it began, or far back in a long prompt."""
+    loaded.kept = kept = KeptPrefixes(ROOT, 2**26)
+    scheduler = Scheduler(loaded)
+    (first,) = ask(scheduler, A, chat="")
+    ask(scheduler, B, chat="")
+    turn = further(A, first)
+    (second,) = ask(scheduler, turn, chat="")
+    assert second.token_ids == fresh(loaded, turn)
+    assert second.reused_tokens == len(A) + 7  # the last token was never read
+    edited = [*A[:-4], *random_prompt(30, seed=4)]
+    (third,) = ask(scheduler, edited, chat="")
+    assert third.token_ids == fresh(loaded, edited)
+    assert third.reused_tokens == (len(A) - 16) // 32 * 32
+    (again,) = ask(scheduler, A, chat="")
+    assert again.token_ids == first.token_ids
+    assert again.reused_tokens == (len(A) - 16) // 32 * 32
+    long = random_prompt(1400, seed=6)
+    for seed in (7, 8):
+        prompt = [*long, *random_prompt(90, seed=seed)]
+        (result,) = ask(scheduler, prompt, chat="")
+        assert result.token_ids == fresh(loaded, prompt)
+        assert result.reused_tokens == (0 if seed == 7 else 1024)
+    close(scheduler)
+    kept.close()
+    loaded.kept = None
+
+
+@pytest.mark.parametrize("damage", ["none", "state", "every state", "block"])
+def test_a_chat_goes_on_after_a_restart(
+    loaded: LoadedModel, tmp_path: Path, damage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the last state whose file is sound."""
+    tokens, write = dict[str, int](), KeptFiles.write
+
+    def noting(files: KeptFiles, path: Path, chat: str, key: bytes, description: bytes, data: memoryview) -> None:
+        layout = StateLayout.read(description)
+        tokens[path.stem] = layout.tokens if layout is not None else 0
+        write(files, path, chat, key, description, data)
+
+    monkeypatch.setattr(KeptFiles, "write", noting)
+    loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    scheduler = Scheduler(loaded)
+    (first,) = ask(scheduler, A)
+    assert kept.settle(30)
+    close(scheduler)
+    kept.close()
+    end, middle = len(A) + 7, (len(A) - 16) // 32 * 32
+    assert sorted(set(tokens.values())) == [0, middle, end]
+    least = {"none": end + 1, "state": end, "every state": 1, "block": 0}[damage]
+    for path in tmp_path.rglob("*.kept"):
+        if tokens[path.stem] >= least:
+            content = bytearray(path.read_bytes())
+            content[-70] ^= 4
+            path.write_bytes(content)
+    loaded.kept = kept = KeptPrefixes(ROOT, 2**26, files_in(tmp_path))
+    scheduler, again = Scheduler(loaded), further(A, first)
+    (second,) = ask(scheduler, again)
+    assert second.token_ids == fresh(loaded, again)
+    wanted = {"none": end, "state": middle}.get(damage, 0)
+    assert (second.reused_tokens, second.from_disk) == (wanted, wanted)
+    close(scheduler)
+    kept.close()
+    loaded.kept = None
+
+
+def test_room_in_ram_is_needed_for_others(loaded: LoadedModel) -> None:
+    """What pages lose is kept in RAM, as far as there is any for it."""
+    for room in (0, 2**26):
+        loaded.kept = kept = KeptPrefixes(ROOT, room)
+        scheduler = Scheduler(loaded)
+        (first,) = ask(scheduler, A)
+        for seed in range(3):
+            ask(scheduler, random_prompt(200, seed=seed))
+        (second,) = ask(scheduler, again := further(A, first))
+        assert second.token_ids == fresh(loaded, again)
+        close(scheduler)
+        kept.close()
+    loaded.kept = None
+
+
+def test_rows_that_begin_alike_read_that_once(loaded: LoadedModel) -> None:
+    common, answers = random_prompt(80), dict[int, GenerationResult]()
+    rows = [
+        BatchRequest(
+            n, ids=(*common, *random_prompt(1 + n, seed=n)), sampling=SamplingParams(max_tokens=3), end_ids=NO_END
+        )
+        for n in range(12)
+    ]
+    executor = BatchExecutor(loaded, BatchPolicy(rows=12, kv_bytes=2**24, sweep_tokens=60, micro_batch_tokens=64))
+    executor.run(iter(rows), lambda answer: answers.__setitem__(answer.row, answer))
+    executor.close()
+    for asked in rows:
+        assert_same_but_for_a_near_tie(loaded, asked.ids, answers[asked.row].token_ids, fresh(loaded, asked.ids, 3))
+    shared = sorted(answer.reused_tokens for answer in answers.values())
+    assert shared[0] == 0
+    assert all(64 <= tokens <= 96 for tokens in shared[1:])
+
+
+def test_chats_beside_rows_of_a_file_take_part_in_their_sweeps(loaded: LoadedModel) -> None:
+    scheduler, ends = Scheduler(loaded), dict[int, Outcome]()
+    lane_of(scheduler)._prices = Eager()
+    job = Job(scheduler, [row(n, 30 + 20 * n, 25) for n in range(6)])
+
+    def look() -> bool:
+        if len(ends) < 3 and not scheduler.is_busy:
+            number = len(ends)
+            scheduler.submit(row(number, 60, 20), partial(ends.__setitem__, number))
+        return False
+
+    serve(scheduler, [job], look)
+    assert job.outcomes == [BatchOutcome.FINISHED]
+    assert len(ends) == 3
+    for number, answer in [*job.answers.items(), *ends.items()]:
+        assert isinstance(answer, GenerationResult)
+        asked = row(number, 60, 20) if answer.generated_tokens == 20 else job.rows[number]
+        assert_same_but_for_a_near_tie(loaded, asked.ids, answer.token_ids, Alone(loaded).answer(asked).token_ids)
+    close(scheduler)
+
+
+def test_a_step_without_memory_loses_no_answer(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States that it has half written are read again."""
+    scheduler, own, calls = Scheduler(loaded), PagedSteps.write, 0
+
+    def failing(self: PagedSteps, ids: Sequence[int], pieces: Sequence[object]) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        logits = own(self, ids, pieces)  # type: ignore[arg-type]
+        if calls == 5:
+            raise EngineError(ErrorCode.NOT_ENOUGH_MEMORY, "no memory")
+        return logits
+
+    monkeypatch.setattr(PagedSteps, "write", failing)
+    prompts = [random_prompt(40, seed=seed) for seed in range(2)]
+    results = ask(scheduler, *prompts, tokens=12, chat="")
+    for prompt, result in zip(prompts, results, strict=True):
+        assert_same_but_for_a_near_tie(loaded, prompt, result.token_ids, fresh(loaded, prompt, 12))
+    close(scheduler)
