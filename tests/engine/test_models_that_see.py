@@ -139,7 +139,7 @@ def in_company(model: LoadedModel, policy: BatchPolicy, *conversations: Sequence
     rows = [BatchRequest(row, tuple(each), sampling=sampling, end_ids=NO_END) for row, each in enumerate(conversations)]
     executor = BatchExecutor(model, policy)
     try:
-        assert "one by one" not in executor.note
+        assert "picture" not in executor.note  # some families read long prompts at once
         executor.run(iter(rows), lambda answer: answers.update({answer.row: answer}))
     finally:
         executor.close()
