@@ -288,11 +288,11 @@ def used(page: ChatView) -> int:
 def test_calls_and_results_and_the_tools_themselves_take_room(
     page: ChatView, engine: ScriptedEngine, qtbot: QtBot, ran: list[tuple[str, str]]
 ) -> None:
-    qtbot.waitUntil(lambda: page.composer.meter.use is not None)
+    qtbot.waitUntil(lambda: page.composer.meter.use is not None, timeout=30_000)
     page.presenter._tools().put(WEB)
     page.presenter._tools().allow_always("web/search")
     page.composer.tools_button.click()
-    qtbot.waitUntil(lambda: used(page) > 300)  # what the tools are is told to the model
+    qtbot.waitUntil(lambda: used(page) > 300, timeout=30_000)  # what the tools are is told to the model
     page.presenter.send("How much is it?")
     qtbot.waitUntil(lambda: len(engine.requests) == 1)
     engine.call(("search", json.dumps({"for": "word" * 1000})))  # the result holds its arguments once more
@@ -302,7 +302,7 @@ def test_calls_and_results_and_the_tools_themselves_take_room(
     engine.finish(prompt_tokens=2800)
     assert used(page) > 2800  # as it was counted
     page.composer.box.setPlainText("And the other?")
-    qtbot.waitUntil(lambda: used(page) > 2300)
+    qtbot.waitUntil(lambda: used(page) > 2300, timeout=30_000)
     assert sum(map(len, page.presenter.said())) > 8000
     page.composer.tools_button.click()  # earlier calls are not sent then
     assert sum(map(len, page.presenter.said())) < 100
